@@ -1,0 +1,22 @@
+"""Names that the launch wing and the train wing share: environment variables and exit codes."""
+
+LOG_DIR = "HVDTRAIN_LOG_DIR"
+"""Folder of this launch's per-rank files; set by `hvdtrain run` for its workers."""
+
+STALL_WARNING_SECONDS = 20
+STALL_SHUTDOWN_SECONDS = 50
+"""Horovod's stall check: warn, then end the job, when some ranks wait this long for the others.
+
+Horovod itself never ends a stalled job. A job whose rank 0 legitimately works alone for longer raises
+HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (or `hvdtrain run --stall-shutdown-seconds`).
+"""
+
+STALL_DEFAULTS = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": str(STALL_WARNING_SECONDS),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SHUTDOWN_SECONDS),
+}
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
