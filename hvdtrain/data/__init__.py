@@ -1,0 +1,13 @@
+"""Global batches: which rank sees which example, at which step.
+
+`make_source` turns whatever the user has into a `Source`; `Source.epoch` yields one `Share` a
+step. Nothing here communicates: rank and size are passed in, and what ranks must agree on
+(`Source.element`, `Share.checksum`, the end of a stream) is theirs to compare.
+"""
+
+from hvdtrain.data.arrays import validation_split
+from hvdtrain.data.make import make_source
+from hvdtrain.data.nested import Spec
+from hvdtrain.data.share import Share, Source, split
+
+__all__ = ["Share", "Source", "Spec", "make_source", "split", "validation_split"]

@@ -1,0 +1,246 @@
+"""Data that lies in memory: NumPy arrays and whatever turns into them without a copy.
+
+A step's share is found by position in the endless sequence of passes over the data, each in its
+own order: position p is example `order(p // n)[p % n]`. That is a pure function of seed, epoch and
+step, never of rank, size or history. Only the rank's own examples are copied, or none where there
+is no shuffling.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hvdtrain.data import nested
+from hvdtrain.data.class_weight import apply_class_weight
+from hvdtrain.data.share import Share, check_workers, find_share
+from hvdtrain.errors import UsageError
+
+SCALARS = (bool, int, float, complex, str, bytes, np.generic)
+UNSUPPORTED = ("RaggedTensor", "SparseTensor")
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySource:
+    """Arrays as a `Source`.
+
+    Without `steps` an epoch is one pass, its last batch smaller where the division leaves a rest.
+    With `steps` an epoch is that many full batches, and the next one goes on where it ended: a
+    batch then can join the end of one pass and the beginning of the next.
+    """
+
+    data: tuple
+    pass_length: int  # examples in one pass
+    global_batch_size: int
+    shuffle: bool
+    seed: int
+    steps: int | None
+    float_dtype: str
+
+    agreed: ClassVar[bool] = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.steps or -(-self.pass_length // self.global_batch_size)
+
+    @property
+    def examples(self) -> int:
+        return self.steps * self.global_batch_size if self.steps else self.pass_length
+
+    @property
+    def element(self) -> Any:
+        return nested.spec(self.data, self.float_dtype)
+
+    def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        check_workers(self.global_batch_size, rank, size)
+        return self._shares(epoch, rank, size)
+
+    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        reader = _Reader(self)
+        first, last = epoch * self.examples, (epoch + 1) * self.examples
+        for start in range(first, last, self.global_batch_size):
+            total = min(self.global_batch_size, last - start)
+            begin, end, examples = find_share(total, rank, size)
+            data = reader.read(start + begin, start + end)
+            yield Share(data, examples, total, begin, 0)
+
+
+class _Reader:
+    """Reads examples by position, keeping the order of the pass it reads in."""
+
+    def __init__(self, source: ArraySource) -> None:
+        self.source = source
+        self.number = -1  # of the pass whose order is kept
+        self.order = np.empty(0, np.int64)
+
+    def read(self, start: int, stop: int) -> tuple:
+        """The examples at positions start..stop."""
+        source, n = self.source, self.source.pass_length
+        number, begin = divmod(start, n)
+        if not source.shuffle and begin + stop - start <= n:
+            data = nested.cut(source.data, begin, begin + stop - start)
+        else:
+            rows = []
+            while start < stop:
+                number, begin = divmod(start, n)
+                end = min(n, begin + stop - start)
+                rows.append(self._order(number)[begin:end])
+                start += end - begin
+            data = nested.take(source.data, np.concatenate(rows) if len(rows) > 1 else rows[0])
+        return nested.cast_floats(data, source.float_dtype)
+
+    def _order(self, number: int) -> np.ndarray:
+        if number != self.number:
+            self.number, self.order = number, self._new_order(number)
+        return self.order
+
+    def _new_order(self, number: int) -> np.ndarray:
+        if not self.source.shuffle:
+            return np.arange(self.source.pass_length)
+        return np.random.default_rng([self.source.seed, number]).permutation(
+            self.source.pass_length
+        )
+
+
+def array_source(
+    data: tuple,
+    *,
+    global_batch_size: int,
+    shuffle: bool,
+    seed: int,
+    steps: int | None,
+    class_weight: Mapping[int, float] | None,
+    float_dtype: str,
+) -> ArraySource:
+    """Check and convert (x[, y[, sample_weight]]) and make its source."""
+    data = convert(data)
+    count = nested.count_examples(data, "the data")
+    if count == 0:
+        raise UsageError("the data is empty: its arrays have length 0.")
+    # Now and not share by share, so that a class without a weight is an error on every rank,
+    # before the first step.
+    data = apply_class_weight(data, class_weight, float_dtype, "the data")
+    return ArraySource(data, count, global_batch_size, shuffle, seed, steps, float_dtype)
+
+
+def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
+    """The data tuple (x,), (x, y) or (x, y, sample_weight) of what was passed to fit.
+
+    `x` alone can be such a tuple. A list is several inputs, never a data tuple.
+    """
+    parts = [x, y, sample_weight]
+    if isinstance(x, tuple) and y is None:
+        if not 1 <= len(x) <= 3:
+            raise UsageError(
+                f"x is a tuple of {len(x)} items; a tuple means (x, y) or (x, y, sample_weight). "
+                "Pass several inputs as a list or a dict."
+            )
+        if sample_weight is not None and len(x) == 3 and x[2] is not None:
+            raise UsageError("sample_weight was given twice: alone, and in the tuple x.")
+        parts[: len(x)] = x
+        parts[2] = sample_weight if sample_weight is not None else parts[2]
+    if parts[0] is None:
+        raise UsageError("there is no data: x is None.")
+    if parts[1] is None and parts[2] is not None:
+        raise UsageError("sample_weight was given without y: there is no loss for it to weigh.")
+    while parts[-1] is None:
+        parts.pop()
+    return tuple(parts)
+
+
+def convert(data: tuple) -> tuple:
+    """The data tuple with every leaf a NumPy array of at least one dimension.
+
+    Tensors, DataFrames and numbers in lists become arrays; NumPy arrays stay what they are.
+    Errors: UsageError that names the part.
+    """
+    return tuple(_convert(tree, name) for name, tree in zip(nested.PARTS, data, strict=False))
+
+
+def validation_split(
+    x: Any, y: Any = None, sample_weight: Any = None, *, fraction: float
+) -> tuple[tuple, tuple]:
+    """(training, validation) data tuples: the last `fraction` of the examples, before shuffling.
+
+    Views of the arrays. Only arrays can be split: a stream would have to be read to its end first.
+    Errors: UsageError if either would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise UsageError(f"validation_split is {fraction}; it must lie between 0 and 1.")
+    if not is_arrays(x):
+        raise UsageError(
+            f"validation_split works with arrays only; x is a {type(x).__name__}. "
+            "Pass validation_data instead."
+        )
+    data = convert(unpack(x, y, sample_weight))
+    count = nested.count_examples(data, "the data")
+    kept = int(count * (1.0 - fraction))
+    if kept in (0, count):
+        raise UsageError(
+            f"validation_split {fraction} of {count} examples leaves nothing to "
+            f"{'train on' if kept == 0 else 'validate with'}. Use more data or another fraction."
+        )
+    return nested.cut(data, 0, kept), nested.cut(data, kept, count)
+
+
+def is_arrays(value: Any) -> bool:
+    """Whether `value` is meant as arrays in memory (it may still be faulty), not as a stream."""
+    return isinstance(value, (dict, list, tuple, *SCALARS)) or hasattr(value, "__array__")
+
+
+def _convert(value: Any, name: str) -> Any:
+    if isinstance(value, dict) and value:
+        return {key: _convert(item, f"{name}[{key!r}]") for key, item in value.items()}
+    if isinstance(value, list | tuple) and value and not _is_numbers(value):
+        items = [_convert(item, f"{name}[{index}]") for index, item in enumerate(value)]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return items if isinstance(value, list) else tuple(items)
+    return _to_array(value, name)
+
+
+def _is_numbers(value: Any) -> bool:
+    while isinstance(value, list | tuple) and value:
+        value = value[0]
+    return isinstance(value, SCALARS)
+
+
+def _to_array(value: Any, name: str) -> np.ndarray:
+    if value is None:
+        raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
+    if isinstance(value, dict | list | tuple) and not value:
+        raise UsageError(f"{name} is an empty {type(value).__name__}: there is no data in it.")
+    is_array = hasattr(value, "__array__") and type(value).__name__ not in UNSUPPORTED
+    if not is_array and not isinstance(value, (list, tuple, *SCALARS)):
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, which is not an array. Pass a dense NumPy array "
+            "or tensor (a ragged or sparse one: call to_tensor or to_dense)."
+        )
+    try:
+        array = _from_pandas(value, name)
+        array = np.asarray(value) if array is None else array
+    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise UsageError(f"{name} can't be turned into one array: {error}") from error
+    if array.ndim == 0:
+        raise UsageError(
+            f"{name} is a single {type(value).__name__}; an array is needed whose first dimension "
+            "counts the examples."
+        )
+    if array.dtype.kind == "O" and array.size and not isinstance(array.flat[0], str | bytes):
+        raise UsageError(
+            f"{name} holds Python objects ({type(array.flat[0]).__name__}), not numbers or "
+            "strings. Make its columns or rows numeric and of equal length."
+        )
+    return array
+
+
+def _from_pandas(value: Any, name: str) -> np.ndarray | None:
+    """A DataFrame as (n, columns); a Series as (n, 1), as Keras does, but weights as (n,)."""
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(value, pandas.DataFrame | pandas.Series):
+        return None
+    array = value.to_numpy()
+    is_series = isinstance(value, pandas.Series) and not name.startswith("sample_weight")
+    return array[:, np.newaxis] if is_series else array

@@ -1,0 +1,95 @@
+"""From what the user passed to fit to a `Source`."""
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import Any
+
+from hvdtrain.data import arrays, readers
+from hvdtrain.data.share import Source
+from hvdtrain.data.streams import StreamSource
+from hvdtrain.errors import UsageError
+
+ACCEPTED = (
+    "NumPy arrays, tensors, DataFrames or lists of numbers (alone, or nested in lists and dicts), "
+    "a tf.data.Dataset, a keras.utils.PyDataset, or a Python generator or iterable of batches"
+)
+
+
+def make_source(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    global_batch_size: int,
+    shuffle: bool,
+    seed: int,
+    steps_per_epoch: int | None = None,
+    class_weight: Mapping[int, float] | None = None,
+    batched: bool | None = None,
+    threads: int | None = None,
+) -> Source:
+    """The `Source` of any data that Keras's fit takes, except other libraries' loaders.
+
+    x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a
+    tf.data.Dataset,
+        a PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function
+        without arguments that returns one, called anew for each pass.
+    global_batch_size: examples of all workers together in one step. shuffle: arrays by example and
+    a PyDataset by batch, by seed and pass. A Dataset or a generator comes in
+        its own order, which must be the same on every rank (a seed in `Dataset.shuffle`).
+    steps_per_epoch: read on across epochs, that many global batches in each.
+    class_weight: dict from class number to weight; multiplied with sample weights.
+    batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
+    threads: of tf.data; None takes the CPU cores this process may use.
+
+    Floating-point data is fed in Keras's floatx, as Keras does with arrays.
+    Errors: UsageError for what can't work, before anything is read where possible.
+    """
+    _check_positive("global_batch_size", global_batch_size)
+    if steps_per_epoch is not None:
+        _check_positive("steps_per_epoch", steps_per_epoch)
+    float_dtype = _floatx()
+    if arrays.is_arrays(x):
+        return arrays.array_source(
+            arrays.unpack(x, y, sample_weight),
+            global_batch_size=int(global_batch_size),
+            shuffle=shuffle,
+            seed=seed,
+            steps=steps_per_epoch and int(steps_per_epoch),
+            class_weight=class_weight,
+            float_dtype=float_dtype,
+        )
+    stream = readers.open_stream(
+        x, int(global_batch_size), shuffle, seed, batched, threads, float_dtype
+    )
+    if stream is None:
+        raise UsageError(
+            f"x is a {type(x).__module__}.{type(x).__name__}, which can't be read as training "
+            f"data. Pass {ACCEPTED}."
+        )
+    for name, value in (("y", y), ("sample_weight", sample_weight)):
+        if value is not None:
+            raise UsageError(
+                f"{name} was given together with a {stream.name}, whose batches bring their own: "
+                "(x, y) or (x, y, sample_weight)."
+            )
+    if stream.endless and steps_per_epoch is None:
+        raise UsageError(f"the {stream.name} never ends: pass steps_per_epoch.")
+    return StreamSource(
+        stream,
+        int(global_batch_size),
+        steps_per_epoch and int(steps_per_epoch),
+        class_weight,
+        float_dtype,
+    )
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise UsageError(f"{name} is {value!r}; it must be an integer of at least 1.")
+
+
+def _floatx() -> str:
+    from keras.config import floatx
+
+    return str(floatx())

@@ -1,0 +1,132 @@
+"""Nested structures of arrays: dicts, lists and tuples whose leaves share their first dimension.
+
+Keras names several inputs or outputs this way. Everything here is a pure function of NumPy leaves.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdtrain.errors import UsageError
+
+PARTS = ("x", "y", "sample_weight")
+"""Names of the places of a data tuple, in messages."""
+
+CHECKSUM_BYTES = 1 << 15
+"""How many bytes of one array enter a checksum."""
+
+
+class Spec(NamedTuple):
+    """Shape without the leading dimension (None: varies) and dtype of one leaf."""
+
+    shape: tuple[int | None, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join('?' if n is None else str(n) for n in self.shape)}]"
+
+
+def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """Apply `function` to corresponding leaves of structures that look alike."""
+    if isinstance(tree, dict):
+        return {key: map_leaves(function, tree[key], *(o[key] for o in others)) for key in tree}
+    if isinstance(tree, list | tuple):
+        mapped = [map_leaves(function, *items) for items in zip(tree, *others, strict=True)]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*mapped)
+        return mapped if isinstance(tree, list) else tuple(mapped)
+    return function(tree, *others)
+
+
+def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Leaves with the way to each, as a user would write it: `x['image']`, `y[1]`."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from named_leaves(value, f"{name}[{key!r}]")
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            yield from named_leaves(value, f"{name}[{index}]")
+    else:
+        yield name, tree
+
+
+def named_parts(data: tuple) -> list[tuple[str, Any]]:
+    """All leaves of a data tuple (x[, y[, sample_weight]]) with their names."""
+    return [
+        pair for part, tree in zip(PARTS, data, strict=False) for pair in named_leaves(tree, part)
+    ]
+
+
+def count_examples(data: tuple, where: str) -> int:
+    """The leading dimension that all leaves share.
+
+    Errors: UsageError, naming every part and its length, where they differ.
+    """
+    lengths = {name: leaf.shape[0] for name, leaf in named_parts(data)}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(
+            f"{where}: parts have different numbers of examples: {listed}. "
+            "Each part needs one entry for every example."
+        )
+    return next(iter(lengths.values()))
+
+
+def cut(tree: Any, begin: int, end: int) -> Any:
+    """Examples begin..end as views."""
+    return map_leaves(lambda leaf: leaf[begin:end], tree)
+
+
+def take(tree: Any, rows: np.ndarray) -> Any:
+    """The examples at `rows`, in that order, as new arrays."""
+    return map_leaves(lambda leaf: np.take(leaf, rows, axis=0), tree)
+
+
+def concatenate(trees: Sequence[Any]) -> Any:
+    """Join structures that look alike along the examples; a single one is handed through."""
+    if len(trees) == 1:
+        return trees[0]
+    return map_leaves(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def cast_floats(tree: Any, dtype: str) -> Any:
+    """Floating-point leaves in `dtype`, as Keras feeds arrays; a leaf that has it is not copied."""
+    return map_leaves(
+        lambda leaf: leaf.astype(dtype, copy=False) if leaf.dtype.kind == "f" else leaf, tree
+    )
+
+
+def spec(tree: Any, float_dtype: str | None = None) -> Any:
+    """The structure with a `Spec` for each leaf; float leaves are said to have `float_dtype`."""
+
+    def of(leaf: np.ndarray) -> Spec:
+        is_float = leaf.dtype.kind == "f"
+        return Spec(leaf.shape[1:], float_dtype if float_dtype and is_float else leaf.dtype.name)
+
+    return map_leaves(of, tree)
+
+
+def checksum(tree: Any, start: int = 0) -> int:
+    """CRC-32 of at most CHECKSUM_BYTES evenly spaced bytes of each leaf, and of its shape.
+
+    It notices streams that differ in order, augmentation or length, at a cost that doesn't grow
+    with the batch; it does not notice a change of a few bytes in a large batch.
+    """
+    value = start
+    for name, leaf in named_leaves(tree, ""):
+        value = zlib.crc32(f"{name}{leaf.shape}{leaf.dtype}".encode(), value)
+        value = zlib.crc32(_sample(leaf), value)
+    return value
+
+
+def _sample(leaf: np.ndarray) -> bytes:
+    limit = max(1, CHECKSUM_BYTES // max(1, leaf.dtype.itemsize))
+    step = -(-leaf.size // limit) or 1
+    # An odd step does not keep hitting the same column of images with an even number of columns.
+    step += step > 1 and step % 2 == 0
+    flat = leaf.reshape(-1)[::step]
+    if leaf.dtype.hasobject:
+        return repr(flat.tolist()).encode()
+    return flat.tobytes()

@@ -1,0 +1,89 @@
+"""What a data source is, and what it hands to one rank at one step."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one global batch.
+
+    data: (x,), (x, y) or (x, y, sample_weight), each a NumPy array or a nested dict, list or tuple
+    of
+        them, with this rank's examples in the leading dimension. To be read, never written: it can
+        be a view of the user's array. On an idle rank (`examples` 0, in a tail smaller than the
+        number of workers) it holds one real example of the global batch, so that the rank can run
+        the step and take part in its collectives; what it computes counts with weight zero.
+    examples: this rank's examples in the step.
+    global_examples: examples of all ranks in the step.
+    offset: position of this rank's first example inside the global batch.
+    checksum: of the whole global batch, for streams (see `nested.checksum`); 0 for arrays, which
+        cannot come in another order. Equal on ranks that read the same stream.
+    """
+
+    data: tuple
+    examples: int
+    global_examples: int
+    offset: int
+    checksum: int
+
+
+class Source(Protocol):
+    """Training, validation or prediction data as global batches, each shared out to all ranks.
+
+    The order of examples never depends on the number of workers; the shares of ranks 0, 1, ... laid
+    one after the other are the batch that a single worker gets.
+    """
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Global batches in an epoch; None where only reading to the end tells."""
+
+    @property
+    def examples(self) -> int | None:
+        """Examples in an epoch; None where only reading to the end tells."""
+
+    @property
+    def element(self) -> Any:
+        """One example's signature: `data` with a `nested.Spec` (shape, dtype) for each array.
+
+        Ranks whose elements are equal can train together. Plain tuples, dicts and strings, so that
+        ranks can compare it (as JSON too).
+        """
+
+    @property
+    def agreed(self) -> bool:
+        """Whether all lengths are known up front, so that ranks need no agreement step by step."""
+
+    def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        """This rank's shares of the global batches of one epoch (counted from 0), in order.
+
+        Errors: UsageError if the global batch is smaller than the number of workers.
+        """
+
+
+def split(examples: int, rank: int, size: int) -> tuple[int, int]:
+    """Begin and end of a rank's contiguous part of `examples`; parts differ by at most one."""
+    return rank * examples // size, (rank + 1) * examples // size
+
+
+def check_workers(global_batch_size: int, rank: int, size: int) -> None:
+    """Errors: UsageError if workers would never have anything to do."""
+    assert 0 <= rank < size, (rank, size)
+    if global_batch_size < size:
+        raise UsageError(
+            f"global_batch_size {global_batch_size} is smaller than the number of workers, {size}: "
+            f"some would never train. Use at least {size}, or fewer workers."
+        )
+
+
+def find_share(examples: int, rank: int, size: int) -> tuple[int, int, int]:
+    """(begin, end, examples) of a rank: begin..end is never empty, `examples` can be 0.
+
+    An idle rank gets the batch's first example to run with.
+    """
+    begin, end = split(examples, rank, size)
+    return (begin, end, end - begin) if end > begin else (0, 1, 0)
