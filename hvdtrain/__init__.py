@@ -1,0 +1,52 @@
+"""hvdtrain: multi-worker training for today's TensorFlow and Keras, on Horovod.
+
+`hvdtrain.Trainer` trains a Keras model on all workers; `hvdtrain.keras` is Horovod's Keras module, right on
+Keras 3; `hvdtrain.init` makes a process a rank. Names are imported when they are first used: the launcher
+imports this package, and must not wait for TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.errors import EngineError, HvdtrainError, ReplicaError, UsageError
+    from hvdtrain.runtime import Rank, init, shutdown
+    from hvdtrain.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "EngineError",
+    "HvdtrainError",
+    "Rank",
+    "ReplicaError",
+    "Trainer",
+    "UsageError",
+    "init",
+    "shutdown",
+]
+
+_HOMES = {
+    "Trainer": "hvdtrain.trainer",
+    "Rank": "hvdtrain.runtime",
+    "init": "hvdtrain.runtime",
+    "shutdown": "hvdtrain.runtime",
+    "EngineError": "hvdtrain.errors",
+    "HvdtrainError": "hvdtrain.errors",
+    "ReplicaError": "hvdtrain.errors",
+    "UsageError": "hvdtrain.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "keras":
+        return importlib.import_module("hvdtrain.keras")
+    raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "keras"])

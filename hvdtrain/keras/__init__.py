@@ -1,0 +1,31 @@
+"""Horovod for Keras 3: `import hvdtrain.keras as hvd` in place of `import horovod.tensorflow.keras as hvd`.
+
+The same names, arguments and meaning, right on Keras 3. With Keras 2 (TF_USE_LEGACY_KERAS=1 and tf-keras),
+where Horovod's own module works, its names are handed over as they are.
+
+Beyond Horovod: `Compression.bf16`, `check_replicas`, `broadcast_variables` of Keras variables, `SyncBatchNormalization`,
+`DistributedGradientTape` and the `PartialDistributed...` of both.
+"""
+
+from typing import Any
+
+from hvdtrain.keras.engine import *  # noqa: F403 - Horovod's collectives and queries, listed there
+from hvdtrain.keras.engine import __all__ as _engine_names
+from hvdtrain.keras.legacy import uses_legacy_keras
+
+if uses_legacy_keras():
+    from hvdtrain.keras.legacy import *  # noqa: F403
+    from hvdtrain.keras.legacy import __all__ as _names
+else:
+    from hvdtrain.keras import callbacks as callbacks
+    from hvdtrain.keras import elastic as elastic
+    from hvdtrain.keras.compression import Compression as Compression
+    from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
+    from hvdtrain.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
+    from hvdtrain.keras.saving import load_model as load_model
+    from hvdtrain.keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+    from hvdtrain.keras.tape import DistributedGradientTape as DistributedGradientTape
+    from hvdtrain.keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
+    from hvdtrain.keras.variables import broadcast_global_variables as broadcast_global_variables
+    from hvdtrain.keras.variables import broadcast_variables as broadcast_variables
+    from hvdtrain.keras.variables import check_replicas as check_replicas

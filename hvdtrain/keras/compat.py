@@ -1,0 +1,139 @@
+"""What hvdtrain needs of Keras's inside: the one file that knows it. Tested with Keras 3.15.
+
+`adopt_names`   a subclass that is saved under its parent's name;
+`OPTIMIZER_HOOKS` the methods that DistributedOptimizer overrides;
+`prepare_keras` corrections of Keras classes, for models whose optimizer is distributed only:
+    LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be compiled by XLA keeps
+    Horovod's operations, which have no XLA kernel, outside the compiled part.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+from keras.src import api_export
+from keras.src.saving import object_registration
+
+from hvdtrain.errors import EngineError
+
+OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index")
+
+
+def uses_legacy_keras() -> bool:
+    """Whether tf.keras is Keras 2 (the package tf-keras) in this process."""
+    return os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
+
+
+def require_hooks(optimizer_class: type) -> None:
+    """Raise EngineError if this Keras no longer has the methods that the reduction hooks into."""
+    missing = [name for name in OPTIMIZER_HOOKS if not hasattr(optimizer_class, name)]
+    if missing:
+        raise EngineError(
+            f"Keras {keras.__version__} has no {missing[0]} in {optimizer_class.__name__}: gradients could not "
+            "be reduced. hvdtrain was tested with Keras 3.15: install that, or wrap a keras.optimizers.Optimizer."
+        )
+
+
+def adopt_names(subclass: type, parent: type) -> None:
+    """Make Keras save instances of `subclass` as `parent`, so that files load without hvdtrain."""
+    subclass.__module__ = parent.__module__
+    subclass.__qualname__ = parent.__qualname__
+    exported = api_export.get_name_from_symbol(parent)
+    if exported is not None:
+        api_export.REGISTERED_OBJS_TO_NAMES[subclass] = exported
+    registered = object_registration.GLOBAL_CUSTOM_NAMES.get(parent)
+    if registered is not None:
+        object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether DistributedOptimizer made this optimizer, or a loss-scaling one around or inside it."""
+    return hasattr(optimizer, "hvdtrain_reducer") or hasattr(
+        getattr(optimizer, "inner_optimizer", None), "hvdtrain_reducer"
+    )
+
+
+def prepare_keras() -> None:
+    """Install the corrections; calling again changes nothing."""
+    _correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
+    _correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
+    _correct(keras.Model, "make_train_function", _make_train_function)
+
+
+def _correct(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    if getattr(original, "hvdtrain_corrected", False):
+        return
+
+    @functools.wraps(original)
+    def corrected(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(original, self, *args, **kwargs)
+
+    corrected.hvdtrain_corrected = True  # type: ignore[attr-defined]
+    setattr(owner, name, corrected)
+
+
+def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
+    """All ranks skip the step if one has an inf or nan; else the others would wait for it for ever."""
+    finite = original(self, grads)
+    reducer = getattr(self.inner_optimizer, "hvdtrain_reducer", None)
+    if reducer is None:
+        return finite
+    return tf.cast(reducer.extreme(tf.cast(finite, tf.int32), hvd.Min, "finite"), tf.bool)
+
+
+def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+    """Keras's loss scaling does not pass the loss on to the optimizer inside it."""
+    reducer = getattr(self.inner_optimizer, "hvdtrain_reducer", None)
+    return original(self, loss if reducer is None else reducer.weigh_loss(loss))
+
+
+def _make_train_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
+    if not (is_distributed(self.optimizer) and self.jit_compile):
+        return original(self, force)
+    if self.train_function is not None and not force:
+        return self.train_function
+    self.jit_compile = False
+    try:
+        self.train_function = self._make_function(split_train_step(self))
+    finally:
+        self.jit_compile = True
+    return self.train_function
+
+
+def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
+    """Return model.train_step in two parts: forward and backward compiled by XLA, reduction and update not.
+
+    The optimizer's apply_gradients is replaced while XLA's part is traced: it hands the gradients out
+    instead of applying them. Works for a user's own train_step too, if it applies gradients once.
+    """
+    optimizer = model.optimizer
+    handed_out: list[tuple[Any, Any]] = []
+
+    @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
+    def forward_and_backward(data: Any) -> Any:
+        handed_out.clear()
+
+        def hand_out(grads_and_vars: Any) -> None:
+            handed_out.extend((g, v) for g, v in grads_and_vars if g is not None)
+
+        object.__setattr__(optimizer, "apply_gradients", hand_out)
+        try:
+            logs = model.train_step(data)
+        finally:
+            object.__delattr__(optimizer, "apply_gradients")
+        return logs, [gradient for gradient, _ in handed_out]
+
+    def train_step(data: Any) -> Any:
+        logs, gradients = forward_and_backward(data)
+        variables = [variable for _, variable in handed_out]
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        return logs
+
+    return train_step

@@ -1,0 +1,267 @@
+"""DistributedOptimizer: a Keras 3 optimizer whose gradients are averaged over the ranks.
+
+Why this design. Keras 3 calls `_clip_gradients` exactly once for each real update: after loss
+unscaling and gradient accumulation, before clipping, weight decay and moving averages. The
+reduction sits there, so clipping sees averaged gradients and accumulation communicates only at its
+boundary. (Horovod's own class overrides methods that Keras 3 never calls, and averages nothing.)
+
+The wrapped optimizer becomes an instance of a subclass of its own class, in place: `isinstance`, built
+state, learning rate and configuration stay, and files name the original class, so plain Keras loads
+them where Horovod is not installed.
+
+Loss scaling: the inner optimizer of a LossScaleOptimizer is the distributed one, whichever way they were
+nested, and the ranks agree on whether the gradients are finite before any of them skips the step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.compression import Compression
+from hvdtrain.keras.reduction import GradientReducer, Reduction, scaled
+
+
+class OptimizerReducer(GradientReducer):
+    """The reducer of one optimizer.
+
+    Attributes:
+        share: set by the Trainer: this rank's examples / global examples of the step, so that uneven
+            batches are averaged exactly. None: all ranks count the same.
+        share_is_in_loss: the Trainer's training step passes the loss through `scale_loss`, where the
+            share costs nothing; otherwise the gradients are multiplied by it.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__(reduction)
+        self.share: tf.Variable | None = None
+        self.share_is_in_loss = False
+        self.pending: list[Any] = []
+        self.reduced = False
+
+    def weigh_loss(self, loss: tf.Tensor) -> tf.Tensor:
+        """Return `loss` times this rank's share, if the share belongs there."""
+        if self.share is None or not self.share_is_in_loss:
+            return loss
+        return loss * tf.cast(self.share, loss.dtype)
+
+    def reduce(self, gradients: list[Any], optimizer: Any) -> list[Any]:
+        """Return the gradients of the variables in `pending`, combined over the ranks."""
+        self.reduced = True
+        if self.share is not None and not self.share_is_in_loss:
+            # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
+            gradients = [scaled(g, self.share, no_nan=True) for g in gradients]
+        positions = [optimizer._get_variable_index(v) for v in self.pending]
+        return self(gradients, self.pending, positions, weighted=self.share is not None)
+
+
+class _Distributed:
+    """Methods that DistributedOptimizer lays over the wrapped optimizer's class."""
+
+    hvdtrain_reduction: Reduction
+    hvdtrain_reducer: OptimizerReducer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Reached by from_config and copies; DistributedOptimizer itself changes the class in place.
+        super().__init__(*args, **kwargs)
+        object.__setattr__(self, "hvdtrain_reducer", OptimizerReducer(self.hvdtrain_reduction))
+
+    @property
+    def process_set(self) -> hvd.ProcessSet:
+        """The ranks over which gradients are reduced."""
+        return self.hvdtrain_reducer.reduction.process_set
+
+    @property
+    def local_variables(self) -> list[Any]:
+        """Variables given to `register_local_var`."""
+        return self.hvdtrain_reducer.local_variables
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep `var` (a Keras variable or tf.Variable) to this rank: its gradients are not reduced."""
+        self.hvdtrain_reducer.register_local(var)
+
+    def scale_loss(self, loss: Any) -> Any:
+        return super().scale_loss(self.hvdtrain_reducer.weigh_loss(loss))  # type: ignore[misc]
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        reducer = self.hvdtrain_reducer
+        reducer.pending, reducer.reduced = list(trainable_variables), False
+        super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
+        # With accumulation in eager mode only the boundary step reduces.
+        if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
+            raise EngineError(
+                f"Keras {keras.__version__} applied gradients without calling _clip_gradients: they were not "
+                "reduced. hvdtrain was tested with Keras 3.15."
+            )
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        reduced = self.hvdtrain_reducer.reduce(list(grads), self)
+        return super()._clip_gradients(reduced)  # type: ignore[misc]
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
+        reducer = self.hvdtrain_reducer
+        grads = [
+            reducer.extreme(g, hvd.Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
+            if g is not None and getattr(v, "overwrite_with_gradient", False)
+            else g
+            for g, v in zip(grads, vars, strict=True)
+        ]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+
+def _distribute(optimizer: Any, reduction: Reduction) -> None:
+    """Make `optimizer` an instance of a distributed subclass of its class."""
+    plain = type(optimizer)
+    compat.require_hooks(plain)
+    compat.prepare_keras()
+    body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
+    distributed = type(plain.__name__, (_Distributed, plain), body)
+    compat.adopt_names(distributed, plain)
+    optimizer.__class__ = distributed
+    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    object.__setattr__(optimizer, "hvdtrain_reducer", OptimizerReducer(reduction))
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: hvd.ProcessSet | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a Keras optimizer reduce its gradients over the ranks before it applies them.
+
+    The optimizer is changed in place and returned; it stays an instance of its class.
+
+    Args:
+        optimizer: a keras.optimizers.Optimizer, or a LossScaleOptimizer around one.
+        name: part of the collectives' names; the same on every rank.
+        device_dense: device of the dense reductions; default Horovod's choice.
+        device_sparse: device of the sparse reductions.
+        compression: `Compression.none`, `.fp16` or `.bf16`, or a Horovod Compressor of your own.
+        sparse_as_dense: reduce IndexedSlices (of embeddings) as dense tensors.
+        gradient_predivide_factor: with op=Average, divide by this before the sum and by size / this after.
+        op: Average, Sum or Adasum (MPI, a power of two of ranks).
+        backward_passes_per_step: accumulate the gradients of this many batches, then communicate once
+            (Keras's gradient_accumulation_steps).
+        average_aggregated_gradients: divide the accumulated gradients by their number.
+        num_groups: older name of `groups`.
+        groups: reduce in this many groups, or in these groups (lists of variables); others go alone.
+        process_set: the ranks to reduce over; default all.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
+
+    Raises:
+        UsageError: arguments that exclude each other, an optimizer that is distributed already.
+    """
+    if compat.is_distributed(optimizer):
+        raise UsageError("DistributedOptimizer: this optimizer is distributed already; wrap it once")
+    if num_groups:
+        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"DistributedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
+        )
+    _accumulate(inner, backward_passes_per_step)
+    summed = backward_passes_per_step > 1 and not average_aggregated_gradients
+    reduction = Reduction(
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=hvd.global_process_set if process_set is None else process_set,
+        scale_local_gradients=scale_local_gradients,
+        postscale_factor=float(backward_passes_per_step) if summed else 1.0,
+    )
+    _distribute(inner, reduction)
+    return optimizer
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras accumulate the gradients of `passes` batches."""
+    if passes < 1:
+        raise UsageError(f"backward_passes_per_step={passes}: give 1 or more")
+    if passes == 1:
+        return
+    if optimizer.gradient_accumulation_steps:
+        raise UsageError(
+            "Give either the optimizer's gradient_accumulation_steps or backward_passes_per_step, not both"
+        )
+    if optimizer.built:
+        raise UsageError("backward_passes_per_step: wrap the optimizer before it is built or used")
+    optimizer.gradient_accumulation_steps = passes
+
+
+def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    groups: int | list[list[Any]] | None = None,
+    process_set: hvd.ProcessSet | None = None,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Like DistributedOptimizer, but the gradients of `local_layers` stay on their rank."""
+    layers = layers_of(local_layers)
+    distributed = DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            reducer_of(distributed).register_local(variable)
+    return distributed
+
+
+def reducer_of(optimizer: Any) -> OptimizerReducer:
+    """Return the reducer inside a distributed optimizer, or inside the loss scaling around it."""
+    return getattr(optimizer, "inner_optimizer", optimizer).hvdtrain_reducer
+
+
+def layers_of(
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None,
+) -> list[keras.layers.Layer]:
+    """Return `local_layers` as a list of built layers, or raise UsageError."""
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise UsageError(f"local_layers: {layer!r} is not a keras.layers.Layer")
+        if not layer.built:
+            raise UsageError(f"local_layers: layer {layer.name!r} has no weights yet; build the model first")
+    return list(layers)

@@ -1,0 +1,134 @@
+"""DistributedGradientTape: for a training loop of one's own, gradients that are averaged over the ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras.compression import Compression
+from hvdtrain.keras.names import variables_name
+from hvdtrain.keras.optimizer import layers_of
+from hvdtrain.keras.reduction import GradientReducer, Reduction
+from hvdtrain.keras.variables import tf_variable
+
+
+class _DistributedTape:
+    """Methods that DistributedGradientTape lays over the wrapped tape's class."""
+
+    hvdtrain_reducer: GradientReducer
+
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradients of `source` (a Keras variable or tf.Variable) on this rank."""
+        self.hvdtrain_reducer.register_local(source)
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+        use_generic_names: bool = False,
+    ) -> Any:
+        """Return the gradients of `target` by `sources`, reduced over the ranks, in the structure of `sources`."""
+        del use_generic_names  # Horovod's: names never depend on the variables here.
+        flat = tf.nest.flatten(sources)
+        gradients = super().gradient(  # type: ignore[misc]
+            target, [tf_variable(s) for s in flat], output_gradients, unconnected_gradients
+        )
+        return tf.nest.pack_sequence_as(sources, self.hvdtrain_reducer(gradients, flat))
+
+    def get_local_and_global_gradients(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return (source, gradient) pairs of the local sources, and of the others."""
+        del use_generic_names
+        flat = tf.nest.flatten(sources)
+        pairs = list(zip(flat, self.gradient(target, flat, output_gradients), strict=True))
+        local = {id(tf_variable(v)) for v in self.hvdtrain_reducer.local_variables}
+        return (
+            [pair for pair in pairs if id(tf_variable(pair[0])) in local],
+            [pair for pair in pairs if id(tf_variable(pair[0])) not in local],
+        )
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: hvd.ProcessSet | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make a tf.GradientTape whose `gradient` is reduced over the ranks.
+
+    The tape is changed in place and returned, so `with` may come before or after. Arguments as of
+    DistributedOptimizer. Apply the gradients with a plain optimizer, or they are reduced twice.
+    """
+    if num_groups:
+        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    reduction = Reduction(
+        name="tape",
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        groups=groups,
+        process_set=hvd.global_process_set if process_set is None else process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    plain = type(gradtape)
+    gradtape.__class__ = type(plain.__name__, (_DistributedTape, plain), {"__doc__": plain.__doc__})
+    gradtape.hvdtrain_reducer = GradientReducer(reduction, variables_name)  # type: ignore[attr-defined]
+    return gradtape
+
+
+def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[Any]] | None = None,
+    process_set: hvd.ProcessSet | None = None,
+    local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Like DistributedGradientTape, but the gradients of `local_layers` stay on their rank."""
+    layers = layers_of(local_layers)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for layer in layers:
+        for variable in layer.trainable_weights:
+            tape.register_local_source(variable)
+    return tape
