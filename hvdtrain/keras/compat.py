@@ -18,6 +18,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 from keras.src import api_export
+from keras.src.backend import get_keras_mask
+from keras.src.losses.loss import apply_mask
 from keras.src.saving import object_registration
 
 from hvdtrain.errors import EngineError
@@ -137,3 +139,28 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
         return logs
 
     return train_step
+
+
+def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:
+    """Create all variables of a compiled model, its metrics and its optimizer from the shapes of `data`."""
+    model._symbolic_build(data_batch=data)
+
+
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the Loss objects of a compiled and built model, each once."""
+    compiled = getattr(model, "_compile_loss", None)
+    found = [entry.loss for entry in (compiled._flat_losses or [])] if compiled else []
+    return list({id(loss): loss for loss in found if isinstance(loss, keras.losses.Loss)}.values())
+
+
+def loss_divisor(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
+    """Return what `loss` divides its sum by, where that is not the number of entries; else None."""
+    mask = get_keras_mask(y_pred)
+    if loss.reduction == "mean_with_sample_weight":
+        if mask is None and sample_weight is None:
+            return None
+        weights = None if sample_weight is None else tf.cast(sample_weight, loss.dtype)
+        return tf.reduce_sum(apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction))
+    if mask is None:
+        return None
+    return tf.reduce_sum(tf.cast(mask, tf.float32))

@@ -1,0 +1,89 @@
+"""Metrics over all ranks: the states are merged, not the results averaged.
+
+A Keras metric's state (a sum and a count, a confusion matrix, the counters of an AUC) adds up over examples, so the
+sum of the ranks' states is the state of one worker that saw all examples, and its result is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.variables import tf_variable, unique
+
+State = list[np.ndarray]
+
+
+def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
+    """Return the variables of `metrics`, each once."""
+    return unique(v for metric in metrics for v in metric.variables)
+
+
+def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Raise UsageError for a metric whose states cannot be added up. Call after `reset_state`.
+
+    A state that starts from something other than zero (a running minimum, say) would be counted once a rank.
+    """
+    for metric in metrics:
+        for variable in metric.variables:
+            if _aggregation(variable) == "sum" and np.any(tf_variable(variable).numpy()):
+                raise UsageError(
+                    f"Metric {metric.name!r} starts from a state that is not zero ({variable.path}), so the states "
+                    "of several workers cannot be added up. Create the variable with aggregation='mean' "
+                    "or 'only_first_replica', or compute the metric with trainer.predict."
+                )
+
+
+def read_state(metrics: Sequence[keras.metrics.Metric]) -> State:
+    """Return the values of all state variables."""
+    return [tf_variable(v).numpy() for v in state_variables(metrics)]
+
+
+def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
+    """Set all state variables, as `read_state` returned them."""
+    for variable, value in zip(state_variables(metrics), state, strict=True):
+        tf_variable(variable).assign(value)
+
+
+def merge_state(metrics: Sequence[keras.metrics.Metric]) -> None:
+    """Replace the state of `metrics` on every rank by that of all ranks together. A collective.
+
+    Sums are made in float64. Variables with aggregation "mean" are averaged; those with "only_first_replica"
+    or "none" become rank 0's.
+    """
+    variables = state_variables(metrics)
+    if hvd.size() == 1 or not variables:
+        return
+    ranks = hvd.size()
+    weights = {"sum": 1.0, "mean": 1.0 / ranks}
+    own = 1.0 if hvd.rank() == 0 else 0.0
+    values = [
+        tf.cast(tf.reshape(tf_variable(v), [-1]), tf.float64) * weights.get(_aggregation(v), own)
+        for v in variables
+    ]
+    total = hvd.allreduce(tf.concat(values, axis=0), op=hvd.Sum, name="hvdtrain_metrics")
+    parts = tf.split(total, [tf_variable(v).shape.num_elements() for v in variables])
+    for variable, part in zip(variables, parts, strict=True):
+        target = tf_variable(variable)
+        target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
+
+
+def average_logs(logs: dict[str, float], examples: int) -> dict[str, float]:
+    """Return `logs` averaged over the ranks, weighted by `examples`. A collective.
+
+    For what a user's own train_step returns beside the model's metrics.
+    """
+    names = sorted(logs)
+    row = [logs[name] * examples if examples else 0.0 for name in names] + [float(examples)]
+    total = hvd.allreduce(tf.constant(row, tf.float64), op=hvd.Sum, name="hvdtrain_logs").numpy()
+    return {name: float(value / total[-1]) for name, value in zip(names, total[:-1], strict=True)}
+
+
+def _aggregation(variable: Any) -> str:
+    return getattr(variable, "aggregation", "sum") or "sum"
