@@ -20,3 +20,12 @@ EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
+
+LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
+"""Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
+
+TERMINAL = "HVDTRAIN_TERMINAL"
+"""1 when rank 0's standard output ends in a terminal, 0 when in a file or pipe; set by `hvdtrain run`."""
+
+EXIT_SIGNAL_BASE = 128
+"""A process that a signal ended exits with this plus the signal's number, as shells report it."""

@@ -8,6 +8,17 @@ step. Nothing here communicates: rank and size are passed in, and what ranks mus
 from hvdtrain.data.arrays import validation_split
 from hvdtrain.data.make import make_source
 from hvdtrain.data.nested import Spec
+from hvdtrain.data.prefetch import prefetch
 from hvdtrain.data.share import Share, Source, split
+from hvdtrain.data.tf_dataset import is_batched
 
-__all__ = ["Share", "Source", "Spec", "make_source", "split", "validation_split"]
+__all__ = [
+    "Share",
+    "Source",
+    "Spec",
+    "is_batched",
+    "make_source",
+    "prefetch",
+    "split",
+    "validation_split",
+]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from hvdtrain.data import arrays, readers
+from hvdtrain.data import arrays, readers, tf_dataset
 from hvdtrain.data.share import Source
-from hvdtrain.data.streams import StreamSource
+from hvdtrain.data.streams import Stream, StreamSource
 from hvdtrain.errors import UsageError
 
 ACCEPTED = (
@@ -59,10 +59,20 @@ def make_source(
             class_weight=class_weight,
             float_dtype=float_dtype,
         )
-    stream = readers.open_stream(
-        x, int(global_batch_size), shuffle, seed, batched, threads, float_dtype
-    )
-    if stream is None:
+    stream: Stream
+    if tf_dataset.is_dataset(x):
+        stream = tf_dataset.dataset_stream(
+            x,
+            global_batch_size=int(global_batch_size),
+            batched=batched,
+            threads=threads,
+            float_dtype=float_dtype,
+        )
+    elif readers.is_py_dataset(x):
+        stream = readers.py_dataset_stream(x, shuffle=shuffle, seed=seed, float_dtype=float_dtype)
+    elif readers.is_readable(x):
+        stream = readers.python_stream(x, float_dtype=float_dtype)
+    else:
         raise UsageError(
             f"x is a {type(x).__module__}.{type(x).__name__}, which can't be read as training "
             f"data. Pass {ACCEPTED}."

@@ -1,0 +1,70 @@
+"""How a rank tells the launcher why it failed: one line of JSON on its standard error.
+
+A line survives every transport between the two (pipes, mpirun, ssh); a traceback of many lines is torn
+apart between those of other ranks.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+MARKER = "@hvdtrain-failure "
+
+# What a rank sees when another one has gone, by class name (nothing is imported to ask) and by message.
+SECONDARY_CLASSES = {"HorovodInternalError", "EngineError", "CancelledError", "AbortedError"}
+SECONDARY_MESSAGES = (
+    "Horovod has been shut down",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one rank ended.
+
+    Attributes:
+        rank: the rank that failed.
+        exit_code: what it exits with, 1-255.
+        secondary: whether the error only says that another rank has gone.
+        text: the traceback or message; empty for a bare `sys.exit(n)`.
+    """
+
+    rank: int
+    exit_code: int
+    secondary: bool
+    text: str
+
+    def to_line(self) -> str:
+        # '<' is escaped so that no text can look like the launcher's own `[0]<stderr>:` tags.
+        return MARKER + json.dumps(asdict(self)).replace("<", "\\u003c")
+
+
+def from_line(line: str) -> Failure | None:
+    """The failure that `line` carries; None if it is any other text."""
+    if not line.startswith(MARKER):
+        return None
+    try:
+        return Failure(**json.loads(line.removeprefix(MARKER)))
+    except (ValueError, TypeError):
+        return None
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether `error`, or an error that led to it, only reports that another rank has gone."""
+    return any(
+        any(cls.__name__ in SECONDARY_CLASSES for cls in type(link).__mro__)
+        or any(message in str(link) for message in SECONDARY_MESSAGES)
+        for link in _chain(error)
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)

@@ -1,0 +1,91 @@
+"""The Horovod that is installed beside this Python: where it is, and which controllers it was built with.
+
+Horovod itself tells that only after TensorFlow is imported, which takes seconds. The answer also stands in its
+extension: one built with MPI is linked to an MPI library, one built with Gloo contains Gloo's classes.
+"""
+
+import importlib.util
+import mmap
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.errors import EngineError, UsageError
+
+Controller = Literal["mpi", "gloo"]
+INSTALL_HINT = "run: hvdtrain install-horovod"
+_MPI_SIGNS = (b"libmpi.so", b"libmpich.so", b"libmpi_ibm.so")
+_GLOO_SIGNS = (b"GlooController",)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An installed Horovod.
+
+    Attributes:
+        horovodrun: the argv that starts its launcher.
+        built: the controllers that it was built with.
+    """
+
+    horovodrun: tuple[str, ...]
+    built: frozenset[Controller]
+
+
+def find_engine() -> Engine:
+    """The Horovod of this Python. Raises EngineError if there is none that works with TensorFlow."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or not spec.submodule_search_locations:
+        raise EngineError(f"Horovod is not installed for {sys.executable}: {INSTALL_HINT}")
+    package = Path(spec.submodule_search_locations[0])
+    extension = next(iter(sorted(package.glob("tensorflow/mpi_lib.*so"))), None)
+    if extension is None:
+        raise EngineError(f"the Horovod in {package} was built without TensorFlow: {INSTALL_HINT}")
+    return Engine(_horovodrun(), built_controllers(extension))
+
+
+def built_controllers(extension: Path) -> frozenset[Controller]:
+    """Which controllers a Horovod extension library contains."""
+    with extension.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        mpi = any(content.find(sign) >= 0 for sign in _MPI_SIGNS)
+        gloo = any(content.find(sign) >= 0 for sign in _GLOO_SIGNS)
+    return frozenset((*(("mpi",) if mpi else ()), *(("gloo",) if gloo else ())))  # type: ignore[arg-type]
+
+
+def _horovodrun() -> tuple[str, ...]:
+    """horovodrun beside this Python; one found elsewhere in PATH may belong to another environment."""
+    script = Path(sys.executable).parent / "horovodrun"
+    return (str(script),) if script.is_file() else (sys.executable, "-m", "horovod.runner.launch")
+
+
+def find_mpirun(path: str | None = None) -> str | None:
+    """mpirun from PATH, else beside this Python (an environment that is not activated)."""
+    return shutil.which("mpirun", path=path) or shutil.which(
+        "mpirun", path=str(Path(sys.executable).parent)
+    )
+
+
+def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | None) -> Controller:
+    """The controller to use; `auto` takes MPI, the faster one, if it was built and mpirun is there.
+
+    Raises UsageError if the wanted controller cannot be used here.
+    """
+    if wanted == "auto":
+        if "mpi" in built and mpirun:
+            return "mpi"
+        if "gloo" in built:
+            return "gloo"
+        raise EngineError(
+            "this Horovod can use neither Gloo (not built) nor MPI "
+            f"({'there is no mpirun in PATH' if 'mpi' in built else 'not built'}): {INSTALL_HINT}"
+        )
+    if wanted not in built:
+        have = ", ".join(sorted(built)) or "none"
+        raise UsageError(
+            f"this Horovod was built without the controller {wanted!r} (built: {have}): choose another "
+            f"--controller, or rebuild it: {INSTALL_HINT}"
+        )
+    if wanted == "mpi" and not mpirun:
+        raise UsageError("there is no mpirun in PATH: load your MPI, or use --controller gloo")
+    return wanted  # type: ignore[return-value]

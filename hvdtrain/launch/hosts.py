@@ -1,0 +1,84 @@
+"""Hosts and their slots: `-H a:2,b:4` and hostfiles.
+
+Both become one clean list here, and horovodrun gets it as `-H`: its own hostfile reader fails on comments,
+blank lines and `max_slots`.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import UsageError
+
+_NAME = re.compile(r"[\w.-]+", re.ASCII)
+_HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d+)", re.ASCII)
+_LINE = re.compile(
+    r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host name or IPv4 address and the number of ranks that it takes (at least 1)."""
+
+    name: str
+    slots: int
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name.startswith("-"):
+            raise UsageError(
+                f"{self.name!r} is no host name: use letters, digits, '.', '_' and '-' "
+                "(Horovod takes no IPv6 addresses; give the host a name)"
+            )
+        if self.slots < 1:
+            raise UsageError(f"host {self.name} has {self.slots} slots: give at least 1, or leave it out")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The hosts of `name:slots,name:slots,...`. Raises UsageError."""
+    hosts = []
+    for item in text.split(","):
+        match = _HOST.fullmatch(item.strip())
+        if match is None:
+            raise UsageError(
+                f"cannot read {item.strip()!r} in the hosts {text!r}: write name:slots, "
+                "separated by commas, such as node1:4,node2:4"
+            )
+        hosts.append(Host(match["name"], int(match["slots"])))
+    return _distinct(hosts)
+
+
+def read_hostfile(path: Path) -> tuple[Host, ...]:
+    """The hosts of a file with a line `name slots=N` each, blank lines and `# comments`. Raises UsageError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the hostfile {path} is no text file (UTF-8)") from error
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        match = _LINE.fullmatch(content)
+        try:
+            if match is None:
+                raise UsageError(f"cannot read {content!r}: write name slots=N, such as node1 slots=4")
+            hosts = list(_distinct([*hosts, Host(match["name"], int(match["slots"]))]))
+        except UsageError as error:
+            raise UsageError(f"{path}, line {number}: {error}") from None
+    if not hosts:
+        raise UsageError(f"the hostfile {path} names no host: write name slots=N, one host a line")
+    return tuple(hosts)
+
+
+def _distinct(hosts: list[Host]) -> tuple[Host, ...]:
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"host {name} is named twice: give it once, with all its slots")
+    return tuple(hosts)

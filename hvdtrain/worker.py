@@ -1,0 +1,117 @@
+"""What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs the script.
+
+Before TensorFlow is loaded it shares the cores between the ranks of the host. When the script fails, it
+reports the reason once (see `hvdtrain.failure`) and ends the process at once: left to the interpreter,
+a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that wait for it.
+
+SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a Python
+handler would not run there.
+"""
+
+import atexit
+import contextlib
+import os
+import runpy
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.failure import Failure, is_secondary
+from hvdtrain.rank_environment import available_cores, rank_environment, rank_of
+
+CLEAN_UP_SECONDS = 1.0
+LONGEST_TEXT = 100_000
+OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m hvdtrain.worker SCRIPT [ARGUMENTS]...")
+    script = sys.argv[1]
+    os.environ.update(rank_environment(os.environ, available_cores()))
+    _prepare_output()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    if not Path(script).is_file():
+        _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        _end(EXIT_INTERRUPTED)
+    except SystemExit as request:
+        _exit_as_asked(request.code)
+    except HvdtrainError as error:
+        _fail(error.exit_code, is_secondary(error), str(error))
+    except BaseException as error:
+        _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+
+
+def script_traceback(error: BaseException) -> str:
+    """The traceback from the script's first line on, without the frames of this module and runpy."""
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in OWN_FILES:
+        frame = frame.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    return text if len(text) <= LONGEST_TEXT else f"[...]\n{text[-LONGEST_TEXT:]}"
+
+
+def _prepare_output() -> None:
+    """Lines reach the launcher as they are printed; only rank 0 of a run in a terminal believes in one."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    terminal = os.environ.get(TERMINAL)
+    if terminal is not None:
+        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives none.
+        answer = terminal == "1" and rank_of(os.environ) == 0
+        sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
+
+
+def _exit_as_asked(code: object) -> None:
+    """`sys.exit(code)`: an integer is the exit code, None is success, anything else a message and 1."""
+    if code is None or code == 0:
+        return
+    if isinstance(code, int):
+        _fail(code & 0xFF or EXIT_FAILURE, False, "")
+    _fail(EXIT_FAILURE, False, str(code))
+
+
+def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
+    failure = Failure(rank_of(os.environ), exit_code, secondary, text)
+    under_launcher = LAUNCH_ID in os.environ
+    _flush()
+    if under_launcher or text:
+        # A leading newline, for the script may have left a line unfinished.
+        line = f"\n{failure.to_line()}\n" if under_launcher else f"{text}\n"
+        with contextlib.suppress(OSError):
+            _write_all(2, line.encode(errors="backslashreplace"))
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
+    """End the process now. Exit functions may run for a moment; Horovod's and MPI's can block for ever."""
+    cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    cleaning.start()
+    cleaning.join(CLEAN_UP_SECONDS)
+    _flush()
+    os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+if __name__ == "__main__":
+    main()
