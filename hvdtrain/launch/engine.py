@@ -47,7 +47,10 @@ def find_engine() -> Engine:
 
 def built_controllers(extension: Path) -> frozenset[Controller]:
     """Which controllers a Horovod extension library contains."""
-    with extension.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+    with (
+        extension.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
         mpi = any(content.find(sign) >= 0 for sign in _MPI_SIGNS)
         gloo = any(content.find(sign) >= 0 for sign in _GLOO_SIGNS)
     return frozenset((*(("mpi",) if mpi else ()), *(("gloo",) if gloo else ())))  # type: ignore[arg-type]

@@ -19,21 +19,18 @@ def launch_argv(plan: LaunchPlan, engine: Engine, environment: Mapping[str, str]
     ]
 
 
-def launch_environment(
-    plan: LaunchPlan, *, cores: int, path: str, mpirun: str | None
-) -> dict[str, str]:
+def launch_environment(plan: LaunchPlan, *, path: str, mpirun: str | None) -> dict[str, str]:
     """What horovodrun's environment needs beyond the user's own.
 
     Args:
-        cores: cores of this machine.
         path: the user's PATH.
         mpirun: the mpirun to use, absolute.
     """
     settings = {}
     if plan.controller == "mpi":
-        # Open MPI's ranks poll for messages; with no core to spare they poll on a core that another needs.
-        if plan.ranks_here >= cores:
-            settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        # A rank that waits for a message polls; where ranks fill the cores, it polls on a core that
+        # another one needs (see `hvdtrain.runtime` for the figures).
+        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
         # horovodrun takes mpirun from PATH, which lacks it when the environment is not activated.
         if mpirun and str(Path(mpirun).parent) not in path.split(os.pathsep):
             settings["PATH"] = f"{Path(mpirun).parent}{os.pathsep}{path}"

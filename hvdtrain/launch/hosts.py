@@ -31,7 +31,9 @@ class Host:
                 "(Horovod takes no IPv6 addresses; give the host a name)"
             )
         if self.slots < 1:
-            raise UsageError(f"host {self.name} has {self.slots} slots: give at least 1, or leave it out")
+            raise UsageError(
+                f"host {self.name} has {self.slots} slots: give at least 1, or leave it out"
+            )
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
@@ -67,7 +69,9 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         match = _LINE.fullmatch(content)
         try:
             if match is None:
-                raise UsageError(f"cannot read {content!r}: write name slots=N, such as node1 slots=4")
+                raise UsageError(
+                    f"cannot read {content!r}: write name slots=N, such as node1 slots=4"
+                )
             hosts = list(_distinct([*hosts, Host(match["name"], int(match["slots"]))]))
         except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from None

@@ -60,7 +60,9 @@ class LaunchPlan:
         if self.ssh_identity_file is not None and not self.ssh_identity_file.is_file():
             raise UsageError(f"--ssh-identity-file: there is no file {self.ssh_identity_file}")
         if self.stall_warning_seconds < 1:
-            raise UsageError(f"--stall-warning-seconds {self.stall_warning_seconds}: give at least 1 second")
+            raise UsageError(
+                f"--stall-warning-seconds {self.stall_warning_seconds}: give at least 1 second"
+            )
         if self.stall_shutdown_seconds < 0:
             raise UsageError("--stall-shutdown-seconds: give 0 (never) or a number of seconds")
         if 0 < self.stall_shutdown_seconds <= self.stall_warning_seconds:
@@ -68,11 +70,6 @@ class LaunchPlan:
                 f"--stall-shutdown-seconds {self.stall_shutdown_seconds} must be longer than "
                 f"--stall-warning-seconds {self.stall_warning_seconds}, or 0 for never"
             )
-
-    @property
-    def ranks_here(self) -> int:
-        """Ranks on this machine if it is the only one; 0 if hosts were named, which may be any."""
-        return 0 if self.hosts else self.np
 
 
 def _check_script(script: Path) -> None:

@@ -1,0 +1,82 @@
+"""The command line: one group, whose commands are loaded when they are called.
+
+`hvdtrain --help` loads nothing but Click: the commands and their one-line descriptions stand in a table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+# name -> (module:attribute, what it does)
+COMMANDS = {
+    "bench": ("hvdtrain.cli.bench:bench", "Measure collectives and training throughput."),
+    "install-horovod": (
+        "hvdtrain.cli.install_horovod:install_horovod",
+        "Build Horovod for the TensorFlow of this environment.",
+    ),
+    "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
+}
+
+
+class CommandTable(click.Group):
+    """A group that knows its commands by name, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            ctx.fail(f"No such command '{name}'.{_hint(name)}")
+        return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error that hvdtrain raised on purpose is one message and its exit code."""
+        from hvdtrain.errors import HvdtrainError
+
+        try:
+            return super().invoke(ctx)
+        except HvdtrainError as error:
+            failure = click.ClickException(str(error))
+            failure.exit_code = error.exit_code
+            raise failure from error
+
+
+def _hint(name: str) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from hvdtrain import __version__
+
+        click.echo(f"hvdtrain {__version__}")
+        ctx.exit()
+
+
+@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+    help="Show the version and exit.",
+)  # fmt: skip
+def main() -> None:
+    """Multi-worker training for today's TensorFlow and Keras, on Horovod."""

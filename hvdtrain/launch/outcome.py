@@ -1,0 +1,102 @@
+"""Why a run failed: the first cause, said once."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from hvdtrain.failure import Failure
+from hvdtrain.launch.process import Ending
+
+# What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code), horovodrun
+# over Gloo.
+_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
+_GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
+_TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The exit code of `hvdtrain run` and the message to end with; empty if there is nothing to say."""
+
+    exit_code: int
+    message: str
+
+
+def outcome_of(
+    ending: Ending, failures: list[Failure], launcher_text: str, log_dir: Path
+) -> Outcome:
+    """The outcome of a run.
+
+    Args:
+        ending: of the launch command.
+        failures: what the ranks reported, in the order of arrival.
+        launcher_text: what horovodrun and mpirun said.
+        log_dir: named in the message.
+    """
+    if ending.received is not None:
+        return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
+    if ending.returncode == 0 and not failures:
+        return Outcome(0, "")
+    logs = f"logs of all ranks: {log_dir}"
+    ended = _ended_first(launcher_text)
+    cause = _root_cause(failures, ended)
+    if cause is not None:
+        return Outcome(cause.exit_code, f"{_describe(cause, failures)}\n{logs}")
+    if ended is not None:
+        rank, code = ended
+        return Outcome(code, f"rank {rank} {_how(code)}\n{logs}")
+    code = ending.returncode if ending.returncode > 0 else EXIT_SIGNAL_BASE - ending.returncode
+    tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
+    return Outcome(code, f"horovodrun failed (exit code {code}):\n{tail}\n{logs}")
+
+
+def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
+    """The first failure that does not only say that another rank has gone.
+
+    A rank that was killed reports nothing: if all reports are secondary, the launcher's word about a
+    killed rank counts more.
+    """
+    primary = [failure for failure in failures if not failure.secondary]
+    if primary:
+        return primary[0]
+    if ended is not None and ended[1] > EXIT_SIGNAL_BASE:
+        return None
+    return failures[0] if failures else None
+
+
+def _describe(cause: Failure, failures: list[Failure]) -> str:
+    alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
+    also = f" (and {_ranks(alike)} alike)" if alike else ""
+    if not cause.text:
+        return f"rank {cause.rank}{also} {_how(cause.exit_code)}"
+    one_line = "\n" not in cause.text
+    return f"rank {cause.rank}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _how(code: int) -> str:
+    if code > EXIT_SIGNAL_BASE:
+        try:
+            name = signal.Signals(code - EXIT_SIGNAL_BASE).name
+        except ValueError:
+            return f"ended with exit code {code}"
+        hint = " (was memory short?)" if name == "SIGKILL" else ""
+        return f"was killed by {name}{hint}"
+    return f"ended with exit code {code}"
+
+
+def _ended_first(launcher_text: str) -> tuple[int, int] | None:
+    """(rank, exit code) of the rank that the launcher saw end first."""
+    if match := _KILLED.search(launcher_text):
+        return int(match[1]), EXIT_SIGNAL_BASE + int(match[2])
+    if match := _MPI_EXIT.search(launcher_text) or _GLOO_EXIT.search(launcher_text):
+        return int(match[1]), int(match[2]) or EXIT_FAILURE
+    return None

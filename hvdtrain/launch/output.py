@@ -1,0 +1,156 @@
+"""What the user sees of a run, and what is kept of it.
+
+By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is shown of
+all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once. Everything is in
+`<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log dir>/launcher.log`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from hvdtrain.failure import Failure, from_line
+from hvdtrain.launch.noise import is_noise, without_stamp
+from hvdtrain.launch.streams import Piece, Stream, TagReader
+
+# A line, or the part of one up to a carriage return (a progress bar's), with its end.
+_SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+_LAUNCHER_TAIL = 64 * 1024
+_LARGEST_MEMORY = 10_000
+
+
+@dataclass
+class Output:
+    """Sorts a run's output into terminal and files. Use as a context manager: it opens files.
+
+    Attributes:
+        log_dir: an existing folder.
+        stdout, stderr: where the user looks.
+        all_ranks: show every rank's output, each line with its rank in front.
+        show_launcher: show what horovodrun and mpirun say as well.
+        failures: what ranks reported, in the order of arrival.
+        launcher_text: the end of what horovodrun and mpirun said.
+    """
+
+    log_dir: Path
+    stdout: BinaryIO
+    stderr: BinaryIO
+    all_ranks: bool = False
+    show_launcher: bool = False
+    failures: list[Failure] = field(default_factory=list)
+    launcher_text: bytes = b""
+    _files: dict[tuple[int | None, Stream], BinaryIO] = field(default_factory=dict)
+    _readers: dict[Stream, TagReader] = field(default_factory=dict)
+    _pending: dict[tuple[int, Stream], bytes] = field(default_factory=dict)
+    _mid_line: set[int] = field(default_factory=set)
+    _said: dict[int, Counter[bytes]] = field(default_factory=dict)
+    _shown: Counter[bytes] = field(default_factory=Counter)
+
+    def __enter__(self) -> Output:
+        self._readers = {"stdout": TagReader("stdout"), "stderr": TagReader("stderr")}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def feed(self, stream: Stream, data: bytes) -> None:
+        """Take what horovodrun wrote to `stream`."""
+        for piece in self._readers[stream].feed(data):
+            self._take(piece)
+
+    def settle(self) -> None:
+        """Nothing more came for a moment: unfinished lines may be shown."""
+        for reader in self._readers.values():
+            for piece in reader.finish():
+                self._take(piece)
+        if not self.all_ranks:
+            rest = self._pending.pop((0, "stderr"), b"")
+            if rest and not is_noise(rest):
+                self._log(0, "stderr", rest)
+                self._mid_line.add(0)
+                self._write(self.stderr, rest)
+            elif rest:
+                self._pending[0, "stderr"] = rest
+
+    def finish(self) -> None:
+        """The run has ended: show the rest."""
+        self.settle()
+        for (rank, stream), rest in sorted(self._pending.items()):
+            self._show_segment(rank, stream, rest)
+        self._pending.clear()
+
+    def _take(self, piece: Piece) -> None:
+        if piece.rank is None:
+            self._take_launcher(piece)
+        elif piece.stream == "stdout" and not self.all_ranks:
+            self._log(piece.rank, "stdout", piece.data)
+            if piece.rank == 0:
+                self._write(self.stdout, piece.data)
+        else:
+            key = (piece.rank, piece.stream)
+            data = self._pending.pop(key, b"") + piece.data
+            end = 0
+            for segment in _SEGMENT.finditer(data):
+                # A carriage return at the very end may be the first half of a line's end.
+                self._show_segment(piece.rank, piece.stream, segment[0])
+                end = segment.end()
+            if data[end:]:
+                self._pending[key] = data[end:]
+
+    def _show_segment(self, rank: int, stream: Stream, segment: bytes) -> None:
+        """Log and perhaps show one line (or part of a progress bar) of a rank."""
+        line = segment.rstrip(b"\r\n")
+        failure = from_line(line.decode(errors="replace")) if stream == "stderr" else None
+        if failure is not None:
+            self.failures.append(failure)
+            self._log(rank, "stderr", f"{failure.text}\n".encode())
+            return
+        self._log(rank, stream, segment)
+        if self.all_ranks:
+            if line and not (stream == "stderr" and is_noise(line)):
+                target = self.stdout if stream == "stdout" else self.stderr
+                self._write(target, b"[%d] %s\n" % (rank, line))
+        elif rank in self._mid_line:
+            self._mid_line.discard(rank)
+            self._write(self.stderr, segment)
+        elif not is_noise(line) and (rank == 0 or segment.endswith(b"\n")):
+            self._show_once(rank, line, segment)
+
+    def _show_once(self, rank: int, line: bytes, segment: bytes) -> None:
+        """The k-th time that any rank says this is shown; the k-th times of the others are not."""
+        text = without_stamp(line)
+        said = self._said.setdefault(rank, Counter())
+        said[text] += 1
+        if said[text] > self._shown[text]:
+            self._shown[text] += 1
+            if line or rank == 0:
+                self._write(self.stderr, segment if rank == 0 else b"[%d] %s" % (rank, segment))
+        if len(self._shown) > _LARGEST_MEMORY:
+            self._shown.clear()
+            self._said.clear()
+
+    def _take_launcher(self, piece: Piece) -> None:
+        self.launcher_text = (self.launcher_text + piece.data)[-_LAUNCHER_TAIL:]
+        self._log(None, piece.stream, piece.data)
+        if self.show_launcher:
+            self._write(self.stderr, piece.data)
+
+    def _log(self, rank: int | None, stream: Stream, data: bytes) -> None:
+        key = (rank, stream if rank is not None else "stdout")
+        file = self._files.get(key)
+        if file is None:
+            path = self.log_dir / ("launcher.log" if rank is None else f"rank.{rank}/{stream}")
+            path.parent.mkdir(exist_ok=True)
+            # Unbuffered: what was said is in the file even if this process is killed.
+            file = self._files[key] = path.open("ab", buffering=0)
+        file.write(data)
+
+    @staticmethod
+    def _write(target: BinaryIO, data: bytes) -> None:
+        target.write(data)
+        target.flush()

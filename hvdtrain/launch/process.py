@@ -1,0 +1,174 @@
+"""Run a launch command so that, however it ends, nothing of it is left behind.
+
+horovodrun's ranks are not simply its children: over Gloo each hangs under a helper process in a session of its
+own, mpirun puts each in its own process group. So every process of a run carries the launch's id in its
+environment, and is found by it in /proc. (Processes on other hosts are ended by mpirun or by ssh's end.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.launch.streams import Stream
+
+TICK_SECONDS = 0.1
+TERMINATION_SECONDS = 2.5
+"""From SIGTERM to SIGKILL. All is gone within 5 s of Ctrl-C."""
+FAILURE_SECONDS = 3.0
+"""How long the launcher may take to end the job after a rank reported a failure."""
+DRAIN_SECONDS = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: the exit code of its command (negative: the signal), and the user's signal if any."""
+
+    returncode: int
+    received: signal.Signals | None
+
+
+def run_process(
+    argv: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    launch_id: str,
+    on_output: Callable[[Stream, bytes], None],
+    on_idle: Callable[[], None],
+    on_signal: Callable[[signal.Signals], None],
+    has_failed: Callable[[], bool],
+) -> Ending:
+    """Run `argv` to its end, or until a signal comes; leave no process of it.
+
+    Args:
+        environment: the complete environment of the command.
+        launch_id: a name that no other launch has.
+        on_output: gets what the command writes.
+        on_idle: called when nothing was written for a tick.
+        on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace.
+        has_failed: whether a rank reported a failure, so that the job has to end.
+    """
+    with _recorded_signals() as received:
+        process = subprocess.Popen(
+            argv,
+            env={**environment, LAUNCH_ID: launch_id},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            with process, selectors.DefaultSelector() as selector:
+                assert process.stdout is not None and process.stderr is not None
+                selector.register(process.stdout, selectors.EVENT_READ, "stdout")
+                selector.register(process.stderr, selectors.EVENT_READ, "stderr")
+                watch = _Watch(process, launch_id, received, on_signal, has_failed)
+                while selector.get_map() and not watch.is_over():
+                    ready = selector.select(TICK_SECONDS)
+                    for key, _ in ready:
+                        data = os.read(key.fd, 65536)
+                        if data:
+                            on_output(key.data, data)
+                        else:
+                            selector.unregister(key.fileobj)
+                    if not ready:
+                        on_idle()
+                while process.poll() is None and not watch.is_over():
+                    time.sleep(TICK_SECONDS / 10)
+                end_processes(launch_id, signal.SIGKILL)
+        finally:
+            end_processes(launch_id, signal.SIGKILL)
+        return Ending(process.wait(), received[0] if received else None)
+
+
+class _Watch:
+    """Decides, tick by tick, whether the run must be ended, and ends it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        launch_id: str,
+        received: list[signal.Signals],
+        on_signal: Callable[[signal.Signals], None],
+        has_failed: Callable[[], bool],
+    ) -> None:
+        self._process = process
+        self._launch_id = launch_id
+        self._received = received
+        self._on_signal = on_signal
+        self._has_failed = has_failed
+        self._failed_at: float | None = None
+        self._terminated_at: float | None = None
+        self._ended_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether no more output is worth waiting for; what is left then is killed."""
+        now = time.monotonic()
+        if self._terminated_at is None:
+            if self._received:
+                self._on_signal(self._received[0])
+                self._terminate(now)
+            elif self._has_failed():
+                self._failed_at = self._failed_at or now
+                if now - self._failed_at > FAILURE_SECONDS:
+                    self._terminate(now)
+        elif len(self._received) > 1 or now - self._terminated_at > TERMINATION_SECONDS:
+            end_processes(self._launch_id, signal.SIGKILL)
+        if self._process.poll() is None:
+            return False
+        self._ended_at = self._ended_at or now
+        return now - self._ended_at > DRAIN_SECONDS
+
+    def _terminate(self, now: float) -> None:
+        self._terminated_at = now
+        end_processes(self._launch_id, signal.SIGTERM)
+
+
+def processes_of(launch_id: str) -> list[int]:
+    """The ids of all processes of this user that belong to the launch; none without /proc."""
+    mark = f"{LAUNCH_ID}={launch_id}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Other users' processes cannot be read, and processes end while we look.
+        with contextlib.suppress(OSError):
+            if mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def end_processes(launch_id: str, how: signal.Signals) -> None:
+    """Send `how` to all processes of the launch; SIGKILL is repeated until none starts another."""
+    for _ in range(20):
+        found = processes_of(launch_id)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, how)
+        if not found or how != signal.SIGKILL:
+            return
+        time.sleep(TICK_SECONDS / 2)
+
+
+@contextlib.contextmanager
+def _recorded_signals() -> Iterator[list[signal.Signals]]:
+    """Signals to this process are noted in the list instead of ending it."""
+    received: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,93 @@
+"""One launch from its plan to its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.environment import LOG_DIR, TERMINAL
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.outcome import outcome_of
+from hvdtrain.launch.output import Output
+from hvdtrain.launch.process import run_process
+
+
+@dataclass(frozen=True)
+class View:
+    """What of a run the user sees, and where the rest is kept.
+
+    Attributes:
+        log_dir: folder of this run's files; None makes one under `.hvdtrain/logs`.
+        all_ranks: show the output of all ranks.
+        verbose: show what the launcher says.
+    """
+
+    log_dir: Path | None = None
+    all_ranks: bool = False
+    verbose: bool = False
+
+
+def run_launch(argv: Sequence[str], view: View) -> int:
+    """Run a launch command; show, keep and judge its output. Returns the exit code for the user."""
+    log_dir = make_log_dir(view.log_dir)
+    as_alone = sys.stdout.isatty() and not view.all_ranks
+    environment = {
+        **os.environ,
+        LOG_DIR: str(log_dir.resolve()),
+        TERMINAL: "1" if as_alone else "0",
+    }
+    output = Output(
+        log_dir,
+        sys.stdout.buffer,
+        sys.stderr.buffer,
+        all_ranks=view.all_ranks,
+        show_launcher=view.verbose,
+    )
+    with output:
+        ending = run_process(
+            argv,
+            environment=environment,
+            launch_id=uuid.uuid4().hex,
+            on_output=output.feed,
+            on_idle=output.settle,
+            on_signal=_say_stopping,
+            has_failed=lambda: bool(output.failures),
+        )
+        output.finish()
+    outcome = outcome_of(
+        ending, output.failures, output.launcher_text.decode(errors="replace"), log_dir
+    )
+    if outcome.message:
+        print(outcome.message, file=sys.stderr)
+    return outcome.exit_code
+
+
+def make_log_dir(wanted: Path | None) -> Path:
+    """Make the folder for a run's files: `wanted`, or a new one named by the time. Raises UsageError."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    path = wanted or Path(".hvdtrain/logs") / stamp
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in range(2, 1000):
+            try:
+                path.mkdir(exist_ok=wanted is not None)
+                return path
+            except FileExistsError:
+                if wanted is not None:
+                    raise
+                path = path.with_name(f"{stamp}-{number}")
+    except OSError as error:
+        raise UsageError(
+            f"cannot make the log folder {path}: {error.strerror}; choose another with --log-dir"
+        ) from error
+    raise UsageError(f"too many log folders in {path.parent}: choose another with --log-dir")
+
+
+def _say_stopping(received: signal.Signals) -> None:
+    print(f"\n{received.name}: stopping all ranks (again: at once)", file=sys.stderr)
