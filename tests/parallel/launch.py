@@ -1,0 +1,196 @@
+"""Start real ranks in tests: one launch runs many checks and brings every rank's results back.
+
+A file `cases/NAME.py` holds functions `case_...()`, which every rank calls in the order in which
+they are written; what they return (anything JSON can hold) is what a test looks at:
+
+    @pytest.fixture(scope="module", params=CONTROLLERS)
+    def results(request):
+        return run_cases("callbacks", np=2, controller=request.param)
+
+    def test_broadcast(results):
+        root, other = results.of("case_broadcast")
+
+`launch` alone runs any command on all ranks, for scripts and for jobs that must fail.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+CONTROLLERS = ("mpi", "gloo")
+ROOT = Path(__file__).resolve().parents[2]
+STALL_SHUTDOWN_SECONDS = 16
+ENVIRONMENT = {
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "8",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(STALL_SHUTDOWN_SECONDS),
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    # As root, as in containers, mpirun wants to be told twice.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "TF_NUM_INTRAOP_THREADS": "1",
+    "TF_NUM_INTEROP_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+NOISE = ("I0000", "WARNING: All log", "UCX")
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A job that has ended."""
+
+    returncode: int
+    output: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Results:
+    """What each rank returned, in the order of ranks, and what the job printed."""
+
+    ranks: list[dict[str, dict[str, Any]]]
+    launched: Launched
+
+    def of(self, case: str) -> list[Any]:
+        """Return what `case` returned on each rank; fail the test if it did not on one."""
+        broken = [
+            f"rank {rank}: {results.get(case, {}).get('error', 'did not get there')}"
+            for rank, results in enumerate(self.ranks)
+            if "value" not in results.get(case, {})
+        ]
+        if broken:
+            pytest.fail("\n".join([f"{case} failed", *broken, self.launched.output]), pytrace=False)
+        return [results[case]["value"] for results in self.ranks]
+
+
+def run_cases(
+    name: str,
+    np: int = 2,
+    controller: str = "mpi",
+    *,
+    only: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> Results:
+    """Run the functions of `cases/<name>.py` on `np` ranks.
+
+    Args:
+        name: of the file, without .py.
+        np: number of ranks.
+        controller: "mpi" or "gloo".
+        only: the functions to run; default all.
+        env: additional environment.
+        timeout: seconds until the job is killed and the test fails.
+    """
+    runner = Path(__file__).with_name("run_cases.py")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
+        command = [sys.executable, str(runner), name, folder, *only]
+        launched = launch(command, np, controller, env=env, timeout=timeout)
+        return Results([_read(Path(folder) / f"rank{rank}.json") for rank in range(np)], launched)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def launch(
+    command: Sequence[str],
+    np: int = 2,
+    controller: str = "mpi",
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+    horovodrun: bool = False,
+) -> Launched:
+    """Run `command` on `np` ranks of this machine; fail the test if it outlasts `timeout`.
+
+    Args:
+        command: the arguments that each rank runs.
+        np: number of ranks.
+        controller: "mpi" or "gloo".
+        env: additional environment.
+        timeout: seconds.
+        horovodrun: start with horovodrun over MPI as well. By default MPI ranks start with mpirun,
+            which horovodrun turns into after the 6 s in which it finds out what was built.
+    """
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        job = subprocess.Popen(
+            launcher(np, controller, horovodrun) + list(command),
+            env=_environment(env or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            job.wait(timeout)
+            late = False
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:
+            _end(job)
+        output.seek(0)
+        lines = [line for line in output if not any(noise in line for noise in NOISE)]
+    seconds = time.monotonic() - start
+    if late:
+        pytest.fail(f"still running after {timeout} s:\n{''.join(lines)}", pytrace=False)
+    return Launched(job.returncode, "".join(lines), seconds)
+
+
+def launcher(np: int, controller: str, horovodrun: bool = False) -> list[str]:
+    """Return the arguments that start `np` ranks."""
+    if controller not in CONTROLLERS:
+        raise ValueError(f"controller {controller!r}: use one of {CONTROLLERS}")
+    if controller == "gloo" or horovodrun:
+        return [program("horovodrun"), f"--{controller}", "-np", str(np), "-H", f"localhost:{np}"]
+    # Horovod's own mpirun options for one host.
+    options = ["-H", f"localhost:{np}", "-bind-to", "none", "-map-by", "slot", "-mca", "pml", "ob1"]
+    return [program("mpirun"), "-np", str(np), *options, "-mca", "btl", "^openib", "--tag-output"]
+
+
+def program(name: str) -> str:
+    """Return the path of a program of this environment, or skip the test."""
+    here = Path(sys.executable).parent
+    path = shutil.which(name, path=f"{here}{os.pathsep}{os.environ.get('PATH', '')}")
+    if path is None:
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    here = Path(sys.executable).parent
+    found = {
+        k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "HVDTRAIN_"))
+    }
+    python_path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    path = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
+    return found | ENVIRONMENT | {"PYTHONPATH": python_path, "PATH": path} | dict(extra)
+
+
+def _end(job: subprocess.Popen[str]) -> None:
+    """End the job with everything that it started."""
+    if job.poll() is not None:
+        return
+    family = psutil.Process(job.pid).children(recursive=True)
+    job.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    for process in alive:
+        process.kill()
+    job.kill()
+    job.wait()
