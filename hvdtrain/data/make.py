@@ -49,7 +49,7 @@ def make_source(
     if steps_per_epoch is not None:
         _check_positive("steps_per_epoch", steps_per_epoch)
     float_dtype = _floatx()
-    if arrays.is_arrays(x):
+    if x is None or arrays.is_arrays(x):
         return arrays.array_source(
             arrays.unpack(x, y, sample_weight),
             global_batch_size=int(global_batch_size),

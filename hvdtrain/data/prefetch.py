@@ -3,7 +3,6 @@
 import queue
 import threading
 from collections.abc import Generator, Iterator
-from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,11 +49,12 @@ def _produce(
 ) -> None:
     error = None
     try:
-        with closing(iterator) if hasattr(iterator, "close") else nullcontext():
-            for item in iterator:
-                if stopped.is_set():
-                    return
-                items.put(item)
+        for item in iterator:
+            if stopped.is_set():
+                break
+            items.put(item)
+        if isinstance(iterator, Generator):
+            iterator.close()
     except BaseException as raised:
         error = raised
     if not stopped.is_set():

@@ -60,7 +60,7 @@ def py_dataset_stream(dataset: Any, *, shuffle: bool, seed: int, float_dtype: st
     return Stream(
         name=f"PyDataset {type(dataset).__name__}",
         open=read,
-        element=lambda: _element(dataset[0], float_dtype),
+        element=lambda: _first_element([dataset[0]], "PyDataset", float_dtype),
         endless=endless,
     )
 
@@ -83,12 +83,11 @@ def python_stream(value: Any, *, float_dtype: str) -> Stream:
             )
         return iter(batches)
 
-    def element() -> Any:
-        for batch in start():
-            return _element(batch, float_dtype)
-        raise UsageError(f"the {name} is empty: it gave no batch.")
-
-    return Stream(name, open=lambda number: start(), element=element)
+    return Stream(
+        name,
+        open=lambda number: start(),
+        element=lambda: _first_element(start(), name, float_dtype),
+    )
 
 
 class _Once:
@@ -103,11 +102,9 @@ class _Once:
     def element(self) -> Any:
         if self.first is None:
             assert self.batches is not None
-            batch = next(self.batches, None)
-            if batch is None:
-                raise UsageError(f"the {self.name} is empty: it gave no batch.")
-            self.first = _element(batch, self.float_dtype)
-            self.batches = itertools.chain([batch], self.batches)
+            head = list(itertools.islice(self.batches, 1))
+            self.batches = itertools.chain(head, self.batches)
+            self.first = _first_element(head, self.name, self.float_dtype)
         return self.first
 
     def open(self, number: int) -> Iterator[Any]:
@@ -122,8 +119,10 @@ class _Once:
         return batches
 
 
-def _element(batch: Any, float_dtype: str) -> Any:
-    return nested.spec(as_data(batch, "the first batch"), float_dtype)
+def _first_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
+    for batch in batches:
+        return nested.spec(as_data(batch, f"the first batch of the {name}"), float_dtype)
+    raise UsageError(f"the {name} is empty: it gave no batch.")
 
 
 def _is_function(value: Any) -> bool:

@@ -13,13 +13,33 @@ from hvdtrain.data import nested
 from hvdtrain.data.streams import Stream
 from hvdtrain.errors import UsageError
 
-BATCHING = ("_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "_MapAndBatchDataset")
-BATCHING += ("_RebatchDataset", "_LegacyRebatchDataset")
-UNBATCHING = ("_UnbatchDataset", "_TensorSliceDataset", "_RangeDataset", "TFRecordDatasetV2")
-UNBATCHING += ("TextLineDatasetV2", "FixedLengthRecordDatasetV2")
+BATCHING = {
+    "_BatchDataset",
+    "_LegacyRebatchDataset",
+    "_MapAndBatchDataset",
+    "_PaddedBatchDataset",
+    "_ParallelBatchDataset",
+    "_RebatchDataset",
+}
+UNBATCHING = {
+    "FixedLengthRecordDatasetV2",
+    "TFRecordDatasetV2",
+    "TextLineDatasetV2",
+    "_RangeDataset",
+    "_TensorSliceDataset",
+    "_UnbatchDataset",
+}
 # Their elements come out of a function that makes datasets, or are whatever was given.
-OPAQUE = ("_FlatMapDataset", "_InterleaveDataset", "_ParallelInterleaveDataset", "_TensorDataset")
-OPAQUE += ("_GroupByWindowDataset", "_WindowDataset", "_VariantDataset", "_ScanDataset")
+OPAQUE = {
+    "_FlatMapDataset",
+    "_GroupByWindowDataset",
+    "_InterleaveDataset",
+    "_ParallelInterleaveDataset",
+    "_ScanDataset",
+    "_TensorDataset",
+    "_VariantDataset",
+    "_WindowDataset",
+}
 FLOATS = ("float16", "float32", "float64")
 
 
@@ -50,7 +70,7 @@ def is_batched(dataset: Any, input_ranks: Sequence[int] | None = None) -> bool |
     if input_ranks is None or len(inputs) != len(input_ranks) or None in inputs:
         return None
     differences = {wanted - rank for rank, wanted in zip(inputs, input_ranks, strict=True)}
-    return {(0,): True, (1,): False}.get(tuple(differences))
+    return True if differences == {0} else False if differences == {1} else None
 
 
 def dataset_stream(
@@ -84,7 +104,7 @@ def dataset_stream(
     known = not batched and length >= 0
 
     def spec(leaf: Any) -> nested.Spec:
-        dtype = float_dtype if leaf.dtype in FLOATS else leaf.dtype.name
+        dtype = float_dtype if leaf.dtype.name in FLOATS else leaf.dtype.name
         return nested.Spec(tuple(leaf.shape[1:]), dtype)
 
     return Stream(
