@@ -1,0 +1,56 @@
+"""`hvdtrain install-horovod`"""
+
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import click
+
+from hvdtrain.environment import EXIT_TERMINATED
+from hvdtrain.errors import HvdtrainError
+
+
+@click.command(name="install-horovod")
+@click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL.")
+@click.option("--system-mpi", is_flag=True, help="Build on the mpicxx in PATH.")
+@click.option("--without-mpi", is_flag=True, help="Build with Gloo only.")
+@click.option("--force", is_flag=True, help="Build and install again.")
+@click.option("--dry-run", is_flag=True, help="Print the environment and the commands.")
+def install_horovod(
+    gpu: bool, system_mpi: bool, without_mpi: bool, force: bool, dry_run: bool
+) -> None:
+    """Build Horovod for the TensorFlow that is installed here.
+
+    The wheel is kept in a cache (HVDTRAIN_CACHE, or hvdtrain in the user's cache folder) and built once for each
+    combination of Python, TensorFlow, MPI and CPU or GPU. After an installation two ranks reduce over Gloo and MPI.
+    """
+    from hvdtrain.install import build
+    from hvdtrain.install.cache import cache_folder
+    from hvdtrain.install.probe import survey
+    from hvdtrain.install.recipe import recipe_for
+
+    if system_mpi and without_mpi:
+        raise click.UsageError("--system-mpi and --without-mpi exclude each other.")
+    found = survey(
+        gpu=gpu,
+        system_mpi=system_mpi,
+        without_mpi=without_mpi,
+        cache=cache_folder(os.environ),
+        temporary=Path(tempfile.gettempdir()),
+    )
+    if isinstance(found, list):
+        raise HvdtrainError("\n  ".join(["Horovod cannot be built here:", *found]))
+    wanted = recipe_for(found)
+    if dry_run:
+        click.echo(build.dry_run(wanted))
+        return
+    # The build runs in a session of its own and is ended on the way out: SIGTERM must take that way too.
+    signal.signal(signal.SIGTERM, _leave)
+    changed = build.install(wanted, force=force, say=click.echo)
+    state = "is installed and works" if changed else "is already installed"
+    click.echo(f"Horovod {build.recipe.HOROVOD_VERSION} {state} ({wanted.key}).")
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(EXIT_TERMINATED)

@@ -1,0 +1,163 @@
+"""Install Horovod: take the wheel from the cache or build it, install it, let two ranks reduce over it."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlparse
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install import progress, recipe, selftest
+from hvdtrain.install.cache import WheelCache, cache_folder
+from hvdtrain.install.recipe import Recipe, Workspace
+
+Say = Callable[[str], None]
+
+
+def installed_key() -> str | None:
+    """Key of the recipe that the installed Horovod was built by; None without one, or if it came another way.
+
+    pip records where it took a wheel from, and our wheels lie in a folder that bears their key.
+    """
+    try:
+        text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return key_of_direct_url(text) if text else None
+
+
+def key_of_direct_url(text: str) -> str | None:
+    """The folder's name in pip's direct_url.json."""
+    try:
+        url = json.loads(text)["url"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return PurePosixPath(unquote(urlparse(url).path)).parent.name or None
+
+
+def install(wanted: Recipe, *, force: bool, say: Say) -> bool:
+    """Bring the installed Horovod to `wanted`. True if anything was installed.
+
+    Raises HvdtrainError if the build, the installation or the allreduce over it fails.
+    """
+    if not force and installed_key() == wanted.key:
+        return False
+    cache = WheelCache(cache_folder(os.environ))
+    log = cache.logs / f"{wanted.key}.log"
+    log.unlink(missing_ok=True)
+
+    def waiting() -> None:
+        say("Another process builds the same wheel: waiting for it ...")
+
+    with cache.lock(wanted.key, waiting):
+        wheel = None if force else cache.find(wanted.key)
+        if wheel:
+            say(f"Horovod {recipe.HOROVOD_VERSION} from the cache: {wheel.parent}")
+        else:
+            wheel = build(wanted, cache, log)
+        pip_environment = dict(os.environ)
+        progress.run(
+            recipe.runtime_command(),
+            label="Installing what Horovod imports",
+            log=log,
+            environment=pip_environment,
+        )
+        progress.run(
+            recipe.install_command(wheel),
+            label="Installing Horovod",
+            log=log,
+            environment=pip_environment,
+        )
+    test(wanted, log)
+    return True
+
+
+def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
+    """Build the wheel in a temporary folder and keep it. The caller holds the key's lock."""
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as root:
+        workspace = Workspace(Path(root))
+        prepare(wanted, workspace)
+        progress.run(
+            recipe.tools_command(workspace),
+            label="Getting cmake",
+            log=log,
+            environment=os.environ,
+        )
+        progress.run(
+            recipe.wheel_command(workspace),
+            label=f"Building Horovod {recipe.HOROVOD_VERSION}",
+            log=log,
+            environment=recipe.build_environment(wanted, workspace, os.environ, jobs()),
+        )
+        wheels = list(workspace.wheels.glob("horovod-*.whl"))
+        if len(wheels) != 1:
+            raise HvdtrainError(f"The build left no wheel in {workspace.wheels}; its log: {log}")
+        return cache.keep(wanted.key, wheels[0])
+
+
+def prepare(wanted: Recipe, workspace: Workspace) -> None:
+    """Fill the workspace with the files that the build's commands name."""
+    workspace.temporary.mkdir()
+    workspace.requirements.write_text(recipe.HOROVOD_SDIST + "\n")
+    workspace.cmake.write_text(recipe.cmake_launcher(wanted, workspace, horovod_folder()))
+    workspace.cmake.chmod(0o755)
+    cuda = wanted.survey.cuda
+    if cuda and cuda.nccl_is_wheel:
+        (workspace.nccl / "lib").mkdir(parents=True)
+        (workspace.nccl / "include").symlink_to(cuda.nccl_home / "include")
+        for name in ("libnccl.so", "libnccl.so.2"):
+            (workspace.nccl / "lib" / name).symlink_to(cuda.nccl_home / "lib/libnccl.so.2")
+
+
+def test(wanted: Recipe, log: Path) -> None:
+    """A real allreduce of two ranks over each controller that was built."""
+    for controller in ("gloo", "mpi") if wanted.survey.mpi else ("gloo",):
+        label = f"Allreduce of {selftest.RANKS} ranks over {controller}"
+        printed = progress.run(
+            selftest.command(controller),
+            label=label,
+            log=log,
+            environment=selftest.environment(os.environ),
+            timeout=selftest.TIMEOUT_SECONDS,
+        )
+        if selftest.PASSED not in printed:
+            raise HvdtrainError(
+                f"{label}: it ended without a result.\n\n{progress.excerpt(printed)}\n\nThe whole log: {log}"
+            )
+
+
+def dry_run(wanted: Recipe) -> str:
+    """The environment and the commands of the build, for a reader."""
+    workspace = Workspace(Path(tempfile.gettempdir(), "hvdtrain-horovod"))
+    environment = recipe.build_environment(wanted, workspace, os.environ, jobs())
+    changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+    kept = WheelCache(cache_folder(os.environ)).wheels / wanted.key
+    launcher = recipe.cmake_launcher(wanted, workspace, horovod_folder()).splitlines()[-1]
+    return "\n".join(
+        [
+            f"# key: {wanted.key}",
+            shlex.join(recipe.tools_command(workspace)),
+            f"# {workspace.cmake}: {launcher}",
+            f"# {workspace.requirements}: {recipe.HOROVOD_SDIST}",
+            *(f"export {name}={shlex.quote(value)}" for name, value in sorted(changed.items())),
+            shlex.join(recipe.wheel_command(workspace)),
+            f"# the wheel is kept in {kept}",
+            shlex.join(recipe.runtime_command()),
+            shlex.join(recipe.install_command(kept / f"horovod-{recipe.HOROVOD_VERSION}-*.whl")),
+        ]
+    )
+
+
+def horovod_folder() -> Path:
+    """Where Horovod's TensorFlow library lies once it is installed."""
+    return Path(sysconfig.get_path("platlib"), "horovod/tensorflow").resolve()
+
+
+def jobs() -> int:
+    """Compilers at a time: one for each core that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

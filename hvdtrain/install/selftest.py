@@ -1,0 +1,60 @@
+"""Two ranks, one allreduce: does the Horovod that was just installed work?
+
+`command` and `environment` compose the launch; run as a module, this file is what each rank runs.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Mapping
+
+from hvdtrain.environment import STALL_DEFAULTS
+
+RANKS = 2
+TIMEOUT_SECONDS = 180.0
+"""Importing TensorFlow four times on a slow disk takes most of it."""
+
+PASSED = "hvdtrain selftest passed"
+
+
+def command(controller: str) -> list[str]:
+    """horovodrun of two ranks over `controller` (gloo or mpi)."""
+    return [
+        os.path.join(sysconfig.get_path("scripts"), "horovodrun"),  # noqa: PTH118 - argv is text
+        f"--{controller}",
+        "-np",
+        str(RANKS),
+        "-H",
+        f"localhost:{RANKS}",
+        sys.executable,
+        "-m",
+        "hvdtrain.install.selftest",
+    ]
+
+
+def environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without settings that would change what is tested, and with the scripts of this Python first."""
+    kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
+    path = os.pathsep.join((sysconfig.get_path("scripts"), base.get("PATH", os.defpath)))
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
+    return {**kept, **STALL_DEFAULTS, **quiet, "PATH": path}
+
+
+def main() -> None:
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    total = hvd.allreduce(
+        tf.range(1000.0) + float(hvd.rank()), op=hvd.Sum, name="hvdtrain.selftest"
+    )
+    expected = RANKS * tf.range(1000.0) + float(sum(range(RANKS)))
+    if hvd.size() != RANKS or not bool(tf.reduce_all(total == expected)):
+        raise SystemExit(f"rank {hvd.rank()} of {hvd.size()}: the sum over {RANKS} ranks is wrong")
+    if hvd.rank() == 0:
+        print(PASSED, flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
