@@ -24,7 +24,7 @@ def exchange(value: Any, name: str) -> list[Any]:
     """
     if hvd.size() == 1:
         return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    text = np.frombuffer(json.dumps(value, default=str).encode(), np.uint8)
     lengths = hvd.allgather(tf.constant([text.size]), name=f"hvdtrain_{name}_lengths").numpy()
     everything = hvd.allgather(tf.constant(text), name=f"hvdtrain_{name}_texts").numpy()
     ends = np.cumsum(lengths)

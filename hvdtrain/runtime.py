@@ -7,7 +7,8 @@ operation. `hvdtrain run` sets the threads even earlier, in the worker's environ
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,24 @@ def shutdown() -> None:
 
     if hvd.is_initialized():
         hvd.shutdown()
+
+
+@contextmanager
+def engine_errors(rank: Rank) -> Iterator[None]:
+    """Turn the failure of a collective inside this block into an EngineError that says what it means."""
+    import tensorflow as tf
+
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if "orovod" not in error.message:
+            raise
+        reason = error.message.strip().splitlines()[0]
+        raise EngineError(
+            f"Rank {rank.rank}: Horovod stopped in the middle of a collective. Another rank failed or ended, or the ranks "
+            "waited too long for one of them (then rank 0's log names the collective and the missing ranks; "
+            f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit). Horovod says: {reason}"
+        ) from error
 
 
 def _pin_gpu(rank: Rank) -> None:

@@ -164,3 +164,33 @@ def loss_divisor(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf
     if mask is None:
         return None
     return tf.reduce_sum(tf.cast(mask, tf.float32))
+
+
+def overrides(callback: keras.callbacks.Callback, method: str) -> bool:
+    """Whether `callback` does something of its own in `method`."""
+    return not getattr(getattr(callback, method), "_is_default", False)
+
+
+def wraps_own_steps(model: keras.Model) -> bool:
+    """Whether the model trains by Keras's train_step, which passes the loss through optimizer.scale_loss once."""
+    return type(model).train_step is keras.Model.train_step
+
+
+def has_loss(model: keras.Model) -> bool:
+    """Whether a compiled model can compute a loss: from compile, its own methods, or add_loss."""
+    own = any(
+        getattr(type(model), name) is not getattr(keras.Model, name)
+        for name in ("train_step", "compute_loss")
+    )
+    return own or model._compile_loss is not None or bool(model.losses)
+
+
+def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return the logs of an epoch, and whether they are the results of the model's metrics.
+
+    A train_step of the user's may return other names; then `logs`, of the last step, is all there is.
+    """
+    results = model.get_metrics_result()
+    if not logs or set(logs) == set(results):
+        return results, True
+    return logs, False

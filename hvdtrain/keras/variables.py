@@ -58,6 +58,13 @@ def replicated_variables(
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 
 
+def trained_variables(model: keras.Model) -> list[Any]:
+    """Return the replicated variables that every step must leave equal: weights and optimizer state."""
+    local = {id(tf_variable(v)) for v in _local_variables(model, None)}
+    found = [*model.trainable_variables, *model.optimizer.variables]
+    return [v for v in unique(found) if id(tf_variable(v)) not in local]
+
+
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,
@@ -149,7 +156,7 @@ def check_replicas(
 
 def _local_variables(model: keras.Model | None, optimizer: Any) -> list[Any]:
     optimizer = optimizer or getattr(model, "optimizer", None)
-    return list(getattr(optimizer, "local_variables", ()))
+    return list(getattr(getattr(optimizer, "inner_optimizer", optimizer), "local_variables", ()))
 
 
 def _drift_message(

@@ -1,0 +1,64 @@
+"""What rank 0 shows while it trains: Keras's progress bar, or one line an epoch, with examples a second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import keras
+
+
+def resolve_verbose(verbose: str | int, is_first: bool) -> int:
+    """Return 0 (silent), 1 (bar) or 2 (one line an epoch); "auto" is a bar on a terminal."""
+    if not is_first:
+        return 0
+    if verbose == "auto":
+        return 1 if sys.stdout.isatty() else 2
+    return int(verbose)
+
+
+class Progress:
+    """The progress of one epoch. Examples a second are those of all workers together."""
+
+    def __init__(self, verbose: int, epoch: int, epochs: int, steps: int | None) -> None:
+        self._verbose = verbose
+        self._title = f"Epoch {epoch + 1}/{epochs}"
+        self._examples = 0
+        self._steps = 0
+        self._bar: Any = None
+        self._start = time.perf_counter()
+        if verbose == 1:
+            print(self._title)
+            self._bar = keras.utils.Progbar(steps, unit_name="step", stateful_metrics=None)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the epoch began."""
+        return time.perf_counter() - self._start
+
+    @property
+    def examples_per_second(self) -> float:
+        """Global examples a second since the epoch began."""
+        return self._examples / max(self.seconds, 1e-9)
+
+    def step(self, global_examples: int, logs: dict[str, Any]) -> None:
+        """Count one step and, with a bar, show this rank's running values."""
+        self._steps += 1
+        self._examples += global_examples
+        if self._bar is not None:
+            self._show(logs, finalize=False)
+
+    def end(self, logs: dict[str, float], seconds: float, examples_per_second: float) -> None:
+        """Show the values of the whole epoch, over all workers."""
+        if self._bar is not None:
+            self._show(logs, finalize=True)
+        elif self._verbose == 2:
+            values = "  ".join(f"{name}: {value:.4g}" for name, value in logs.items())
+            rate = f"{examples_per_second:,.0f} examples/s"
+            print(f"{self._title}  {seconds:.1f}s  {rate}  {values}", flush=True)
+
+    def _show(self, logs: dict[str, Any], finalize: bool) -> None:
+        shown = {**logs, "examples/s": round(self.examples_per_second)}
+        self._bar.stateful_metrics = set(shown)
+        self._bar.update(self._steps, [(k, float(v)) for k, v in shown.items()], finalize=finalize)

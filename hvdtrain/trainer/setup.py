@@ -1,0 +1,79 @@
+"""From what the user gave Trainer to what it works with: the model, compile's arguments, the data's facts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from hvdtrain.data import Source, validation_split
+from hvdtrain.errors import UsageError
+
+
+def build_model(
+    model: keras.Model | Callable[[], keras.Model], precision: str | None
+) -> keras.Model:
+    """Return the model, built with `precision` if it comes as a function.
+
+    Raises:
+        UsageError: not a model, or a model built with another precision.
+    """
+    if isinstance(model, keras.Model):
+        if precision is not None and model.dtype_policy.name != precision:
+            raise UsageError(
+                f"precision={precision!r}, but the model was built with {model.dtype_policy.name!r}: pass a function "
+                "that builds the model, or call keras.config.set_dtype_policy first"
+            )
+        return model
+    if not callable(model):
+        raise UsageError(
+            f"model: give a keras.Model or a function that builds one, not {type(model).__name__}"
+        )
+    if precision is not None:
+        try:
+            keras.config.set_dtype_policy(precision)
+        except ValueError as error:
+            raise UsageError(f"precision={precision!r}: {error}") from error
+    built = model()
+    if not isinstance(built, keras.Model):
+        raise UsageError(f"model: the function returned {type(built).__name__}, not a keras.Model")
+    return built
+
+
+def compile_arguments(
+    model: keras.Model, optimizer: Any, loss: Any, metrics: Any, weighted_metrics: Any, loss_weights: Any
+) -> dict[str, Any]:
+    """Return the arguments for model.compile; those of a compiled model where none were given."""
+    given = {
+        "loss": loss,
+        "metrics": metrics,
+        "weighted_metrics": weighted_metrics,
+        "loss_weights": loss_weights,
+    }
+    if model.compiled:
+        before = model._compile_config.config if model._compile_config else {}
+        if optimizer is None:
+            optimizer = model.optimizer
+        given = {k: before.get(k) if v is None else v for k, v in given.items()}
+    try:
+        optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
+    except ValueError as error:
+        raise UsageError(f"optimizer={optimizer!r}: {error}") from error
+    return {"optimizer": optimizer, **given}
+
+
+def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
+    """Return ((x, y, sample_weight), validation data): the last `fraction` of the arrays, before shuffling."""
+    if isinstance(x, tuple) and y is None:
+        x, y, sample_weight = (*x, None, None)[:3]
+    return validation_split(x, y, sample_weight, fraction)
+
+
+def source_facts(source: Source) -> dict[str, Any]:
+    """Return what the ranks compare about their data before they start."""
+    return {
+        "the number of steps in an epoch": source.steps_per_epoch,
+        "the number of examples": source.examples,
+        "the shape and dtype of an example": source.element,
+    }

@@ -1,0 +1,88 @@
+"""The compiled training, test and prediction step of a model, on one rank's share of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.data import Share
+from hvdtrain.keras import compat
+from hvdtrain.keras.optimizer import OptimizerReducer
+from hvdtrain.keras.variables import tf_variable
+from hvdtrain.trainer.losses import make_exact
+from hvdtrain.metrics import read_state, write_state
+
+Logs = dict[str, Any]
+
+
+class Steps:
+    """Runs a built and compiled model on shares, each weighted by its part of the global batch.
+
+    With one worker nothing is weighted: the steps are Keras's own.
+    """
+
+    def __init__(self, model: keras.Model, reducer: OptimizerReducer, workers: int) -> None:
+        self._model = model
+        self._reducer = reducer
+        self._share = tf.Variable(1.0, trainable=False)
+        self._share_value = 1.0
+        self._weighted = workers > 1
+        if self._weighted:
+            make_exact(model, reducer)
+            reducer.share_is_in_loss = compat.wraps_own_steps(model)
+        for layer in model._flatten_layers():
+            if self._weighted and hasattr(layer, "share_weight"):
+                layer.share_weight = self._share
+        if model.jit_compile:
+            train = compat.split_train_step(model)
+        else:
+            train = model.train_step
+        self._train = self._compiled(train)
+        self._test = self._compiled(model.test_step)
+        self._predict = self._compiled(model.predict_step)
+
+    def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        if self._model.run_eagerly:
+            return step
+        return tf.function(lambda data: step(data), reduce_retracing=True, autograph=False)
+
+    def train(self, share: Share) -> Logs:
+        """Train on `share`; return this rank's logs so far in the epoch, as scalar tensors."""
+        return self._run(self._train, share)
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`; return this rank's logs so far."""
+        return self._run(self._test, share)
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
+        return self._predict(share.data)
+
+    def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        if not self._weighted:
+            return step(share.data)
+        value = share.examples / share.global_examples
+        if value != self._share_value:
+            self._share.assign(value)
+            self._share_value = value
+        self._reducer.share = self._share
+        try:
+            return step(share.data) if share.examples else self._run_idle(step, share)
+        finally:
+            self._reducer.share = None
+
+    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        """Take part in the collectives on a filler example, then forget what it did to this rank's state."""
+        metrics = self._model.metrics
+        before = read_state(metrics)
+        metric = {id(tf_variable(v)) for v in self._model.metrics_variables}
+        kept = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in metric]
+        values = [tf_variable(v).numpy() for v in kept]
+        logs = step(share.data)
+        write_state(metrics, before)
+        for variable, value in zip(kept, values, strict=True):
+            tf_variable(variable).assign(value)
+        return logs

@@ -1,0 +1,389 @@
+"""Trainer: fit, evaluate and predict a Keras model on all workers, as one worker would.
+
+It puts the rooms together. The data comes as shares of global batches (data), each weighted by its part of
+the batch (steps, losses); gradients are reduced by the distributed optimizer (keras); metrics are merged,
+replicas compared and statistics averaged at the end of an epoch. Why not model.fit: it gives every rank the
+same weight in a step, whatever its number of examples, and lets a callback on one rank end the
+loop there while the others wait.
+
+What costs time beside plain Keras: one pass over the variables after the first step and each epoch, one
+small collective for metrics, statistics and the wish to stop an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.agreement import any_rank, require_equal
+from hvdtrain.data import Share, Source, make_source
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
+from hvdtrain.keras.variables import broadcast_variables, check_replicas, seed_variables, tf_variable, trained_variables
+from hvdtrain.metrics import average_logs, check_additive, merge_state, read_state, write_state
+from hvdtrain.runtime import engine_errors, init
+from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
+from hvdtrain.trainer.gather import gather_predictions
+from hvdtrain.trainer.learning_rate import WarmUp, require_settable, scale_learning_rate
+from hvdtrain.trainer.progress import Progress, resolve_verbose
+from hvdtrain.trainer.run_dir import RunDir
+from hvdtrain.trainer.setup import build_model, compile_arguments, source_facts, split_arrays
+from hvdtrain.trainer.shares import epoch_shares
+from hvdtrain.trainer.steps import Steps
+
+Logs = dict[str, float]
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What one call of `fit` will do: the same on every rank."""
+
+    train: Source
+    validation: Source | None
+    epochs: int
+    validation_freq: int
+    callbacks: Sequence[keras.callbacks.Callback]
+
+
+class Trainer:
+    """Trains a Keras model on all workers of the job; run without a launcher, on one.
+
+    Weights, losses and metrics do not depend on the number of workers, up to the order of
+    floating-point sums. Exceptions by nature: BatchNormalization normalises over a worker's share (use
+    hvdtrain.keras.SyncBatchNormalization), and dropout draws other masks.
+
+    Args:
+        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one.
+        optimizer: Keras optimizer or its name; default that of the compiled model, or "rmsprop".
+        loss, metrics, weighted_metrics, loss_weights: as in keras.Model.compile.
+        global_batch_size: examples in a step over all workers.
+        learning_rate_scaling: multiply the rate by the number of workers ("linear"), its square root
+            ("sqrt") or not at all ("none": right for a global batch that does not grow).
+        warmup_epochs: raise the rate linearly over this many epochs, from the unscaled one (from 0 with
+            "none"). Needs a rate that is a number.
+        precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy; set before
+            `model` is called to build. A model instance must have been built with it. Default: as it is.
+        run_dir: folder for config.json, metrics.csv and the final model.keras; default none.
+        seed: of initial weights (if `model` is a function) and of shuffling.
+        jit_compile: compile forward and backward pass with XLA; reduction and update stay outside.
+        run_eagerly: run steps without tf.function, to debug.
+        guard: compare the replicas after the first step and every epoch.
+
+    Raises:
+        UsageError: arguments that cannot work.
+        ReplicaError: ranks disagree on the model, the data or the arguments, or drifted apart.
+        EngineError: Horovod stopped, because another rank failed or waited too long.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model | Callable[[], keras.Model],
+        optimizer: Any = None,
+        loss: Any = None,
+        metrics: Any = None,
+        *,
+        global_batch_size: int,
+        weighted_metrics: Any = None,
+        loss_weights: Any = None,
+        learning_rate_scaling: str = "none",
+        warmup_epochs: float = 0,
+        precision: str | None = None,
+        run_dir: str | Path | None = None,
+        seed: int = 0,
+        jit_compile: bool = False,
+        run_eagerly: bool = False,
+        guard: bool = True,
+    ) -> None:
+        self.rank = init(seed)
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self._guard = guard
+        self._warmup_epochs = warmup_epochs
+        self._run_dir = RunDir(run_dir) if run_dir is not None else None
+        if self._run_dir is not None and self.rank.is_first:
+            self._run_dir.check_is_new()
+        self.model = build_model(model, precision)
+        compiled = compile_arguments(
+            self.model, optimizer, loss, metrics, weighted_metrics, loss_weights
+        )
+        optimizer = compiled["optimizer"]
+        self._base_rate = 0.0
+        if warmup_epochs:
+            require_settable(optimizer, "warmup_epochs")
+            self._base_rate = 0.0 if learning_rate_scaling == "none" else float(optimizer.learning_rate)
+        scale_learning_rate(optimizer, learning_rate_scaling, self.rank.size)
+        if not compat.is_distributed(optimizer):
+            optimizer = DistributedOptimizer(optimizer)
+        self.model.compile(
+            **compiled | {"optimizer": optimizer},
+            jit_compile=jit_compile,
+            run_eagerly=run_eagerly,
+        )
+        if not compat.has_loss(self.model):
+            raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
+        self._steps: Steps | None = None
+        self._config: dict[str, Any] = {
+            "global_batch_size": global_batch_size,
+            "guard": guard,
+            "jit_compile": jit_compile,
+            "learning_rate_scaling": learning_rate_scaling,
+            "learning rate": float(optimizer.learning_rate),
+            "optimizer": type(optimizer).__name__,
+            "precision": self.model.dtype_policy.name,
+            "seed": seed,
+            "warmup_epochs": warmup_epochs,
+        }
+
+    # What a user calls.
+
+    def fit(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        epochs: int = 1,
+        validation_data: Any = None,
+        validation_split: float = 0.0,
+        validation_steps: int | None = None,
+        validation_freq: int = 1,
+        steps_per_epoch: int | None = None,
+        class_weight: Mapping[int, float] | None = None,
+        shuffle: bool = True,
+        callbacks: Sequence[keras.callbacks.Callback] = (),
+        initial_epoch: int = 0,
+        verbose: str | int = "auto",
+    ) -> keras.callbacks.History:
+        """Train for `epochs` epochs; return Keras's History, the same on every rank.
+
+        Args:
+            x: the data; see hvdtrain.data.make_source. A tuple is (x, y) or (x, y, sample_weight).
+            y, sample_weight: labels and weights for arrays in `x`.
+            epochs: number of the last epoch, counted from 1.
+            validation_data: data to evaluate on at the end of epochs, split over the workers as well.
+            validation_split: use this last fraction of the arrays as validation data instead.
+            validation_steps: evaluate on this many global batches.
+            validation_freq: evaluate every this many epochs.
+            steps_per_epoch: global batches in an epoch; needed where the data never ends.
+            class_weight: weight of each class of integer or one-hot labels.
+            shuffle: by seed and epoch, alike for any number of workers.
+            callbacks: Keras callbacks. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
+                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank.
+            initial_epoch: epoch to start from, counted from 0.
+            verbose: 0, 1 (progress bar), 2 (one line an epoch) or "auto"; rank 0 shows it.
+        """
+        if validation_split:
+            if validation_data is not None:
+                raise UsageError("Give validation_data or validation_split, not both")
+            (x, y, sample_weight), validation_data = split_arrays(x, y, sample_weight, validation_split)
+        train = self._source(x, y, sample_weight, shuffle, steps_per_epoch, class_weight)
+        validation = None
+        if validation_data is not None:
+            validation = self._source(validation_data, None, None, False, validation_steps, None)
+        if self._warmup_epochs:
+            if train.steps_per_epoch is None:
+                raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
+            warm_up = WarmUp(self._base_rate, self._warmup_epochs, train.steps_per_epoch)
+            callbacks = [warm_up, *callbacks]
+        plan = FitPlan(train, validation, epochs, validation_freq, callbacks)
+        with engine_errors(self.rank):
+            return self._fit(plan, initial_epoch, resolve_verbose(verbose, self.rank.is_first))
+
+    def evaluate(
+        self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None
+    ) -> Logs:
+        """Return loss and metrics over all of the data, exact and the same on every rank."""
+        source = self._source(x, y, sample_weight, False, steps, None)
+        with engine_errors(self.rank):
+            self._prepare(source, "evaluation")
+            return self._evaluate(source)
+
+    def predict(self, x: Any, *, steps: int | None = None) -> Any:
+        """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank."""
+        source = self._source(x, None, None, False, steps, None)
+        with engine_errors(self.rank):
+            self._agree(source, {}, "prediction")
+            first = next(iter(source.epoch(0, self.rank.rank, self.rank.size)), None)
+            if first is not None and not self.model.built:
+                self.model(tf.nest.map_structure(tf.convert_to_tensor, first.data[0]))
+                broadcast_variables(self.model.variables)
+            optimizer = reducer_of(self.model.optimizer)
+            steps_of_model = self._steps or Steps(self.model, optimizer, self.rank.size)
+            shares = epoch_shares(source, 0, self.rank)
+            return gather_predictions((s, steps_of_model.predict(s)) for s in shares)
+
+    # The order of events. All ranks pass through these lines in step.
+
+    def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
+        facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
+        if plan.validation is not None:
+            facts |= {f"validation {key}": value for key, value in source_facts(plan.validation).items()}
+        self._prepare(plan.train, "training", facts)
+        callbacks = keras.callbacks.CallbackList(
+            on_this_rank(plan.callbacks, self.rank.is_first),
+            add_history=True,
+            model=self.model,
+            epochs=plan.epochs,
+            steps=plan.train.steps_per_epoch,
+            verbose=verbose,
+        )
+        self.model.stop_training = False
+        callbacks.on_train_begin()
+        # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
+        initial_epoch = int(self.model._initial_epoch or initial_epoch)
+        first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
+        self._broadcast(without=seed_variables(self.model))
+        self._write_config(plan)
+        logs: Logs = {}
+        for epoch in range(first, plan.epochs):
+            logs = self._epoch(plan, epoch, callbacks, verbose)
+            if any_rank(bool(self.model.stop_training), "stop"):
+                break
+        if plan.epochs > first:
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        callbacks.on_train_end(logs)
+        if self._run_dir is not None and self.rank.is_first:
+            self._run_dir.save_model(self.model)
+        return self.model.history
+
+    def _epoch(
+        self, plan: FitPlan, epoch: int, callbacks: keras.callbacks.CallbackList, verbose: int
+    ) -> Logs:
+        """Train one epoch; return its logs, those of all workers."""
+        assert self._steps is not None
+        progress = Progress(verbose, epoch, plan.epochs, plan.train.steps_per_epoch)
+        self.model.reset_metrics()
+        check_additive(self.model.metrics)
+        callbacks.on_epoch_begin(epoch)
+        step_logs: dict[str, Any] = {}
+        share: Share | None = None
+        global_batches = need_global_batches(plan.callbacks)
+        for step, share in enumerate(epoch_shares(plan.train, epoch, self.rank)):
+            callbacks.on_train_batch_begin(step)
+            step_logs = self._steps.train(share)
+            progress.step(share.global_examples, step_logs)
+            if global_batches:
+                step_logs = self._global_step_logs(step_logs, share)
+            callbacks.on_train_batch_end(step, step_logs)
+            if self._guard and step == 0 and epoch == 0:
+                # Statistics of the step differ by nature; they are averaged when the epoch ends.
+                check_replicas(variables=trained_variables(self.model), when="after the first step")
+            if global_batches and any_rank(bool(self.model.stop_training), "stop"):
+                break
+        if share is None:
+            raise UsageError("The training data holds no batch: nothing to train on")
+        seconds, rate = progress.seconds, progress.examples_per_second
+        logs = self._epoch_logs(step_logs, share)
+        average_statistics(self.model, reducer_of(self.model.optimizer).local_variables)
+        if plan.validation is not None and (epoch + 1) % plan.validation_freq == 0:
+            logs |= {f"val_{name}": value for name, value in self._evaluate(plan.validation).items()}
+        if self._guard:
+            check_replicas(self.model, when=f"after epoch {epoch + 1}")
+        callbacks.on_epoch_end(epoch, logs)
+        progress.end(logs, seconds, rate)
+        self._write_metrics(plan, epoch, logs, seconds, rate)
+        return logs
+
+    def _evaluate(self, source: Source) -> Logs:
+        """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
+        assert self._steps is not None
+        self.model.reset_metrics()
+        check_additive(self.model.metrics)
+        step_logs: dict[str, Any] = {}
+        share: Share | None = None
+        for share in epoch_shares(source, 0, self.rank):
+            step_logs = self._steps.test(share)
+        if share is None:
+            raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
+        return self._epoch_logs(step_logs, share)
+
+    # The pieces of that order.
+
+    def _source(
+        self, x: Any, y: Any, weight: Any, shuffle: bool, steps: int | None, class_weight: Any
+    ) -> Source:
+        return make_source(
+            x,
+            y,
+            weight,
+            global_batch_size=self.global_batch_size,
+            shuffle=shuffle,
+            seed=self.seed,
+            steps_per_epoch=steps,
+            class_weight=class_weight,
+        )
+
+    def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
+        """Compare what the ranks are about to do, before one of them could wait for another."""
+        require_equal(source_facts(source) | self._config | facts, what)
+
+    def _prepare(self, source: Source, what: str, facts: dict[str, Any] | None = None) -> None:
+        """Build the model from the first batch, and compare model and data over the ranks."""
+        self._agree(source, facts or {}, what)
+        if self._steps is not None:
+            return
+        first = next(iter(source.epoch(0, self.rank.rank, self.rank.size)), None)
+        if first is None:
+            raise UsageError(f"The data for {what} holds no batch")
+        compat.symbolic_build(self.model, tf.nest.map_structure(tf.convert_to_tensor, first.data))
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        built = {
+            "the model's variables": [
+                [list(v.shape), str(v.dtype)] for v in self.model.variables
+            ],
+            "the metrics": [m.name for m in self.model.metrics],
+        }
+        require_equal(built, what, "model")
+        self._broadcast()
+        fold_rank_into_seeds(self.model, self.rank.rank)
+        self._steps = Steps(self.model, reducer_of(optimizer), self.rank.size)
+
+    def _broadcast(self, without: Sequence[Any] = ()) -> None:
+        """Give all ranks the weights, statistics and optimizer state of rank 0."""
+        optimizer = self.model.optimizer
+        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
+        state = [*self.model.variables, *optimizer.variables]
+        broadcast_variables([v for v in state if id(tf_variable(v)) not in kept])
+
+    def _epoch_logs(self, step_logs: dict[str, Any], last: Share) -> Logs:
+        """Merge the metrics of all ranks and return their results."""
+        merge_state(self.model.metrics)
+        logs, from_metrics = compat.metrics_or_logs(self.model, step_logs)
+        values = {name: float(value) for name, value in logs.items()}
+        return values if from_metrics else average_logs(values, last.examples)
+
+    def _global_step_logs(self, step_logs: dict[str, Any], share: Share) -> dict[str, Any]:
+        """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
+        own = read_state(self.model.metrics)
+        logs = self._epoch_logs(step_logs, share)
+        write_state(self.model.metrics, own)
+        return logs
+
+    def _write_config(self, plan: FitPlan) -> None:
+        if self._run_dir is None or not self.rank.is_first:
+            return
+        facts = {"workers": self.rank.size, "epochs": plan.epochs, "examples": plan.train.examples}
+        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
+        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
+        self._run_dir.write_config(self._config | facts | versions | {"optimizer": optimizer})
+
+    def _write_metrics(
+        self, plan: FitPlan, epoch: int, logs: Logs, seconds: float, rate: float
+    ) -> None:
+        if self._run_dir is None or not self.rank.is_first:
+            return
+        names = [name for name in logs if not name.startswith("val_")]
+        if plan.validation is not None:
+            names += [f"val_{name}" for name in names]
+        row = {"epoch": epoch + 1, **logs, "seconds": round(seconds, 3), "examples_per_second": round(rate, 1)}
+        self._run_dir.append_metrics(row, ["epoch", *names, "seconds", "examples_per_second"])
