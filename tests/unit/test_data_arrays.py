@@ -1,5 +1,7 @@
 """Arrays as a source: who gets which example, whatever the number of workers."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import keras
@@ -262,3 +264,11 @@ def test_validation_split_errors(x, fraction, message):
         return
     with pytest.raises(UsageError, match=message):
         validation_split(x, fraction=fraction)
+
+
+def test_importing_brings_neither_tensorflow_nor_horovod():
+    code = "import sys, hvdtrain.data; print({'tensorflow', 'keras', 'horovod'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "set()", result.stderr

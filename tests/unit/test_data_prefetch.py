@@ -44,7 +44,8 @@ def test_an_early_end_closes_the_iterator_and_ends_the_thread(depth, read):
         finally:
             closed.set()
 
-    items = prefetch(endless(), depth)
+    source = endless()  # held, so that it isn't closed by being dropped
+    items = prefetch(source, depth)
     assert list(itertools.islice(items, read)) == list(range(read))
     items.close()
     assert closed.is_set()

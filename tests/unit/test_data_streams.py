@@ -173,7 +173,7 @@ def test_dataset_lengths():
 
 
 def test_strings_come_as_objects_that_tensorflow_takes():
-    words = tf.data.Dataset.from_tensor_slices((["a", "b", "c"], [0, 1, 2]))
+    words = tf.data.Dataset.from_tensor_slices(["a", "b", "c"])
     share = next(stream(words).epoch(0, 1, 2))
     assert tf.constant(share.data[0]).numpy().tolist() == [b"b", b"c"]
     assert share.checksum != next(stream(words.shuffle(3, seed=1)).epoch(0, 1, 2)).checksum
@@ -216,6 +216,8 @@ def test_py_dataset_shuffles_batches_by_seed_and_epoch():
     assert sorted(orders(1, 0)) == list(range(40))
     assert orders(1, 0) == orders(1, 0, 3)
     assert len({tuple(orders(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+    reading_on = stream(Batches(40, 4), shuffle=True, steps_per_epoch=5)
+    assert [order(read(reading_on, epoch)) for epoch in (0, 1)] == [orders(1, 0), orders(1, 1)]
 
 
 def test_py_dataset_hooks_and_endless():
