@@ -159,9 +159,7 @@ def convert(data: tuple) -> tuple:
     return tuple(_convert(tree, name) for name, tree in zip(nested.PARTS, data, strict=False))
 
 
-def validation_split(
-    x: Any, y: Any = None, sample_weight: Any = None, *, fraction: float
-) -> tuple[tuple, tuple]:
+def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple, tuple]:
     """(training, validation) data tuples: the last `fraction` of the examples, before shuffling.
 
     Views of the arrays. Only arrays can be split: a stream would have to be read to its end first.

@@ -243,7 +243,7 @@ def test_class_weights_are_those_of_keras(labels):
 
 def test_validation_split_takes_the_last_part():
     x, y = numbers(10)
-    train, validation = validation_split({"a": x}, y, fraction=0.25)
+    train, validation = validation_split({"a": x}, y, None, 0.25)
     assert train[1].tolist() == list(range(7)) and validation[1].tolist() == [7, 8, 9]
     assert np.shares_memory(validation[0]["a"], x)
     assert make_source(validation, global_batch_size=2, shuffle=False, seed=0).examples == 3
@@ -260,10 +260,10 @@ def test_validation_split_takes_the_last_part():
 )
 def test_validation_split_errors(x, fraction, message):
     if message is None:
-        assert len(validation_split(x, fraction=fraction)[1][0]) == 1
+        assert len(validation_split(x, None, None, fraction)[1][0]) == 1
         return
     with pytest.raises(UsageError, match=message):
-        validation_split(x, fraction=fraction)
+        validation_split(x, None, None, fraction)
 
 
 def test_importing_brings_neither_tensorflow_nor_horovod():
