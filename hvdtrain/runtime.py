@@ -6,6 +6,7 @@ operation. `hvdtrain run` sets the threads even earlier, in the worker's environ
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -46,14 +47,19 @@ def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def start_horovod(*args: Any, **kwargs: Any) -> None:
-    """Call Horovod's init (same arguments) with `engine_environment`; do nothing if it runs already."""
+def load_horovod() -> Any:
+    """Import and return horovod.tensorflow, or raise EngineError that says how to get it."""
     try:
-        import horovod.tensorflow as hvd
+        return importlib.import_module("horovod.tensorflow")
     except ImportError as error:
         raise EngineError(
             f"Horovod does not load: {error}. Build it for this environment: hvdtrain install-horovod"
         ) from error
+
+
+def start_horovod(*args: Any, **kwargs: Any) -> None:
+    """Call Horovod's init (same arguments) with `engine_environment`; do nothing if it runs already."""
+    hvd = load_horovod()
     if hvd.is_initialized():
         return
     os.environ.update(engine_environment(os.environ))

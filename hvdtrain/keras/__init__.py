@@ -7,19 +7,16 @@ Beyond Horovod: `Compression.bf16`, `check_replicas`, `broadcast_variables` of K
 `DistributedGradientTape` and the `PartialDistributed...` of both.
 """
 
-from typing import Any
-
-from hvdtrain.keras.engine import *  # noqa: F403 - Horovod's collectives and queries, listed there
-from hvdtrain.keras.engine import __all__ as _engine_names
-from hvdtrain.keras.legacy import uses_legacy_keras
+from hvdtrain.keras.legacy import horovod_names, uses_legacy_keras
+from hvdtrain.runtime import load_horovod
 
 if uses_legacy_keras():
-    from hvdtrain.keras.legacy import *  # noqa: F403
-    from hvdtrain.keras.legacy import __all__ as _names
+    globals().update(horovod_names())
 else:
+    load_horovod()  # or one clear error
     from hvdtrain.keras import callbacks as callbacks
-    from hvdtrain.keras import elastic as elastic
     from hvdtrain.keras.compression import Compression as Compression
+    from hvdtrain.keras.engine import *  # noqa: F403 - Horovod's collectives and queries
     from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvdtrain.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
     from hvdtrain.keras.saving import load_model as load_model

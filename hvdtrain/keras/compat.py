@@ -2,6 +2,7 @@
 
 `adopt_names`   a subclass that is saved under its parent's name;
 `OPTIMIZER_HOOKS` the methods that DistributedOptimizer overrides;
+`own_non_trainable_variables`, `optimizer_slots`, `accumulators`, `velocities`: which variable is what;
 `prepare_keras` corrections of Keras classes, for models whose optimizer is distributed only:
     LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be compiled by XLA keeps
     Horovod's operations, which have no XLA kernel, outside the compiled part.
@@ -10,7 +11,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +25,6 @@ from keras.src.saving import object_registration
 from hvdtrain.errors import EngineError
 
 OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index")
-
-
-def uses_legacy_keras() -> bool:
-    """Whether tf.keras is Keras 2 (the package tf-keras) in this process."""
-    return os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true")
 
 
 def require_hooks(optimizer_class: type) -> None:
@@ -52,6 +47,54 @@ def adopt_names(subclass: type, parent: type) -> None:
     registered = object_registration.GLOBAL_CUSTOM_NAMES.get(parent)
     if registered is not None:
         object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+
+
+def is_built(model: keras.Model) -> bool:
+    """Whether the model and all its layers have their variables."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def own_non_trainable_variables(model: keras.Model) -> list[Any]:
+    """Return the variables that were made non-trainable, without weights that were frozen later."""
+    return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
+
+
+def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
+    """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    trained = list(getattr(inner, "_trainable_variables", ()))
+    lists = [
+        value
+        for name, value in vars(inner).items()
+        if name not in ("_variables", "_trainable_variables")
+        and isinstance(value, list)
+        and len(value) == len(trained)
+        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
+    ]
+    return [
+        (variable, [slots[i] for slots in lists if slots[i] is not None])
+        for i, variable in enumerate(trained)
+    ]
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """Return the sums of gradients that wait for the next update: each rank has its own."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [v for v in getattr(inner, "_accumulated_gradients", None) or () if v is not None]
+
+
+def velocities(optimizer: Any) -> list[Any] | None:
+    """Return the momenta v = m v - lr g of an optimizer, [] if it has none, None if that is not known.
+
+    Muon's and Adam's momenta hold gradients, not steps.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(inner, keras.optimizers.SGD):
+        return list(inner.momentums)
+    if isinstance(inner, keras.optimizers.RMSprop):
+        return list(inner._momentums)
+    known = not getattr(inner, "momentum", 0) or isinstance(inner, keras.optimizers.Muon)
+    return [] if known else None
 
 
 def is_distributed(optimizer: Any) -> bool:

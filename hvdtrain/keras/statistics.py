@@ -9,6 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras.compat import own_non_trainable_variables
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
 
 _SEED_STRIDE = 0x9E3779B1
@@ -16,14 +17,15 @@ _SEED_STRIDE = 0x9E3779B1
 
 
 def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
-    """Return the floating-point variables that training changes without a gradient (BatchNormalization)."""
+    """Return the floating-point variables that training changes without a gradient (BatchNormalization).
+
+    Weights of a frozen layer are none: averaging them would hide that they differ.
+    """
     left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model)]}
-    metric = {id(tf_variable(v)) for v in model.metrics_variables}
-    return [
-        v
-        for v in unique(model.non_trainable_variables)
-        if tf_variable(v).dtype.is_floating and id(tf_variable(v)) not in left_out | metric
+    found = [
+        v for v in unique(own_non_trainable_variables(model)) if tf_variable(v).dtype.is_floating
     ]
+    return [v for v in found if id(tf_variable(v)) not in left_out]
 
 
 def average_statistics(model: keras.Model, local: Iterable[Any] = ()) -> None:

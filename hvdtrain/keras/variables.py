@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.keras.compat import accumulators, optimizer_slots
 
 _WIRE_DTYPES = {
     tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64,
@@ -42,10 +43,12 @@ def replicated_variables(
 ) -> list[Any]:
     """Return the variables that all ranks hold in common: weights, statistics, optimizer state.
 
+    Left out are the seed generators' states and accumulated gradients, which differ by rank on purpose.
+
     Args:
-        model: its variables, without the seed generators' states, which differ by rank on purpose.
+        model: its variables.
         optimizer: its variables; default the model's optimizer, if it is built.
-        local: variables that belong to one rank alone, left out.
+        local: variables that belong to one rank alone, left out with their optimizer state.
     """
     own = {id(tf_variable(v)) for v in local}
     found: list[Any] = []
@@ -55,14 +58,21 @@ def replicated_variables(
         optimizer = optimizer or getattr(model, "optimizer", None)
     if optimizer is not None:
         found += list(optimizer.variables)
+        slots = [s for v, state in optimizer_slots(optimizer) if id(tf_variable(v)) in own for s in state]
+        own |= {id(tf_variable(v)) for v in [*slots, *accumulators(optimizer)]}
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 
 
-def trained_variables(model: keras.Model) -> list[Any]:
-    """Return the replicated variables that every step must leave equal: weights and optimizer state."""
-    local = {id(tf_variable(v)) for v in _local_variables(model, None)}
-    found = [*model.trainable_variables, *model.optimizer.variables]
-    return [v for v in unique(found) if id(tf_variable(v)) not in local]
+def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
+    """Return the replicated variables that every step must leave equal: weights and optimizer state.
+
+    Args:
+        model: a built and compiled model.
+        local: variables that belong to one rank alone, besides those of `register_local_var`.
+    """
+    trained = {id(tf_variable(v)) for v in [*model.trainable_variables, *model.optimizer.variables]}
+    common = replicated_variables(model, local=[*local, *local_variables(model)])
+    return [v for v in common if id(tf_variable(v)) in trained]
 
 
 def broadcast_variables(
@@ -83,18 +93,12 @@ def broadcast_variables(
     process_set = hvd.global_process_set if process_set is None else process_set
     targets = [tf_variable(v) for v in unique(variables)]
 
-    @tf.function(autograph=False)
-    def send() -> None:
-        for index, target in enumerate(targets):
-            value = _to_wire(target.read_value())
-            name = f"hvdtrain_broadcast_{index}"
-            received = hvd.broadcast(
-                value, root_rank, name=name, ignore_name_scope=True, process_set=process_set
-            )
-            target.assign(_from_wire(received, target))
-
-    if targets:
-        send()
+    # Eager, one after the other: traced, it would be traced again for each model and gain nothing.
+    for index, target in enumerate(targets):
+        value = _to_wire(target.read_value())
+        name = f"hvdtrain_broadcast_{index}"
+        received = hvd.broadcast(value, root_rank, name=name, process_set=process_set)
+        target.assign(_from_wire(received, target))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -145,7 +149,7 @@ def check_replicas(
     if hvd.size() == 1:
         return
     if variables is None:
-        variables = replicated_variables(model, optimizer, _local_variables(model, optimizer))
+        variables = replicated_variables(model, optimizer, local_variables(model, optimizer))
     mine = fingerprints(variables)
     gathered = hvd.allgather(tf.constant(mine.reshape(1, -1)), name="hvdtrain_fingerprints")
     everyone = gathered.numpy().reshape(hvd.size(), -1, 8)
@@ -154,9 +158,11 @@ def check_replicas(
         raise ReplicaError(_drift_message(variables, everyone, drifted, when))
 
 
-def _local_variables(model: keras.Model | None, optimizer: Any) -> list[Any]:
+def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
+    """Return the variables that were given to the distributed optimizer's `register_local_var`."""
     optimizer = optimizer or getattr(model, "optimizer", None)
-    return list(getattr(getattr(optimizer, "inner_optimizer", optimizer), "local_variables", ()))
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return list(getattr(inner, "local_variables", ()))
 
 
 def _drift_message(

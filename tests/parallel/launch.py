@@ -183,7 +183,7 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     return found | ENVIRONMENT | {"PYTHONPATH": python_path, "PATH": path} | dict(extra)
 
 
-def _end(job: subprocess.Popen[str]) -> None:
+def _end(job: subprocess.Popen[bytes]) -> None:
     """End the job with everything that it started."""
     if job.poll() is not None:
         return

@@ -1,0 +1,283 @@
+"""Horovod's Keras callbacks: equal replicas from the first step on, averaged metrics, learning rates.
+
+`BroadcastGlobalVariablesCallback` does more than its name says. Before the first step it compares what
+the ranks are about to do, so that another number of steps or another model ends the job at once in place of
+hanging it; and it guards the replicas: their weights are compared after the first step and after every
+epoch. The cost is a pass over the weights an epoch (1 ms for 10 MB) and a few collectives of some bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.agreement import exchange, require_equal
+from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.keras.compat import is_built
+from hvdtrain.keras.learning_rate import (
+    LearningRateScheduleCallback as LearningRateScheduleCallback,
+)
+from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
+from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
+from hvdtrain.keras.variables import (
+    broadcast_variables,
+    check_replicas,
+    local_variables,
+    replicated_variables,
+    seed_variables,
+    tf_variable,
+    trained_variables,
+    variable_name,
+)
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Gives all ranks the variables of one before the first step, and keeps watch that they stay equal.
+
+    Random seeds of layers are broadcast, too, and then made different on each rank (rank 0 keeps them). Moving
+    statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before its validation
+    where the number of steps is known.
+
+    A model that Keras cannot build before its first batch is broadcast after that, as Horovod does.
+
+    Args:
+        root_rank: the rank whose values count.
+        device: for the broadcast; default Horovod's choice.
+        local_variables: a Keras variable or tf.Variable, or several, that stay as they are on each rank.
+        guard: compare the replicas after the first step and after every epoch.
+
+    Raises:
+        ReplicaError: from fit, on all ranks: they do not agree on steps, epochs, optimizer or the shapes of
+            variables, have drifted apart, or do not end the training after the same epoch.
+    """
+
+    def __init__(
+        self,
+        root_rank: int,
+        device: str = "",
+        local_variables: Any = None,
+        *,
+        guard: bool = True,
+    ) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self._guard = guard
+        self._local: list[Any] = []
+        self._broadcast_done = False
+        self._first_step_checked = False
+        self._epoch = 0
+        self._averaged = False
+        if local_variables is None:
+            local_variables = []
+        elif isinstance(local_variables, keras.Variable | tf.Variable):
+            local_variables = [local_variables]
+        for variable in local_variables:
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave `var` (a Keras variable or tf.Variable) as it is on each rank."""
+        if not isinstance(var, keras.Variable | tf.Variable):
+            raise UsageError(f"local_variables: {var!r} is not a variable")
+        self._local.append(var)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._broadcast_done = self._first_step_checked = False
+        built = _build(self.model)
+        require_equal(self._facts(built), "training")
+        if built:
+            self._broadcast()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._averaged = False
+        if self._guard:
+            _agree_on_course(f"begins epoch {epoch + 1}")
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._broadcast_done:
+            self._broadcast()
+        if self._guard and not self._first_step_checked and self._has_updated(batch):
+            self._first_step_checked = True
+            # Moving statistics of the step differ by nature.
+            check_replicas(
+                variables=trained_variables(self.model, self._local), when="after the first step"
+            )
+        if batch + 1 == self.params.get("steps"):
+            self._average_statistics()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not self._averaged:
+            self._average_statistics()
+        if self._guard:
+            variables = replicated_variables(self.model, local=self._all_local())
+            check_replicas(variables=variables, when=f"after epoch {epoch + 1}")
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self._guard:
+            _agree_on_course(f"ends the training after epoch {self._epoch + 1}")
+
+    def _facts(self, built: bool) -> dict[str, Any]:
+        """What must be the same on all ranks, or one would wait for another for ever."""
+        optimizer = _inner(self.model.optimizer)
+        facts = {
+            "the number of steps in an epoch": self.params.get("steps"),
+            "the number of epochs": self.params.get("epochs"),
+            "steps_per_execution": self.model.steps_per_execution,
+            "the optimizer": type(optimizer).__name__,
+            "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
+            "whether the model is built": built,
+        }
+        if not built:
+            return facts
+        local = {id(tf_variable(v)) for v in self._all_local()}
+        common = [v for v in self.model.variables if id(tf_variable(v)) not in local]
+        facts["the number of variables"] = len(common)
+        for number, variable in enumerate(common):
+            # Keras's full paths count layers and may differ; their last part does not.
+            label = f"variable {number} ({variable_name(variable).split('/')[-1]})"
+            facts[label] = f"{tf_variable(variable).dtype.name} {list(variable.shape)}"
+        return facts
+
+    def _all_local(self) -> list[Any]:
+        return [*self._local, *local_variables(self.model)]
+
+    def _broadcast(self) -> None:
+        common = replicated_variables(self.model, local=self._local)
+        with tf.device(self.device):
+            broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
+        fold_rank_into_seeds(self.model, hvd.rank())
+        self._broadcast_done = True
+
+    def _average_statistics(self) -> None:
+        average_statistics(self.model, self._all_local())
+        self._averaged = True
+
+    def _has_updated(self, batch: int) -> bool:
+        """Whether weights have changed by now: not before the end of a gradient accumulation."""
+        return batch + 1 >= (_inner(self.model.optimizer).gradient_accumulation_steps or 1)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the metrics of an epoch over the ranks, in place, for the callbacks behind it in the list.
+
+    A plain mean of the ranks' values, as Horovod's: Keras's logs do not say how many examples stand behind
+    them. Where shares are uneven, `hvdtrain.Trainer` merges metrics exactly.
+
+    Args:
+        device: for the allreduce; default Horovod's choice.
+
+    Raises:
+        ReplicaError: on all ranks, at the end of an epoch: a metric is missing on one rank.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        self.device = device
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.size() == 1:
+            return
+        logs = {} if logs is None else logs
+        values = {name: _as_array(name, value) for name, value in sorted(logs.items())}
+        shapes = {f"metric {name!r}": list(value.shape) for name, value in values.items()}
+        require_equal(shapes, f"averaging the metrics of epoch {epoch + 1}", "metric_names")
+        if not values:
+            return
+        flat = np.concatenate([value.ravel() for value in values.values()])
+        with tf.device(self.device):
+            mean = hvd.allreduce(tf.constant(flat), op=hvd.Average, name="hvdtrain_metrics").numpy()
+        ends = np.cumsum([value.size for value in values.values()])
+        for (name, value), end in zip(values.items(), ends, strict=True):
+            part = mean[end - value.size : end].reshape(value.shape)
+            logs[name] = part if value.shape else float(part)
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves the best model so far, on rank 0.
+
+    Args:
+        monitor: the metric that says what is best; average it before (MetricAverageCallback).
+        verbose: 1 prints each save.
+        save_weights_only: only the weights (`filepath` ends in .weights.h5).
+        mode: "auto", "min" or "max".
+        save_freq: "epoch", or a number of batches.
+        filepath: where to; as with Horovod it may be set later, as attribute `filepath`.
+
+    Raises:
+        UsageError: training begins and there is no `filepath`.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        *,
+        filepath: Any = None,
+    ) -> None:
+        super().__init__(
+            # Keras wants a path here, and looks at how it ends.
+            filepath=filepath or ("later.weights.h5" if save_weights_only else "later.keras"),
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.filepath:
+            raise UsageError(
+                "BestModelCheckpoint: say where to save, BestModelCheckpoint(filepath=...)"
+            )
+        self.filepath = str(self.filepath)
+        super().on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)
+
+
+def _build(model: keras.Model) -> bool:
+    """Build the optimizer of a built model; return whether there is anything to broadcast yet."""
+    if not is_built(model):
+        return False
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return True
+
+
+def _agree_on_course(what: str) -> None:
+    """Raise ReplicaError on all ranks if one goes on and another ends. A collective."""
+    everyone = exchange(what, "course")
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ReplicaError(
+                f"The ranks went different ways: rank 0 {everyone[0]}, rank {rank} {theirs}. Callbacks that stop "
+                "the training must see the same values on all ranks: put MetricAverageCallback before them."
+            )
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def _as_array(name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        raise UsageError(f"MetricAverageCallback: {name!r} is no number but {value!r}") from None

@@ -1,0 +1,185 @@
+"""Callbacks that set the learning rate while training goes on: schedules and warm-up.
+
+Momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3): the velocity of SGD holds past learning
+rates, v = m v - lr g. When the rate changes, Horovod multiplies the momentum m by new / old for one step. In Keras 3
+the momentum is a number inside the compiled step, so the velocity is multiplied instead, which is the same step.
+(With Nesterov's look-ahead, m v again in the same step, only the old velocity is corrected: the new one holds the
+new rate already.)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.compat import velocities
+
+Multiplier = Callable[[float], float]
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` up to `end_epoch`.
+
+    At the end of each epoch the rate is put into the logs as "lr".
+
+    Args:
+        initial_lr: rate that is multiplied.
+        multiplier: a function of the epoch, or a number: then the factor is multiplier ** (epoch - start_epoch).
+        start_epoch: first epoch that is adjusted.
+        end_epoch: first epoch that is not adjusted any more; default never.
+        staircase: adjust at the start of each epoch; else before each batch, with epoch + batch / steps_per_epoch.
+        momentum_correction: for SGD and RMSprop with momentum, see above.
+        steps_per_epoch: number of batches in an epoch; default what fit says.
+
+    Raises:
+        UsageError: `initial_lr` is missing; when training begins: the optimizer's rate is a schedule of its own, or
+            `steps_per_epoch` is needed and unknown.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Multiplier,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UsageError(f"{type(self).__name__}: initial_lr is required")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.multiplier = (
+            multiplier if callable(multiplier) else _exponential(multiplier, start_epoch)
+        )
+        self._epoch = 0
+        self._scale_velocities: Callable[[tf.Tensor], None] | None = None
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not isinstance(self.model.optimizer.learning_rate, keras.Variable):
+            raise UsageError(
+                f"{type(self).__name__}: the optimizer's learning_rate is a schedule or function of its own and "
+                "cannot be set. Give the optimizer a number, or do without this callback"
+            )
+        if not self.staircase and not self.steps_per_epoch:
+            self.steps_per_epoch = self.params.get("steps")
+            if not self.steps_per_epoch:
+                raise UsageError(
+                    f"{type(self).__name__}: the number of batches is unknown, give steps_per_epoch"
+                )
+        self._scale_velocities = None
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        after_end = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or after_end:
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._set_rate(self._epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set_rate(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        return float(self.model.optimizer.learning_rate)
+
+    def _set_rate(self, epoch: float) -> None:
+        old = self._rate()
+        self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+        new = self._rate()
+        if self.momentum_correction and old > 0 and new != old:
+            self._correct(new / old)
+
+    def _correct(self, factor: float) -> None:
+        if self._scale_velocities is None:
+            self._scale_velocities = _scaling_of(_velocities(self.model.optimizer))
+        self._scale_velocities(tf.constant(factor))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs (same paper).
+
+    After b batches of an epoch, rate = initial_lr / size * (1 + (size - 1) * (epoch + (b + 1) / steps) / warmup_epochs).
+
+    Args:
+        initial_lr: rate at the end, usually the rate of one worker times the number of workers.
+        warmup_epochs: how long.
+        momentum_correction: as LearningRateScheduleCallback.
+        steps_per_epoch: as LearningRateScheduleCallback.
+        verbose: 1 prints the rate at the end, on rank 0.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr,
+            self._warmup,
+            end_epoch=warmup_epochs,  # type: ignore[arg-type]  # half an epoch is fine
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.warmup_epochs = warmup_epochs
+        self.verbose = verbose
+
+    def _warmup(self, epoch: float) -> float:
+        assert self.steps_per_epoch is not None
+        # One batch ahead, so that the last batch has the full rate.
+        epoch += 1 / self.steps_per_epoch
+        return (epoch * (hvd.size() - 1) / self.warmup_epochs + 1) / hvd.size()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and hvd.rank() == 0:
+            print(
+                f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
+            )
+
+
+def _exponential(base: float, start_epoch: int) -> Multiplier:
+    return lambda epoch: base ** (epoch - start_epoch)
+
+
+def _velocities(optimizer: Any) -> list[tf.Variable]:
+    """Return the momenta that hold past learning rates; warn where it is not known whether they do."""
+    found = velocities(optimizer)
+    if found is None:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"momentum_correction has no effect on {name}: it is known for SGD and RMSprop only",
+            stacklevel=2,
+        )
+    return [v.value for v in found or []]
+
+
+def _scaling_of(variables: list[tf.Variable]) -> Callable[[tf.Tensor], None]:
+    @tf.function(autograph=False)
+    def scale(factor: tf.Tensor) -> None:
+        for variable in variables:
+            variable.assign(variable * tf.cast(factor, variable.dtype))
+
+    return scale if variables else lambda factor: None

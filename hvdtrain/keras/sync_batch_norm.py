@@ -1,0 +1,137 @@
+"""SyncBatchNormalization: batch normalization with the statistics of the whole global batch.
+
+Each rank takes count, mean and variance of its own examples; one allgather brings these few numbers to all, and
+each combines them by Chan's formula, which subtracts nothing large (Horovod's E[x^2] - E[x]^2 does).
+
+Gradient. A rank's mean and variance enter the losses of all ranks, so the gradients with respect to the global
+moments are summed over the ranks (one allreduce) before they go back through the rank's own examples. The sum
+over ranks of a rank's gradients is then that of the sum of the losses, and the average, which DistributedOptimizer
+takes, is that of one process with the whole batch. Uneven batches need their weight in the loss, before the
+backward pass (the Trainer puts it there); a weight on the gradients afterwards comes too late.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.names import InstanceName, in_this_graph
+from hvdtrain.keras.reduction import anchored
+
+
+@keras.saving.register_keras_serializable(package="hvdtrain")
+class SyncBatchNormalization(keras.layers.BatchNormalization):
+    """keras.layers.BatchNormalization whose training statistics are those of all ranks.
+
+    Every example (each position of it, and no masked one) counts the same, however the batch is divided. In
+    inference nothing is communicated. XLA cannot compile it (`jit_compile` is turned off by Keras).
+
+    Args:
+        fused: Horovod's; False.
+        kwargs: all arguments of keras.layers.BatchNormalization but `synchronized`.
+
+    Attributes:
+        share_weight: set by the Trainer, not saved: 0 means that this rank's batch is only a filler.
+    """
+
+    def __init__(self, fused: bool = False, **kwargs: Any) -> None:
+        if fused is not False:
+            raise UsageError("SyncBatchNormalization: fused=True does not exist here, leave it out")
+        if kwargs.pop("synchronized", False):
+            raise UsageError(
+                "SyncBatchNormalization: synchronized=True is for tf.distribute; all ranks are synchronized anyway"
+            )
+        super().__init__(**kwargs)
+        self.supports_jit = False
+        self.share_weight: tf.Variable | None = None
+        self._collective = InstanceName("sync_batch_norm")
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        del config["synchronized"]
+        return config
+
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        """Return mean and variance over all ranks, each of shape (channels,). Called by Keras in training."""
+        if not hvd.is_initialized() or hvd.size() == 1:
+            return super()._moments(inputs, mask)
+        count, mean, variance = local_moments(inputs, mask, self._reduction_axes)
+        if self.share_weight is not None:
+            count *= tf.cast(self.share_weight > 0, count.dtype)
+        name = in_this_graph(self._collective(()))
+        combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
+        mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
+        return mean, variance
+
+
+def local_moments(
+    inputs: tf.Tensor, mask: tf.Tensor | None, axes: list[int]
+) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """Return count, mean and variance of `inputs` over `axes`, each of shape (channels,); 0 for no examples.
+
+    Args:
+        inputs: floating point, any rank.
+        mask: bool, of the shape of `inputs` without its last dimension; False does not count. Or None.
+        axes: all but the channels' axis.
+    """
+    if mask is None:
+        counted = tf.ones_like(inputs, tf.bool)
+    else:
+        counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
+    weights = tf.cast(counted, inputs.dtype)
+    count = tf.reduce_sum(weights, axes, keepdims=True)
+    # where, not times: a masked entry may be inf or nan.
+    zero = tf.zeros_like(inputs)
+    mean = tf.math.divide_no_nan(
+        tf.reduce_sum(tf.where(counted, inputs, zero), axes, keepdims=True), count
+    )
+    # The variance does not change with its mean to first order: no gradient is lost.
+    offsets = tf.where(counted, inputs - tf.stop_gradient(mean), zero)
+    variance = tf.math.divide_no_nan(tf.reduce_sum(tf.square(offsets), axes, keepdims=True), count)
+    return tf.reshape(count, [-1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
+
+
+def combine_moments(rows: tf.Tensor) -> tf.Tensor:
+    """Return mean and variance, stacked to (2, channels), of parts given by their own.
+
+    Chan, Golub and LeVeque 1979: var = sum n_i (var_i + (mean_i - mean)^2) / sum n_i.
+
+    Args:
+        rows: shape (parts, 3, channels): count, mean and variance of each part.
+    """
+    counts, means, variances = tf.unstack(rows, axis=1)
+    weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, axis=0))
+    mean = tf.reduce_sum(tf.math.multiply_no_nan(means, weights), axis=0)
+    spread = variances + tf.square(means - mean)
+    return tf.stack([mean, tf.reduce_sum(tf.math.multiply_no_nan(spread, weights), axis=0)])
+
+
+def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
+    """Return `row` of all ranks, stacked; differentiable by this rank's own."""
+
+    @tf.custom_gradient
+    def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        rows = hvd.allgather(anchored(row[tf.newaxis]), name=name, ignore_name_scope=True)
+        rows = tf.ensure_shape(rows, [hvd.size(), *row.shape])
+        return rows, lambda gradient: gradient[hvd.rank()]
+
+    return gather(row)
+
+
+def _with_summed_gradient(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Return `tensor`, which is the same on all ranks; its gradient is the sum of theirs."""
+
+    @tf.custom_gradient
+    def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
+        def summed(gradient: tf.Tensor) -> tf.Tensor:
+            return hvd.allreduce(
+                anchored(gradient), op=hvd.Sum, name=in_this_graph(name), ignore_name_scope=True
+            )
+
+        return tf.identity(tensor), summed
+
+    return identity(tensor)
