@@ -2,14 +2,15 @@
 
 The Trainer weighs each rank's loss by its share, examples / global examples, and adds the gradients up. For
 a mean over examples that is the mean over the global batch: sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n.
-Three kinds of losses need a factor more, c, so that sum_r (n_r / n) c_r L_r is what one worker gets:
+Weight penalties, equal on all ranks, count once. Two kinds of losses need a factor more, c, so that
+sum_r (n_r / n) c_r L_r is what one worker gets:
 
-- a sum over examples, and an activity regularizer (Keras 3 sums it over the batch): c_r = n / n_r;
+- a sum over examples: c_r = n / n_r;
 - a mean over the unmasked entries, or over sample weights, whose divisor D_r differs between the ranks
   by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r, one small allreduce a step.
 
-Losses and regularizers become subclasses of their class, in place, as the optimizer does, and files name
-the original.
+A loss becomes an instance of a subclass of its class, in place, as the optimizer does, and files name the
+original.
 """
 
 from __future__ import annotations
@@ -54,23 +55,12 @@ class _ExactLoss:
         return _over_share(tf.math.multiply_no_nan(loss, part), share)
 
 
-class _ExactRegularizer:
-    """Lays the factor of a sum over the __call__ of a keras.regularizers.Regularizer."""
-
-    hvdtrain_reducer: OptimizerReducer
-
-    def __call__(self, x: Any) -> Any:
-        penalty = super().__call__(x)  # type: ignore[misc]
-        share = self.hvdtrain_reducer.share
-        return penalty if share is None else _over_share(penalty, share)
-
-
 def _over_share(value: tf.Tensor, share: tf.Variable) -> tf.Tensor:
     return tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
 
 
 def make_exact(model: keras.Model, reducer: OptimizerReducer) -> None:
-    """Give the losses and activity regularizers of a built, compiled model the factor that they need.
+    """Give the losses of a built, compiled model the factor that they need.
 
     While `reducer.share` is None they are what they were.
     """
@@ -80,17 +70,14 @@ def make_exact(model: keras.Model, reducer: OptimizerReducer) -> None:
     )
     for index, loss in enumerate(compat.compiled_losses(model)):
         if masked or loss.reduction in ("sum", "mean_with_sample_weight"):
-            _overlay(loss, _ExactLoss, reducer)
+            _overlay(loss, reducer)
             loss.hvdtrain_name = str(index)
-    for layer in model._flatten_layers():
-        if getattr(layer, "activity_regularizer", None) is not None:
-            _overlay(layer.activity_regularizer, _ExactRegularizer, reducer)
 
 
-def _overlay(thing: Any, mixin: type, reducer: OptimizerReducer) -> None:
-    plain = type(thing)
-    if not isinstance(thing, mixin):
-        exact = type(plain.__name__, (mixin, plain), {"__doc__": plain.__doc__})
+def _overlay(loss: Any, reducer: OptimizerReducer) -> None:
+    plain = type(loss)
+    if not isinstance(loss, _ExactLoss):
+        exact = type(plain.__name__, (_ExactLoss, plain), {"__doc__": plain.__doc__})
         compat.adopt_names(exact, plain)
-        thing.__class__ = exact
-    thing.hvdtrain_reducer = reducer
+        loss.__class__ = exact
+    loss.hvdtrain_reducer = reducer

@@ -21,12 +21,13 @@ def epoch_shares(source: Source, epoch: int, rank: Rank) -> Iterator[Share]:
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
-    shares = prefetch(map(_with_tensors, source.epoch(epoch, rank.rank, rank.size)))
+    shares = prefetch(_with_tensors(source.epoch(epoch, rank.rank, rank.size)))
     return shares if source.agreed or rank.size == 1 else _agreed(shares, rank)
 
 
-def _with_tensors(share: Share) -> Share:
-    return replace(share, data=tf.nest.map_structure(tf.convert_to_tensor, share.data))
+def _with_tensors(shares: Iterator[Share]) -> Iterator[Share]:
+    for share in shares:
+        yield replace(share, data=tf.nest.map_structure(tf.convert_to_tensor, share.data))
 
 
 def _agreed(shares: Iterator[Share], rank: Rank) -> Iterator[Share]:

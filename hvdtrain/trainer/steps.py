@@ -47,7 +47,7 @@ class Steps:
     def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
             return step
-        return tf.function(lambda data: step(data), reduce_retracing=True, autograph=False)
+        return tf.function(step, reduce_retracing=True, autograph=False)
 
     def train(self, share: Share) -> Logs:
         """Train on `share`; return this rank's logs so far in the epoch, as scalar tensors."""

@@ -129,7 +129,7 @@ class Trainer:
         )
         if not compat.has_loss(self.model):
             raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
-        self._steps: Steps | None = None
+        self.steps: Steps | None = None  # Made with the model's variables, from the first data.
         self._config: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "guard": guard,
@@ -216,7 +216,7 @@ class Trainer:
                 self.model(tf.nest.map_structure(tf.convert_to_tensor, first.data[0]))
                 broadcast_variables(self.model.variables)
             optimizer = reducer_of(self.model.optimizer)
-            steps_of_model = self._steps or Steps(self.model, optimizer, self.rank.size)
+            steps_of_model = self.steps or Steps(self.model, optimizer, self.rank.size)
             shares = epoch_shares(source, 0, self.rank)
             return gather_predictions((s, steps_of_model.predict(s)) for s in shares)
 
@@ -258,7 +258,7 @@ class Trainer:
         self, plan: FitPlan, epoch: int, callbacks: keras.callbacks.CallbackList, verbose: int
     ) -> Logs:
         """Train one epoch; return its logs, those of all workers."""
-        assert self._steps is not None
+        assert self.steps is not None
         progress = Progress(verbose, epoch, plan.epochs, plan.train.steps_per_epoch)
         self.model.reset_metrics()
         check_additive(self.model.metrics)
@@ -268,7 +268,7 @@ class Trainer:
         global_batches = need_global_batches(plan.callbacks)
         for step, share in enumerate(epoch_shares(plan.train, epoch, self.rank)):
             callbacks.on_train_batch_begin(step)
-            step_logs = self._steps.train(share)
+            step_logs = self.steps.train(share)
             progress.step(share.global_examples, step_logs)
             if global_batches:
                 step_logs = self._global_step_logs(step_logs, share)
@@ -294,13 +294,13 @@ class Trainer:
 
     def _evaluate(self, source: Source) -> Logs:
         """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
-        assert self._steps is not None
+        assert self.steps is not None
         self.model.reset_metrics()
         check_additive(self.model.metrics)
         step_logs: dict[str, Any] = {}
         share: Share | None = None
         for share in epoch_shares(source, 0, self.rank):
-            step_logs = self._steps.test(share)
+            step_logs = self.steps.test(share)
         if share is None:
             raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
         return self._epoch_logs(step_logs, share)
@@ -328,7 +328,7 @@ class Trainer:
     def _prepare(self, source: Source, what: str, facts: dict[str, Any] | None = None) -> None:
         """Build the model from the first batch, and compare model and data over the ranks."""
         self._agree(source, facts or {}, what)
-        if self._steps is not None:
+        if self.steps is not None:
             return
         first = next(iter(source.epoch(0, self.rank.rank, self.rank.size)), None)
         if first is None:
@@ -346,7 +346,7 @@ class Trainer:
         require_equal(built, what, "model")
         self._broadcast()
         fold_rank_into_seeds(self.model, self.rank.rank)
-        self._steps = Steps(self.model, reducer_of(optimizer), self.rank.size)
+        self.steps = Steps(self.model, reducer_of(optimizer), self.rank.size)
 
     def _broadcast(self, without: Sequence[Any] = ()) -> None:
         """Give all ranks the weights, statistics and optimizer state of rank 0."""

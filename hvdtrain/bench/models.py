@@ -1,0 +1,41 @@
+"""The networks that are timed, with the batch size a rank at which their scaling is quoted."""
+
+from __future__ import annotations
+
+import keras
+from keras import layers
+
+
+def mnist() -> keras.Model:
+    """The convolutional network of the TensorFlow tutorials on 28x28 images: 347,146 parameters."""
+    return keras.Sequential(
+        [
+            layers.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def resnet20() -> keras.Model:
+    """ResNet-20 for 32x32 images (He et al. 2015, arXiv:1512.03385, section 4.2)."""
+
+    def convolve(x: keras.KerasTensor, filters: int, size: int, stride: int) -> keras.KerasTensor:
+        x = layers.Conv2D(filters, size, stride, padding="same", use_bias=False)(x)
+        return layers.BatchNormalization()(x)
+
+    image = layers.Input((32, 32, 3))
+    x = layers.ReLU()(convolve(image, 16, 3, 1))
+    for filters, strides in ((16, (1, 1, 1)), (32, (2, 1, 1)), (64, (2, 1, 1))):
+        for stride in strides:
+            y = layers.ReLU()(convolve(x, filters, 3, stride))
+            y = convolve(y, filters, 3, 1)
+            shortcut = x if stride == 1 else convolve(x, filters, 1, stride)
+            x = layers.ReLU()(layers.Add()([shortcut, y]))
+    return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+MODELS = {"mnist": mnist, "resnet20": resnet20}

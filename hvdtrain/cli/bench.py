@@ -1,0 +1,80 @@
+"""`hvdtrain bench`: figures of the machine at hand."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import statistics
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from hvdtrain.bench.scaling import Pass, measure
+from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
+from hvdtrain.launch.horovodrun import launch_argv, launch_environment
+from hvdtrain.launch.plan import LaunchPlan
+
+BATCH_SIZES = {"mnist": 64, "resnet20": 32}
+
+
+@click.group()
+def bench() -> None:
+    """Measure collectives and training throughput."""
+
+
+@bench.command()
+@click.option("-np", "--num-proc", "np", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Workers.")
+@click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
+@click.option("--batch-size", type=click.IntRange(1), help="Examples a worker.  [default: 64 mnist, 32 resnet20]")
+@click.option(
+    "--way",
+    type=click.Choice(["keras", "trainer", "bare"]),
+    default="keras",
+    show_default=True,
+    help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
+)
+@click.option("--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True)
+@click.option("--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings.")
+def scaling(np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int) -> None:
+    """N workers of one core each, against plain Keras on one core, in turn."""
+    batch_size = batch_size or BATCH_SIZES[model]
+    engine, mpirun = find_engine(), find_mpirun()
+    chosen = choose_controller(controller, engine.built, mpirun)  # type: ignore[arg-type]
+
+    def launch(script: Path, arguments: tuple[str, ...]) -> list[str]:
+        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
+        environment = launch_environment(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+        return launch_argv(plan, engine, environment)
+
+    click.echo(f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}")
+    done: list[Pass] = []
+    for one in measure(model, batch_size, way, passes, launch):
+        done.append(one)
+        click.echo(
+            f"  plain Keras {one.plain:9,.0f} examples/s   {one.size} workers {one.ranks:9,.0f} examples/s   "
+            f"scaling {one.scaling:.3f}"
+        )
+    click.echo(
+        f"median of {passes}: plain Keras {statistics.median(p.plain for p in done):,.0f}, {np} workers "
+        f"{statistics.median(p.ranks for p in done):,.0f} examples/s, scaling {statistics.median(p.scaling for p in done):.3f}"
+    )
+    click.echo(f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}")
+
+
+def _machine() -> str:
+    packages = []
+    for name in ("tensorflow", "tensorflow-cpu", "keras", "horovod"):
+        try:
+            packages.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return f"{os.cpu_count()} CPUs ({_processor()}), {', '.join(packages)}"
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
