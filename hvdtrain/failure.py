@@ -1,7 +1,7 @@
 """How a rank tells the launcher why it failed: one line of JSON on its standard error.
 
-A line survives every transport between the two (pipes, mpirun, ssh); a traceback of many lines is torn
-apart between those of other ranks.
+A line survives every transport between the two (pipes, mpirun, ssh); a traceback of many lines is
+torn apart between those of other ranks.
 """
 
 import json
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 
 MARKER = "@hvdtrain-failure "
 
-# What a rank sees when another one has gone, by class name (nothing is imported to ask) and by message.
+# What a rank sees when another one has gone, by class name (nothing is imported to ask) and by
+# message.
 SECONDARY_CLASSES = {"HorovodInternalError", "EngineError", "CancelledError", "AbortedError"}
 SECONDARY_MESSAGES = (
     "Horovod has been shut down",

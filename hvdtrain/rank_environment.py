@@ -1,9 +1,9 @@
 """What a rank sets in its environment before TensorFlow is loaded.
 
-TensorFlow and OpenMP each start as many threads as the machine has cores, in every rank. Two ranks on
-two cores then run four compute threads, and the ranks wait for each other's time slices: dividing the
-cores between the ranks of a host is worth up to a factor of two. Everything here is a default: what the
-user has set already stays.
+TensorFlow and OpenMP each start as many threads as the machine has cores, in every rank. Two ranks
+on two cores then run four compute threads, and the ranks wait for each other's time slices:
+dividing the cores between the ranks of a host is worth up to a factor of two. Everything here is a
+default: what the user has set already stays.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs the script.
+"""What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs
+the script.
 
-Before TensorFlow is loaded it shares the cores between the ranks of the host. When the script fails, it
-reports the reason once (see `hvdtrain.failure`) and ends the process at once: left to the interpreter,
-a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that wait for it.
+Before TensorFlow is loaded it shares the cores between the ranks of the host. When the script
+fails, it reports the reason once (see `hvdtrain.failure`) and ends the process at once: left to the
+interpreter, a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that
+wait for it.
 
-SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a Python
-handler would not run there.
+SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a
+Python handler would not run there.
 """
 
 import atexit
@@ -67,7 +69,8 @@ def _prepare_output() -> None:
             stream.reconfigure(line_buffering=True)
     terminal = os.environ.get(TERMINAL)
     if terminal is not None:
-        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives none.
+        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives
+        # none.
         answer = terminal == "1" and rank_of(os.environ) == 0
         sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
 

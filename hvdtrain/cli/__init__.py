@@ -1,6 +1,7 @@
 """The command line: one group, whose commands are loaded when they are called.
 
-`hvdtrain --help` loads nothing but Click: the commands and their one-line descriptions stand in a table.
+`hvdtrain --help` loads nothing but Click: the commands and their one-line descriptions stand in a
+table.
 """
 
 from __future__ import annotations

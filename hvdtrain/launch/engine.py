@@ -1,7 +1,9 @@
-"""The Horovod that is installed beside this Python: where it is, and which controllers it was built with.
+"""The Horovod that is installed beside this Python: where it is, and which controllers it was built
+with.
 
-Horovod itself tells that only after TensorFlow is imported, which takes seconds. The answer also stands in its
-extension: one built with MPI is linked to an MPI library, one built with Gloo contains Gloo's classes.
+Horovod itself tells that only after TensorFlow is imported, which takes seconds. The answer also
+stands in its extension: one built with MPI is linked to an MPI library, one built with Gloo
+contains Gloo's classes.
 """
 
 import importlib.util
@@ -16,8 +18,10 @@ from hvdtrain.errors import EngineError, UsageError
 
 Controller = Literal["mpi", "gloo"]
 INSTALL_HINT = "run: hvdtrain install-horovod"
-_MPI_SIGNS = (b"libmpi.so", b"libmpich.so", b"libmpi_ibm.so")
-_GLOO_SIGNS = (b"GlooController",)
+_SIGNS: dict[Controller, tuple[bytes, ...]] = {
+    "mpi": (b"libmpi.so", b"libmpich.so", b"libmpi_ibm.so"),
+    "gloo": (b"GlooController",),
+}
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,11 @@ def built_controllers(extension: Path) -> frozenset[Controller]:
         extension.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
     ):
-        mpi = any(content.find(sign) >= 0 for sign in _MPI_SIGNS)
-        gloo = any(content.find(sign) >= 0 for sign in _GLOO_SIGNS)
-    return frozenset((*(("mpi",) if mpi else ()), *(("gloo",) if gloo else ())))  # type: ignore[arg-type]
+        return frozenset(
+            controller
+            for controller, signs in _SIGNS.items()
+            if any(content.find(sign) >= 0 for sign in signs)
+        )
 
 
 def _horovodrun() -> tuple[str, ...]:
@@ -91,4 +97,4 @@ def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | N
         )
     if wanted == "mpi" and not mpirun:
         raise UsageError("there is no mpirun in PATH: load your MPI, or use --controller gloo")
-    return wanted  # type: ignore[return-value]
+    return wanted

@@ -1,7 +1,7 @@
 """Hosts and their slots: `-H a:2,b:4` and hostfiles.
 
-Both become one clean list here, and horovodrun gets it as `-H`: its own hostfile reader fails on comments,
-blank lines and `max_slots`.
+Both become one clean list here, and horovodrun gets it as `-H`: its own hostfile reader fails on
+comments, blank lines and `max_slots`.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Which lines on a rank's standard error are TensorFlow's greeting, and not worth a user's attention.
+"""Which lines on a rank's standard error are TensorFlow's greeting, and not worth a user's
+attention.
 
 Only patterns of messages that say nothing about the user's run; everything else is shown.
 """
@@ -21,10 +22,11 @@ _GREETINGS = re.compile(
             rb"|Could not find cuda drivers"
             rb"|failed call to cuInit: .*(?:no CUDA-capable device|UNKNOWN ERROR \(303\))"
             rb"|Could not find TensorRT"
-            rb"|OUT_OF_RANGE: End of sequence"
+            rb"|Local rendezvous is aborting with status"  # Told by an exception as well.
             rb")",
             rb"To enable the following instructions: .*rebuild TensorFlow",
             rb"Skipping registering GPU devices",
+            rb"(?:Terminated|Killed)\Z",  # A shell of horovodrun's; the run's outcome says it.
         )
     )
 )

@@ -11,8 +11,8 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from hvdtrain.failure import Failure
 from hvdtrain.launch.process import Ending
 
-# What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code), horovodrun
-# over Gloo.
+# What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
+# horovodrun over Gloo.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
 _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")

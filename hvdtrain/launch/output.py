@@ -1,8 +1,9 @@
 """What the user sees of a run, and what is kept of it.
 
-By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is shown of
-all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once. Everything is in
-`<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log dir>/launcher.log`.
+By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is
+shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
+Everything is in `<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log
+dir>/launcher.log`.
 """
 
 from __future__ import annotations

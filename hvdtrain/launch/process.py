@@ -1,8 +1,9 @@
 """Run a launch command so that, however it ends, nothing of it is left behind.
 
-horovodrun's ranks are not simply its children: over Gloo each hangs under a helper process in a session of its
-own, mpirun puts each in its own process group. So every process of a run carries the launch's id in its
-environment, and is found by it in /proc. (Processes on other hosts are ended by mpirun or by ssh's end.)
+horovodrun's ranks are not simply its children: over Gloo each hangs under a helper process in a
+session of its own, mpirun puts each in its own process group. So every process of a run carries the
+launch's id in its environment, and is found by it in /proc. (Processes on other hosts are ended by
+mpirun or by ssh's end.)
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def run_process(
         on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace.
         has_failed: whether a rank reported a failure, so that the job has to end.
     """
-    with _recorded_signals() as received:
+    with _recorded_signals() as received, _guarded(launch_id):
         process = subprocess.Popen(
             argv,
             env={**environment, LAUNCH_ID: launch_id},
@@ -67,28 +68,36 @@ def run_process(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        try:
-            with process, selectors.DefaultSelector() as selector:
-                assert process.stdout is not None and process.stderr is not None
-                selector.register(process.stdout, selectors.EVENT_READ, "stdout")
-                selector.register(process.stderr, selectors.EVENT_READ, "stderr")
+        with process:
+            try:
                 watch = _Watch(process, launch_id, received, on_signal, has_failed)
-                while selector.get_map() and not watch.is_over():
-                    ready = selector.select(TICK_SECONDS)
-                    for key, _ in ready:
-                        data = os.read(key.fd, 65536)
-                        if data:
-                            on_output(key.data, data)
-                        else:
-                            selector.unregister(key.fileobj)
-                    if not ready:
-                        on_idle()
-                while process.poll() is None and not watch.is_over():
-                    time.sleep(TICK_SECONDS / 10)
+                _read(process, watch, on_output, on_idle)
+            finally:
                 end_processes(launch_id, signal.SIGKILL)
-        finally:
-            end_processes(launch_id, signal.SIGKILL)
         return Ending(process.wait(), received[0] if received else None)
+
+
+def _read(
+    process: subprocess.Popen[bytes],
+    watch: _Watch,
+    on_output: Callable[[Stream, bytes], None],
+    on_idle: Callable[[], None],
+) -> None:
+    """Pass on what the command writes, until `watch` says that it is over."""
+    assert process.stdout is not None and process.stderr is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ, "stdout")
+        selector.register(process.stderr, selectors.EVENT_READ, "stderr")
+        while not watch.is_over(reading=bool(selector.get_map())):
+            ready = selector.select(TICK_SECONDS)
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                if data:
+                    on_output(key.data, data)
+                else:
+                    selector.unregister(key.fileobj)
+            if not ready:
+                on_idle()
 
 
 class _Watch:
@@ -111,8 +120,8 @@ class _Watch:
         self._terminated_at: float | None = None
         self._ended_at: float | None = None
 
-    def is_over(self) -> bool:
-        """Whether no more output is worth waiting for; what is left then is killed."""
+    def is_over(self, reading: bool) -> bool:
+        """Whether the command has ended, and nobody is left that writes (`reading`) or will soon."""
         now = time.monotonic()
         if self._terminated_at is None:
             if self._received:
@@ -127,7 +136,7 @@ class _Watch:
         if self._process.poll() is None:
             return False
         self._ended_at = self._ended_at or now
-        return now - self._ended_at > DRAIN_SECONDS
+        return not reading or now - self._ended_at > DRAIN_SECONDS
 
     def _terminate(self, now: float) -> None:
         self._terminated_at = now
@@ -156,6 +165,33 @@ def end_processes(launch_id: str, how: signal.Signals) -> None:
         if not found or how != signal.SIGKILL:
             return
         time.sleep(TICK_SECONDS / 2)
+
+
+@contextlib.contextmanager
+def _guarded(launch_id: str) -> Iterator[None]:
+    """Even SIGKILL of this process leaves nothing behind: a guard outlives it, and ends the launch.
+
+    The guard waits for the end of a pipe, which comes when this process ends in whatever way.
+    """
+    reading, writing = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        try:
+            os.setsid()  # Ctrl-C in the terminal is not for the guard.
+            os.close(writing)
+            os.read(reading, 1)
+            if processes_of(launch_id):
+                end_processes(launch_id, signal.SIGTERM)
+                time.sleep(TERMINATION_SECONDS)
+                end_processes(launch_id, signal.SIGKILL)
+        finally:
+            os._exit(0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        os.close(writing)
+        os.waitpid(guard, 0)
 
 
 @contextlib.contextmanager

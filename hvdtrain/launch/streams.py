@@ -1,9 +1,10 @@
 """Whose bytes are these? Takes the output of horovodrun apart by rank.
 
-mpirun tags what its ranks write with `[1,RANK]<stdout>:`, horovodrun over Gloo with `[RANK]<stdout>:`. mpirun
-tags every piece that it reads, so tags also stand inside lines, and lines of several ranks interleave; a piece
-goes on to the next tag or the end of its line. What follows a line's end without a tag is the launcher's own.
-Nothing but the tags is taken away, and bytes stay bytes: a piece may end inside a character.
+mpirun tags what its ranks write with `[1,RANK]<stdout>:`, horovodrun over Gloo with
+`[RANK]<stdout>:`. mpirun tags every piece that it reads, so tags also stand inside lines, and lines
+of several ranks interleave; a piece goes on to the next tag or the end of its line. What follows a
+line's end without a tag is the launcher's own. Nothing but the tags is taken away, and bytes stay
+bytes: a piece may end inside a character.
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""Launch small scripts with `hvdtrain run`, as a user does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from jobs import Job, user_environment
+
+
+@pytest.fixture(params=["mpi", "gloo"])
+def controller(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., Job]:
+    """start(script, *options) -> Job: write the script, and launch it from its folder."""
+
+    def begin(script: str, *options: str) -> Job:
+        (tmp_path / "train.py").write_text(script)
+        mark = f"JOB_OF_TEST={tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.cli", "run", *options, "train.py"],
+            cwd=tmp_path,
+            env=user_environment(JOB_OF_TEST=mark.partition("=")[2]),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        return Job(process, mark, tmp_path)
+
+    return begin

@@ -1,0 +1,159 @@
+"""`hvdtrain` and `hvdtrain run`: what is refused, how it is said, and that help is cheap."""
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hvdtrain.cli import COMMANDS, main
+from hvdtrain.cli.run import run
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, args, prog_name="hvdtrain")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hostfile").write_text("a slots=2\nb slots\n")
+    return tmp_path
+
+
+def test_the_options_of_run_are_these() -> None:
+    """An option is a promise: add it here on purpose."""
+    assert sorted(option for parameter in run.params for option in parameter.opts) == [
+        "--all-ranks",
+        "--controller",
+        "--dry-run",
+        "--hostfile",
+        "--hosts",
+        "--log-dir",
+        "--network-interfaces",
+        "--num-proc",
+        "--ssh-identity-file",
+        "--ssh-port",
+        "--stall-shutdown-seconds",
+        "--stall-warning-seconds",
+        "--start-timeout",
+        "--verbose",
+        "-H",
+        "-np",
+        "arguments",
+        "script",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-np", "2", "nothing.py"], "no such script: nothing.py"),
+        (["-np", "0", "train.py"], "-np 0: give the number of ranks, at least 1"),
+        (["-np", "two", "train.py"], "'two' is not a valid integer"),
+        (["train.py"], "how many workers? Give -np N"),
+        (["-np", "2"], "Missing argument 'SCRIPT'"),
+        (
+            ["-np", "2", "--dryrun", "train.py"],
+            "No such option '--dryrun'. Did you mean '--dry-run'?",
+        ),
+        (["-np", "2", "--controller", "gluu", "train.py"], "'gluu' is not one of"),
+        (["-np", "9", "-H", "a:2,b:2", "train.py"], "-np 9 is more than the 4 slots of a:2, b:2"),
+        (["-H", "a", "train.py"], "cannot read 'a' in the hosts"),
+        (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "give one of them"),
+        (["--hostfile", "hostfile", "train.py"], "hostfile, line 2: cannot read 'b slots'"),
+        (["-np", "2", "--stall-shutdown-seconds", "9", "train.py"], "must be longer than"),
+        (["-np", "2", "--log-dir", "train.py", "train.py"], "cannot make the log folder train.py"),
+    ],
+)
+def test_user_errors_are_one_message(folder: Path, args: list[str], message: str) -> None:
+    result = call("run", *args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("Error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_without_horovod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = call("run", "-np", "2", "train.py")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: Horovod is not installed")
+    assert result.stderr.endswith("run: hvdtrain install-horovod\n")
+
+
+def test_dry_run_prints_and_starts_nothing(folder: Path) -> None:
+    result = call("run", "--dry-run", "-H", "a:2,b:1", "train.py", "--dry-run", "a b", "-np", "7")
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") == 1
+    assert " -np 3 " in result.stdout
+    assert " -H a:2,b:1 " in result.stdout
+    assert result.stdout.endswith("-m hvdtrain.worker train.py --dry-run 'a b' -np 7\n")
+    assert not (folder / ".hvdtrain").exists()
+
+
+def test_the_environment_may_set_the_stall_times(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
+    printed = call("run", "--dry-run", "-np", "2", "train.py").stdout
+    assert "--stall-check-shutdown-time-seconds 600 " in printed
+
+
+def test_a_wrong_command_gets_a_hint() -> None:
+    result = call("rum")
+    assert result.exit_code == 2
+    assert "No such command 'rum'. Did you mean run?" in result.stderr
+
+
+def test_help_names_every_command() -> None:
+    result = call("--help")
+    assert result.exit_code == 0
+    for name, (_, description) in COMMANDS.items():
+        assert name in result.stdout
+        assert description in result.stdout
+
+
+def test_version() -> None:
+    result = call("--version")
+    assert (result.exit_code, result.stdout.split()[0]) == (0, "hvdtrain")
+
+
+def python(*args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, *args], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"], ["run", "--dry-run", "-np", "1"]])
+def test_composing_loads_no_engine(args: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    names = [str(script)] if "--dry-run" in args else []
+    report = python("-X", "importtime", "-m", "hvdtrain.cli", *args, *names).stderr
+    loaded = {line.rpartition("|")[2].strip() for line in report.splitlines()}
+    assert "click" in loaded
+    assert loaded.isdisjoint({"tensorflow", "keras", "horovod", "numpy"})
+    if args == ["--help"]:
+        assert "hvdtrain.launch" not in loaded
+
+
+def test_help_is_as_fast_as_click() -> None:
+    def seconds(*args: str) -> float:
+        started = time.perf_counter()
+        python(*args)
+        return time.perf_counter() - started
+
+    pairs = [
+        (seconds("-c", "import click"), seconds("-m", "hvdtrain.cli", "--help")) for _ in range(9)
+    ]
+    assert statistics.median(helped / bare for bare, helped in pairs) <= 2.5

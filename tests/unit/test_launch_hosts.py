@@ -1,0 +1,93 @@
+"""Hosts and hostfiles: what can be written is read back; what cannot be read is named with its
+place."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import Host, parse_hosts, read_hostfile
+
+NAMES = st.from_regex(r"[a-z0-9][a-z0-9_.-]{0,20}", fullmatch=True)
+HOSTS = st.lists(
+    st.builds(Host, NAMES, st.integers(1, 10_000)), min_size=1, unique_by=lambda host: host.name
+).map(tuple)
+COMMENTS = st.sampled_from(["", "# rack 7", "   ", "#"])
+
+
+@given(HOSTS)
+def test_written_hosts_are_read_back(hosts: tuple[Host, ...]) -> None:
+    assert parse_hosts(",".join(map(str, hosts))) == hosts
+
+
+@given(hosts=HOSTS, comments=st.lists(COMMENTS, min_size=1))
+def test_written_hostfiles_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, hosts: tuple[Host, ...], comments: list[str]
+) -> None:
+    path = tmp_path_factory.mktemp("hosts") / "hostfile"
+    lines = [
+        f"{comments[i % len(comments)]}\n {host.name}  slots = {host.slots} # as ordered\n"
+        for i, host in enumerate(hosts)
+    ]
+    path.write_text("".join(lines))
+    assert read_hostfile(path) == hosts
+
+
+@given(st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        hosts = parse_hosts(text)
+    except UsageError as error:
+        assert "\n" not in str(error).replace(text, "")
+    else:
+        assert all(host.slots >= 1 for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("node1", "'node1'"),
+        ("node1:2,", "''"),
+        ("node1:0", "0 slots"),
+        ("node1:two", "node1:two"),
+        ("fe80::1:2", "fe80::1:2"),
+        ("-x:2", "'-x'"),
+        ("a;b:2", "'a;b'"),
+        ("a:1,b:2,a:3", "a is named twice"),
+    ],
+)
+def test_wrong_hosts_are_named(text: str, what: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_hosts(text)
+    assert what in str(error.value)
+
+
+def test_max_slots_of_open_mpi_are_accepted(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("node1 slots=2 max_slots=4\r\n\nnode2 slots=3 max-slots=3\n")
+    assert read_hostfile(path) == (Host("node1", 2), Host("node2", 3))
+
+
+@pytest.mark.parametrize(
+    "line", ["node1", "node1 slots=x", "node1:2", "node1 slots=0", "a slots=1"]
+)
+def test_a_wrong_line_is_named_with_file_and_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text(f"# ours\na slots=1\n{line}\n")
+    with pytest.raises(UsageError, match=r"hostfile, line 3: "):
+        read_hostfile(path)
+
+
+def test_unreadable_hostfiles(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(UsageError, match="cannot read the hostfile"):
+        read_hostfile(tmp_path)
+    (tmp_path / "empty").write_text("# nothing\n\n")
+    with pytest.raises(UsageError, match="names no host"):
+        read_hostfile(tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="no text file"):
+        read_hostfile(tmp_path / "binary")

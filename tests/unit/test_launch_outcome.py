@@ -1,0 +1,101 @@
+"""The first cause of a failed run, and the exit code that tells it."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.failure import Failure, from_line, is_secondary
+from hvdtrain.launch.outcome import Outcome, outcome_of
+from hvdtrain.launch.process import Ending
+
+LOGS = "\nlogs of all ranks: logs"
+KILLED = "mpirun noticed that process rank 1 with PID 0 on node n exited on signal 9 (Killed)."
+LOST = Failure(0, 1, True, "HorovodInternalError: Horovod has been shut down")
+BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
+
+
+def judge(code: int, *failures: Failure, launcher: str = "") -> Outcome:
+    return outcome_of(Ending(code, None), list(failures), launcher, Path("logs"))
+
+
+def test_success_says_nothing() -> None:
+    assert judge(0) == Outcome(0, "")
+
+
+def test_the_first_cause_not_its_consequences() -> None:
+    assert judge(1, LOST, BUG) == Outcome(1, "rank 1 failed:\nTraceback:\nValueError: x" + LOGS)
+
+
+def test_the_same_error_of_many_ranks_is_said_once() -> None:
+    alike = [Failure(rank, 2, False, "wrong data") for rank in (2, 0, 1)]
+    assert judge(1, *alike) == Outcome(2, "rank 2 (and ranks 0, 1 alike) failed: wrong data" + LOGS)
+
+
+def test_only_consequences_are_better_than_nothing() -> None:
+    assert judge(1, LOST).message.startswith("rank 0 failed: HorovodInternalError")
+
+
+@pytest.mark.parametrize(
+    ("code", "launcher", "expected"),
+    [
+        (137, KILLED, Outcome(137, "rank 1 was killed by SIGKILL (was memory short?)" + LOGS)),
+        (
+            1,
+            "Process 1 exit with status code 139.\nTerminating remaining workers",
+            Outcome(139, "rank 1 was killed by SIGSEGV" + LOGS),
+        ),
+        (
+            7,
+            "  Process name: [[8388,1],1]\n  Exit code:    7\n",
+            Outcome(7, "rank 1 ended with exit code 7" + LOGS),
+        ),
+        (
+            1,
+            "could not connect to some hosts via ssh",
+            Outcome(
+                1,
+                "horovodrun failed (exit code 1):\ncould not connect to some hosts via ssh" + LOGS,
+            ),
+        ),
+    ],
+)
+def test_what_only_the_launcher_saw(code: int, launcher: str, expected: Outcome) -> None:
+    assert judge(code, launcher=launcher) == expected
+
+
+def test_a_killed_rank_counts_more_than_those_it_left() -> None:
+    assert judge(137, LOST, launcher=KILLED).exit_code == 137
+
+
+def test_bare_exit_codes() -> None:
+    assert judge(1, Failure(1, 3, False, "")) == Outcome(3, "rank 1 ended with exit code 3" + LOGS)
+
+
+def test_signals_of_the_user() -> None:
+    for number, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]:
+        assert outcome_of(Ending(1, number), [BUG], "", Path("logs")) == Outcome(code, "")
+
+
+def test_failures_travel_as_one_line() -> None:
+    line = BUG.to_line()
+    assert "\n" not in line
+    assert from_line(line) == BUG
+    assert from_line("Traceback (most recent call last):") is None
+    assert from_line(line[:-1]) is None
+
+
+def test_secondary_errors() -> None:
+    class HorovodInternalError(RuntimeError):
+        pass
+
+    assert is_secondary(HorovodInternalError("x"))
+    assert is_secondary(RuntimeError("... Connection reset by peer"))
+    assert not is_secondary(ValueError("x"))
+    try:
+        try:
+            raise HorovodInternalError("gone")
+        except RuntimeError as error:
+            raise ValueError("no batch") from error
+    except ValueError as wrapped:
+        assert is_secondary(wrapped)

@@ -1,0 +1,177 @@
+"""The ranks' mixed, tagged output, taken apart and shown."""
+
+import io
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.failure import Failure
+from hvdtrain.launch.noise import is_noise, without_stamp
+from hvdtrain.launch.output import Output
+from hvdtrain.launch.streams import TagReader
+
+WORDS = st.text("ab[0,1]<>:\r ", max_size=12).map(str.encode)
+
+
+def by_rank(data: bytes, cuts: list[int]) -> dict[int | None, bytes]:
+    """What the reader attributes to each rank when `data` arrives in pieces cut at `cuts`."""
+    reader = TagReader("stdout")
+    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    found: dict[int | None, bytes] = {}
+    pieces = [p for a, b in zip(places, places[1:]) for p in reader.feed(data[a:b])]  # noqa: B905, RUF007
+    for piece in [*pieces, *reader.finish()]:
+        found[piece.rank] = found.get(piece.rank, b"") + piece.data
+    return found
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 11), WORDS, st.booleans()), min_size=1),
+    st.lists(st.integers(0, 10_000)),
+    st.booleans(),
+)
+def test_every_byte_reaches_its_rank(
+    written: list[tuple[int, bytes, bool]], cuts: list[int], mpi: bool
+) -> None:
+    data, expected = b"", {}
+    for rank, text, ends in written:
+        text += b"\n" if ends else b"|"
+        data += (b"[1,%d]<stdout>:" if mpi else b"[%d]<stdout>:") % rank + text
+        expected[rank] = expected.get(rank, b"") + text
+    assert by_rank(data, cuts) == expected
+
+
+def test_tags_inside_lines_and_the_launchers_own_words() -> None:
+    data = b"0 2 [1,0]<stdout>:[3.]\n--------\nmpirun noticed\n[1,1]<stdout>:x\n"
+    assert by_rank(b"[1,0]<stdout>:" + data, []) == {
+        0: b"0 2 [3.]\n",
+        1: b"x\n",
+        None: b"--------\nmpirun noticed\n",
+    }
+
+
+class Terminal:
+    """An Output with two buffers for a terminal."""
+
+    def __init__(self, log_dir: Path, **view: bool) -> None:
+        self.out, self.err = io.BytesIO(), io.BytesIO()
+        self.log_dir = log_dir
+        self.output = Output(log_dir, self.out, self.err, **view)
+
+    def run(self, stdout: bytes = b"", stderr: bytes = b"") -> "Terminal":
+        with self.output:
+            self.output.feed("stdout", stdout)
+            self.output.feed("stderr", stderr)
+            self.output.finish()
+        return self
+
+    def logged(self, name: str) -> bytes:
+        return (self.log_dir / name).read_bytes()
+
+
+def test_rank_0_looks_as_if_it_ran_alone(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path).run(b"[0]<stdout>:one\n[1]<stdout>:other\n[0]<stdout>:\rtwo")
+    assert terminal.out.getvalue() == b"one\n\rtwo"
+    assert terminal.logged("rank.0/stdout") == b"one\n\rtwo"
+    assert terminal.logged("rank.1/stdout") == b"other\n"
+
+
+def test_all_ranks(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, all_ranks=True).run(
+        b"[1,0]<stdout>:one\n[1,1]<stdout>:oth[1,0]<stdout>:two\n[1,1]<stdout>:er",
+        b"[1,1]<stderr>:careful\n[1,1]<stderr>:I0000 00:00:1 2 port.cc:1] hello\n",
+    )
+    assert terminal.out.getvalue() == b"[0] one\n[0] two\n[1] other\n"
+    assert terminal.err.getvalue() == b"[1] careful\n"
+
+
+def test_warnings_of_several_ranks_are_shown_once(tmp_path: Path) -> None:
+    line = b"x.py:3: UserWarning: slow\n  warn()\n"
+    stderr = b"".join(
+        b"[%d]<stderr>:%s" % (rank, part)
+        for rank in (1, 0, 2)
+        for part in line.splitlines(keepends=True)
+    )
+    terminal = Terminal(tmp_path).run(stderr=stderr + b"[2]<stderr>:mine only\n")
+    assert terminal.err.getvalue() == (
+        b"[1] x.py:3: UserWarning: slow\n[1]   warn()\n[2] mine only\n"
+    )
+    assert terminal.logged("rank.2/stderr") == line + b"mine only\n"
+
+
+def test_rank_0_may_repeat_itself(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path).run(
+        stderr=b"[0]<stderr>:again\n" * 3 + b"[1]<stderr>:again\n" * 3
+    )
+    assert terminal.err.getvalue() == b"again\n" * 3
+
+
+def test_unfinished_lines_come_through(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path)
+    with terminal.output as output:
+        output.feed("stdout", b"[0]<stdout>:1/5 [")
+        output.feed("stderr", b"[0]<stderr>: 10%|=")
+        output.settle()
+        assert terminal.out.getvalue() == b"1/5 ["
+        assert terminal.err.getvalue() == b" 10%|="
+        output.feed("stderr", b"[0]<stderr>:==\r[0]<stderr>: 20%")
+        output.finish()
+    assert terminal.err.getvalue() == b" 10%|===\r 20%"
+
+
+def test_a_failure_is_taken_from_the_stream(tmp_path: Path) -> None:
+    failure = Failure(1, 1, False, "Traceback\n  [1,0]<stdout>: é\nE: x")
+    line = failure.to_line().encode()
+    stderr = (
+        b"[1,1]<stderr>:" + line[:40] + b"[1,0]<stderr>:fine\n[1,1]<stderr>:" + line[40:] + b"\n"
+    )
+    terminal = Terminal(tmp_path).run(stderr=stderr)
+    assert terminal.output.failures == [failure]
+    assert terminal.err.getvalue() == b"fine\n"
+    assert terminal.logged("rank.1/stderr").decode() == failure.text + "\n"
+
+
+def test_the_launchers_words_are_kept_apart(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path).run(b"Process 1 exit\n", b"mpirun noticed\n")
+    assert (terminal.out.getvalue(), terminal.err.getvalue()) == (b"", b"")
+    assert terminal.logged("launcher.log") == b"Process 1 exit\nmpirun noticed\n"
+    assert terminal.output.launcher_text == b"Process 1 exit\nmpirun noticed\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+        b"I0000 00:00:1795250392.336366    5528 port.cc:153] oneDNN custom operations are on.",
+        b"2025-03-01 10:00:00.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations",
+        b"E0000 00:00:1.2 3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to",
+        b"W0000 00:00:1.2 3 computation_placer.cc:177] computation placer already registered. Please",
+        b"To enable the following instructions: AVX2, in other operations, rebuild TensorFlow with",
+    ],
+)
+def test_greetings_are_noise(line: bytes) -> None:
+    assert is_noise(line)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"x.py:6: UserWarning: real one",
+        b"W0000 00:00:1.2 3 gpu_device.cc:2341] Cannot dlopen some GPU libraries.",
+        b"2025-03-01 10:00:00.123456: W tensorflow/core/data/root_dataset.cc:163] Optimization failed",
+        b"E0000 00:00:1.2 3 cuda_executor.cc:1] CUDA_ERROR_OUT_OF_MEMORY",
+        b"[2025-01-01 00:00:00.1: W stall_inspector.cc:107] One or more tensors were submitted",
+        b"Killed the wrong bird",
+        b"Iteration 7",
+    ],
+)
+def test_warnings_are_not(line: bytes) -> None:
+    assert not is_noise(line)
+
+
+def test_stamps_do_not_make_two_warnings() -> None:
+    first = b"W0000 00:00:1795250392.3    5528 a.cc:1] careful"
+    second = b"W0000 00:00:1795250393.1    5529 a.cc:1] careful"
+    assert without_stamp(first) == without_stamp(second)
+    assert without_stamp(first) != without_stamp(first + b"!")

@@ -1,0 +1,58 @@
+"""Each rank's share of the host, and that TensorFlow takes it."""
+
+import os
+import subprocess
+import sys
+
+from hvdtrain.environment import STALL_DEFAULTS
+from hvdtrain.rank_environment import rank_environment, rank_of
+
+
+def test_cores_are_shared_between_local_ranks() -> None:
+    assert rank_environment({"HOROVOD_LOCAL_SIZE": "2"}, 8)["OMP_NUM_THREADS"] == "4"
+    assert rank_environment({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8)["TF_NUM_INTRAOP_THREADS"] == "2"
+    assert rank_environment({"HOROVOD_LOCAL_SIZE": "4"}, 2)["TF_NUM_INTRAOP_THREADS"] == "1"
+    assert rank_environment({}, 8)["TF_NUM_INTRAOP_THREADS"] == "8"
+
+
+def test_the_users_own_settings_stay() -> None:
+    chosen = rank_environment({"OMP_NUM_THREADS": "7", "HOROVOD_LOCAL_SIZE": "2"}, 8)
+    assert "OMP_NUM_THREADS" not in chosen
+    assert chosen.items() >= STALL_DEFAULTS.items()
+
+
+def test_the_rank() -> None:
+    assert rank_of({"HOROVOD_RANK": "3"}) == 3
+    assert rank_of({"OMPI_COMM_WORLD_RANK": "2"}) == 2
+    assert rank_of({}) == 0
+
+
+PROGRAM = """
+import pathlib
+import tensorflow as tf
+for _ in range(20):
+    tf.linalg.matmul(tf.ones((600, 600)), tf.ones((600, 600)))
+names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+operations = sum(name.startswith("tf_Compute") for name in names)
+print(operations, len(names) - operations)
+"""
+
+
+def threads_of_tensorflow(intra: int, inter: int) -> tuple[int, int]:
+    """(threads that run operations, all other threads) of a process with these settings."""
+    settings = {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
+    printed = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, **settings, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    return int(printed[0]), int(printed[1])
+
+
+def test_tensorflow_obeys() -> None:
+    operations, others = threads_of_tensorflow(intra=1, inter=3)
+    more_operations, more_others = threads_of_tensorflow(intra=4, inter=3)
+    assert operations == more_operations == 3
+    assert more_others - others == 3
