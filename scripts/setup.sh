@@ -113,7 +113,6 @@ report_problems() {
 step() { # step NAME COMMAND...
     local name=$1 begin=$SECONDS last=$SECONDS status=0
     shift
-    [ -t 1 ] || echo "$name ..."
     printf '\n$ %s\n' "$*" >>"$log"
     "$@" >>"$log" 2>&1 </dev/null &
     running=$!

@@ -73,7 +73,17 @@ def install(wanted: Recipe, *, force: bool, say: Say) -> bool:
             log=log,
             environment=pip_environment,
         )
-    test(wanted, log)
+    try:
+        test(wanted, log)
+    except BaseException:
+        # What was not seen to work must not be taken for installed next time.
+        progress.run(
+            recipe.uninstall_command(),
+            label="Removing Horovod again",
+            log=log,
+            environment=pip_environment,
+        )
+        raise
     return True
 
 
@@ -116,15 +126,23 @@ def prepare(wanted: Recipe, workspace: Workspace) -> None:
 
 def test(wanted: Recipe, log: Path) -> None:
     """A real allreduce of two ranks over each controller that was built."""
+    environment = selftest.environment(os.environ)
     for controller in ("gloo", "mpi") if wanted.survey.mpi else ("gloo",):
         label = f"Allreduce of {selftest.RANKS} ranks over {controller}"
-        printed = progress.run(
-            selftest.command(controller),
-            label=label,
-            log=log,
-            environment=selftest.environment(os.environ),
-            timeout=selftest.TIMEOUT_SECONDS,
-        )
+        try:
+            printed = progress.run(
+                selftest.command(controller),
+                label=label,
+                log=log,
+                environment=environment,
+                timeout=selftest.TIMEOUT_SECONDS,
+            )
+        except progress.CommandFailed:
+            # horovodrun says 'not built' when the library does not load; loading it here gives the reason.
+            progress.run(
+                selftest.load_command(), label="Loading Horovod", log=log, environment=environment
+            )
+            raise
         if selftest.PASSED not in printed:
             raise HvdtrainError(
                 f"{label}: it ended without a result.\n\n{progress.excerpt(printed)}\n\nThe whole log: {log}"

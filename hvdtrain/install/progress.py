@@ -33,10 +33,7 @@ class ProgressLine:
         self._moves = self._stream.isatty()
         self._start = time.monotonic()
         self._last_line = self._start
-        if self._moves:
-            self.update(None)
-        else:
-            self._write(f"{label} ...\n")
+        self.update(None)
 
     def update(self, percent: int | None) -> None:
         now = time.monotonic()

@@ -1,7 +1,7 @@
 """How Horovod is built for what `probe` found: the wheel's key, the environment, the commands. Pure.
 
-Why these settings, all measured on 2 cores with TensorFlow 2.21: see the comments; together they make the build
-FIGURES.
+With the flags below and the wrapper's edits the wheel takes FIGURES on two cores instead of 130 s, and has 1 MB
+instead of 16.
 """
 
 import hashlib
@@ -179,6 +179,9 @@ def build_environment(
     """`base` with what the build needs; the caller's own HOROVOD_ variables are not in the key, so they go."""
     kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
     path = [base.get("PATH", os.defpath)]
+    if recipe.survey.mpi:
+        # Gloo looks for MPI's C compiler by itself, and silently leaves its MPI part out without one.
+        path.insert(0, str(recipe.survey.mpi.mpicxx.parent))
     if recipe.survey.cuda:
         path.insert(0, str(recipe.survey.cuda.home / "bin"))
     python_path = [str(workspace.tools), *filter(None, [base.get("PYTHONPATH")])]
@@ -226,3 +229,7 @@ def runtime_command() -> list[str]:
 def install_command(wheel: Path) -> list[str]:
     """Replaces another build of the same version, which pip would otherwise take for the same thing."""
     return pip("install", "--no-deps", "--force-reinstall", str(wheel))
+
+
+def uninstall_command() -> list[str]:
+    return pip("uninstall", "--yes", "horovod")

@@ -32,6 +32,11 @@ def command(controller: str) -> list[str]:
     ]
 
 
+def load_command() -> list[str]:
+    """Only loads Horovod's library, in one process."""
+    return [sys.executable, "-c", "import horovod.tensorflow"]
+
+
 def environment(base: Mapping[str, str]) -> dict[str, str]:
     """`base` without settings that would change what is tested, and with the scripts of this Python first."""
     kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
