@@ -32,9 +32,9 @@ def available_cores() -> int:
 def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the variables to add to `environ`; none that is set there already.
 
-    `cores` are those that all ranks of this host share. Each rank computes with an equal share, at least
-    one. Inter-op threads are at least two: an operation that blocks (reading a file, a Python function)
-    must not stop the collectives.
+    `cores` are those that all ranks of this host share. Each rank computes with an equal share, at
+    least one. Inter-op threads are at least two: an operation that blocks (reading a file, a Python
+    function) must not stop the collectives.
     """
     share = max(1, cores // max(1, _first_number(environ, _LOCAL_SIZE_VARIABLES, 1)))
     defaults = {

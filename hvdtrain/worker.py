@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def script_traceback(error: BaseException) -> str:
-    """The traceback from the script's first line on, without the frames of this module and runpy."""
+    """The traceback from the script's first line on, without the frames before it."""
     frame: TracebackType | None = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in OWN_FILES:
         frame = frame.tb_next
@@ -63,7 +63,7 @@ def script_traceback(error: BaseException) -> str:
 
 
 def _prepare_output() -> None:
-    """Lines reach the launcher as they are printed; only rank 0 of a run in a terminal believes in one."""
+    """Pass each line on as it is printed; let only rank 0 believe in a terminal, if there is one."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
@@ -76,7 +76,7 @@ def _prepare_output() -> None:
 
 
 def _exit_as_asked(code: object) -> None:
-    """`sys.exit(code)`: an integer is the exit code, None is success, anything else a message and 1."""
+    """`sys.exit(code)`: an integer is the exit code, None success, anything else a message and 1."""
     if code is None or code == 0:
         return
     if isinstance(code, int):
@@ -97,7 +97,7 @@ def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End the process now. Exit functions may run for a moment; Horovod's and MPI's can block for ever."""
+    """End the process now. Exit functions get a moment; Horovod's and MPI's can block for ever."""
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()
     cleaning.join(CLEAN_UP_SECONDS)

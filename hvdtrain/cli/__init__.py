@@ -48,7 +48,7 @@ class CommandTable(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that hvdtrain raised on purpose is one message and its exit code."""
+        """Run the command; an error of hvdtrain's own is one message and its exit code."""
         from hvdtrain.errors import HvdtrainError
 
         try:

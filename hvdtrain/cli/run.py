@@ -91,8 +91,9 @@ def run(
 ) -> None:
     """Run SCRIPT on several workers, through horovodrun.
 
-    What follows SCRIPT is the script's own. Rank 0's output is shown as if the script ran alone; the
-    output of all workers is kept in files. The exit code is that of the worker that failed first.
+    What follows SCRIPT is the script's own. Rank 0's output is shown as if the script ran alone;
+    the output of all workers is kept in files. The exit code is that of the worker that failed
+    first.
     """
     named = _named_hosts(hosts, hostfile)
     engine = find_engine()

@@ -38,7 +38,7 @@ class Engine:
 
 
 def find_engine() -> Engine:
-    """The Horovod of this Python. Raises EngineError if there is none that works with TensorFlow."""
+    """The Horovod of this Python. Raises EngineError if there is none for TensorFlow."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         raise EngineError(f"Horovod is not installed for {sys.executable}: {INSTALL_HINT}")
@@ -63,7 +63,7 @@ def built_controllers(extension: Path) -> frozenset[Controller]:
 
 
 def _horovodrun() -> tuple[str, ...]:
-    """horovodrun beside this Python; one found elsewhere in PATH may belong to another environment."""
+    """horovodrun beside this Python; one elsewhere in PATH may belong to another environment."""
     script = Path(sys.executable).parent / "horovodrun"
     return (str(script),) if script.is_file() else (sys.executable, "-m", "horovod.runner.launch")
 
@@ -92,8 +92,8 @@ def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | N
     if wanted not in built:
         have = ", ".join(sorted(built)) or "none"
         raise UsageError(
-            f"this Horovod was built without the controller {wanted!r} (built: {have}): choose another "
-            f"--controller, or rebuild it: {INSTALL_HINT}"
+            f"this Horovod was built without the controller {wanted!r} (built: {have}): "
+            f"choose another --controller, or rebuild it: {INSTALL_HINT}"
         )
     if wanted == "mpi" and not mpirun:
         raise UsageError("there is no mpirun in PATH: load your MPI, or use --controller gloo")

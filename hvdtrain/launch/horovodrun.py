@@ -9,7 +9,7 @@ from hvdtrain.launch.plan import LaunchPlan
 
 
 def launch_argv(plan: LaunchPlan, engine: Engine, environment: Mapping[str, str]) -> list[str]:
-    """The complete command: `env NAME=VALUE... horovodrun options python -m hvdtrain.worker script...`."""
+    """The complete command: `env NAME=VALUE horovodrun ... python -m hvdtrain.worker script ...`."""
     settings = [f"{name}={value}" for name, value in environment.items()]
     return [
         *(["env", *settings] if settings else []),

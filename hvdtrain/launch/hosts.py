@@ -54,7 +54,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file with a line `name slots=N` each, blank lines and `# comments`. Raises UsageError."""
+    """The hosts of a file: lines `name slots=N`, blank ones, `# comments`. Raises UsageError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -21,7 +21,7 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit code of `hvdtrain run` and the message to end with; empty if there is nothing to say."""
+    """The exit code of `hvdtrain run` and its last message (empty: nothing to say)."""
 
     exit_code: int
     message: str
@@ -58,8 +58,8 @@ def outcome_of(
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
     """The first failure that does not only say that another rank has gone.
 
-    A rank that was killed reports nothing: if all reports are secondary, the launcher's word about a
-    killed rank counts more.
+    A rank that was killed reports nothing: if all reports are secondary, the launcher's word about
+    a killed rank counts more.
     """
     primary = [failure for failure in failures if not failure.secondary]
     if primary:

@@ -21,7 +21,7 @@ class LaunchPlan:
         controller: what Horovod's ranks coordinate through.
         hosts: where the ranks run, filled in this order; empty means this machine.
         python: the interpreter of the ranks.
-        start_timeout: seconds that hosts may take to answer before the ranks start; None is Horovod's 30.
+        start_timeout: seconds that hosts may take to answer; None is Horovod's 30.
         network_interfaces: interfaces to communicate over; empty lets Horovod look for common ones.
         ssh_port, ssh_identity_file: how other hosts are reached; None leaves it to ssh.
         stall_warning_seconds: Horovod warns when some ranks wait this long for the others.
@@ -50,8 +50,8 @@ class LaunchPlan:
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and self.np > slots:
             raise UsageError(
-                f"-np {self.np} is more than the {slots} slots of {', '.join(map(str, self.hosts))}: "
-                "lower -np, or give the hosts more slots"
+                f"-np {self.np} is more than the {slots} slots of "
+                f"{', '.join(map(str, self.hosts))}: lower -np, or give the hosts more slots"
             )
         if self.start_timeout is not None and self.start_timeout < 1:
             raise UsageError(f"--start-timeout {self.start_timeout}: give at least 1 second")

@@ -33,7 +33,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: the exit code of its command (negative: the signal), and the user's signal if any."""
+    """How a run ended: its command's exit code (negative: a signal); the user's signal, if any."""
 
     returncode: int
     received: signal.Signals | None
@@ -121,7 +121,7 @@ class _Watch:
         self._ended_at: float | None = None
 
     def is_over(self, reading: bool) -> bool:
-        """Whether the command has ended, and nobody is left that writes (`reading`) or will soon."""
+        """Whether the command has ended, and no writer is left (`reading`) or worth waiting for."""
         now = time.monotonic()
         if self._terminated_at is None:
             if self._received:

@@ -69,7 +69,7 @@ def run_launch(argv: Sequence[str], view: View) -> int:
 
 
 def make_log_dir(wanted: Path | None) -> Path:
-    """Make the folder for a run's files: `wanted`, or a new one named by the time. Raises UsageError."""
+    """Make the folder for a run's files: `wanted`, or a new one. Raises UsageError."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     path = wanted or Path(".hvdtrain/logs") / stamp
     try:

@@ -12,7 +12,10 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 120
 # Scripts that need no TensorFlow ask their launcher for their rank.
-RANK = "import os, sys, time\nrank = int(os.environ.get('HOROVOD_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+RANK = (
+    "import os, sys, time\n"
+    "rank = int(os.environ.get('HOROVOD_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+)
 
 
 def user_environment(**changes: str) -> dict[str, str]:
@@ -38,7 +41,7 @@ class Job:
             time.sleep(0.05)
 
     def left(self) -> list[str]:
-        """The command lines of all processes of the job that still exist, the launcher's included."""
+        """The command lines of all processes of the job that still exist."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -49,8 +50,10 @@ def test_the_printed_command_does_the_same(start: Callable[..., Job], controller
     stdout, stderr = job.process.communicate(timeout=SECONDS)
     assert (job.process.returncode, stdout, stderr) == (0, "rank 0 [] 50\n", "")
     printed = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.cli", "run", "--dry-run", "-np", "1"]
-        + ["--controller", controller, "train.py"],
+        [
+            *(sys.executable, "-m", "hvdtrain.cli", "run", "--dry-run"),
+            *("-np", "1", "--controller", controller, "train.py"),
+        ],
         cwd=job.folder,
         env=user_environment(),
         capture_output=True,
@@ -66,7 +69,8 @@ def test_the_printed_command_does_the_same(start: Callable[..., Job], controller
         check=True,
         timeout=SECONDS,
     ).stdout
-    assert pasted.partition("<stdout>:")[2] == stdout
+    # horovodrun leaves its tags in, wherever it read a piece of a line.
+    assert re.sub(r"\[(1,)?0\]<stdout>:", "", pasted) == stdout
 
 
 def test_all_ranks_on_demand(start: Callable[..., Job]) -> None:
@@ -78,7 +82,7 @@ def test_all_ranks_on_demand(start: Callable[..., Job]) -> None:
 
 def test_a_launcher_that_fails_is_quoted(start: Callable[..., Job]) -> None:
     job = start("", "-np", "1", "--controller", "gloo", "--network-interfaces", "none0")
-    stdout, stderr = job.process.communicate(timeout=SECONDS)
+    _, stderr = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
     assert stderr.startswith("horovodrun failed (exit code 1):\n")
     assert job.left() == []
