@@ -42,7 +42,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before its validation
     where the number of steps is known.
 
-    A model that Keras cannot build before its first batch is broadcast after that, as Horovod does.
+    Variables that are made in the first batch only are broadcast after it, as Horovod does with all.
 
     Args:
         root_rank: the rank whose values count.
@@ -68,8 +68,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.device = device
         self._guard = guard
         self._local: list[Any] = []
-        self._broadcast_done = False
-        self._first_step_checked = False
+        self._broadcast_count = 0
+        self._first_batch_done = self._first_step_checked = False
         self._epoch = 0
         self._averaged = False
         if local_variables is None:
@@ -86,11 +86,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(var)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._broadcast_done = self._first_step_checked = False
-        built = _build(self.model)
-        require_equal(self._facts(built), "training")
-        if built:
-            self._broadcast()
+        self._first_batch_done = self._first_step_checked = False
+        # fit has built the model and its optimizer by now; whoever calls callbacks by hand may not have.
+        if is_built(self.model) and not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        require_equal(self._facts(), "training")
+        self._broadcast()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epoch = epoch
@@ -99,8 +100,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             _agree_on_course(f"begins epoch {epoch + 1}")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if not self._broadcast_done:
-            self._broadcast()
+        if not self._first_batch_done and self._broadcast_count != self._count_variables():
+            self._broadcast()  # The first batch made variables; Horovod, too, broadcasts them after it.
+        self._first_batch_done = True
         if self._guard and not self._first_step_checked and self._has_updated(batch):
             self._first_step_checked = True
             # Moving statistics of the step differ by nature.
@@ -121,7 +123,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._guard:
             _agree_on_course(f"ends the training after epoch {self._epoch + 1}")
 
-    def _facts(self, built: bool) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks, or one would wait for another for ever."""
         optimizer = _inner(self.model.optimizer)
         facts = {
@@ -130,10 +132,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             "steps_per_execution": self.model.steps_per_execution,
             "the optimizer": type(optimizer).__name__,
             "gradient_accumulation_steps": optimizer.gradient_accumulation_steps,
-            "whether the model is built": built,
         }
-        if not built:
-            return facts
         local = {id(tf_variable(v)) for v in self._all_local()}
         common = [v for v in self.model.variables if id(tf_variable(v)) not in local]
         facts["the number of variables"] = len(common)
@@ -151,7 +150,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         with tf.device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
         fold_rank_into_seeds(self.model, hvd.rank())
-        self._broadcast_done = True
+        self._broadcast_count = self._count_variables()
+
+    def _count_variables(self) -> int:
+        return len(self.model.variables) + len(self.model.optimizer.variables)
 
     def _average_statistics(self) -> None:
         average_statistics(self.model, self._all_local())
@@ -250,15 +252,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if hvd.rank() == 0:
             super().on_epoch_end(epoch, logs)
-
-
-def _build(model: keras.Model) -> bool:
-    """Build the optimizer of a built model; return whether there is anything to broadcast yet."""
-    if not is_built(model):
-        return False
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
-    return True
 
 
 def _agree_on_course(what: str) -> None:
