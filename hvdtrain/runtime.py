@@ -17,7 +17,13 @@ from hvdtrain.environment import STALL_DEFAULTS
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.rank_environment import rank_environment
 
-_LAUNCHER_VARIABLES = ("HOROVOD_RANK", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")
+_LAUNCHER_VARIABLES = (
+    "HOROVOD_RANK",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMIX_RANK",
+    "PMI_RANK",
+)
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,9 @@ def engine_errors(rank: Rank) -> Iterator[None]:
             raise
         reason = error.message.strip().splitlines()[0]
         raise EngineError(
-            f"Rank {rank.rank}: Horovod stopped in the middle of a collective. Another rank failed or ended, or the ranks "
-            "waited too long for one of them (then rank 0's log names the collective and the missing ranks; "
-            f"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit). Horovod says: {reason}"
+            f"Rank {rank.rank}: Horovod stopped in the middle of a collective. Another rank failed or ended, or "
+            "the ranks waited too long for one of them (then rank 0's log names the collective and the missing "
+            f"ranks; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit). Horovod says: {reason}"
         ) from error
 
 
@@ -125,7 +131,9 @@ def _pin_gpu(rank: Rank) -> None:
     if not gpus or len(tf.config.get_visible_devices("GPU")) == 1 < len(gpus):
         return
     if len(gpus) == 1:
-        mine = gpus[0]  # The launcher or Slurm showed each rank its own GPU, or the host has just one.
+        mine = gpus[
+            0
+        ]  # The launcher or Slurm showed each rank its own GPU, or the host has just one.
     elif rank.local_rank < len(gpus):
         mine = gpus[rank.local_rank]
     else:

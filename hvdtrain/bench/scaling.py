@@ -80,10 +80,14 @@ def _run(argv: list[str]) -> tuple[float, int]:
     done = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-    lines = [line[line.index('{"rank"') :] for line in done.stdout.splitlines() if '{"rank"' in line]
+    lines = [
+        line[line.index('{"rank"') :] for line in done.stdout.splitlines() if '{"rank"' in line
+    ]
     reports = [json.loads(line) for line in lines]
     first = next((r for r in reports if r["rank"] == 0), None)
     if done.returncode or first is None:
         last = "\n".join(done.stderr.splitlines()[-15:])
-        raise EngineError(f"The timing failed (exit code {done.returncode}): {' '.join(argv)}\n{last}")
+        raise EngineError(
+            f"The timing failed (exit code {done.returncode}): {' '.join(argv)}\n{last}"
+        )
     return statistics.median(first["examples_per_second"]), first["size"]

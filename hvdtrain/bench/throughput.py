@@ -4,8 +4,8 @@ Started by scaling.py, which pins nothing: each rank takes the core of its local
 line of JSON: {"rank", "size", "examples_per_second": [one for each round], "loss"}.
 
 `plain` is Keras alone, without Horovod in the process; `bare` calls hvd.allreduce on each gradient and
-nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step; `trainer` is the Trainer's step
-with its data path.
+nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step; `trainer` is the
+Trainer's step with its data path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def main() -> None:
     rank, size = _start(arguments.way)
     step = _step(arguments.way, arguments.model, arguments.batch_size, rank, size)
     rates, loss = _time(step, arguments.batch_size * size, arguments.rounds)
-    print(json.dumps({"rank": rank, "size": size, "examples_per_second": rates, "loss": loss}), flush=True)
+    print(
+        json.dumps({"rank": rank, "size": size, "examples_per_second": rates, "loss": loss}),
+        flush=True,
+    )
 
 
 def _start(way: str) -> tuple[int, int]:
@@ -60,7 +63,9 @@ def _step(way: str, name: str, batch_size: int, rank: int, size: int) -> Callabl
     keras.utils.set_random_seed(1)
     model = MODELS[name]()
     random = np.random.default_rng(rank)
-    x = random.random((batch_size * (size if way == "trainer" else 1), *model.input_shape[1:]), "float32")
+    x = random.random(
+        (batch_size * (size if way == "trainer" else 1), *model.input_shape[1:]), "float32"
+    )
     y = random.integers(0, 10, len(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
@@ -88,7 +93,7 @@ def _bare(plain: type) -> type:
     """The least that reduces gradients on Keras 3, to compare with."""
     import horovod.tensorflow as hvd
 
-    class Bare(plain):  # type: ignore[misc, valid-type]
+    class Bare(plain):
         def _clip_gradients(self, grads: Any) -> Any:
             return super()._clip_gradients(
                 [hvd.allreduce(g, name=f"bare_{i}") for i, g in enumerate(grads)]
@@ -111,7 +116,9 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
     shares = itertools.chain.from_iterable(
         epoch_shares(source, epoch, trainer.rank) for epoch in itertools.count()
     )
-    return lambda: float(trainer.steps.train(next(shares))["loss"])
+    steps = trainer.steps
+    assert steps is not None
+    return lambda: float(steps.train(next(shares))["loss"])
 
 
 def _time(step: Callable[[], float], examples: int, rounds: int) -> tuple[list[float], float]:

@@ -25,9 +25,22 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("-np", "--num-proc", "np", type=click.IntRange(2), default=2, show_default=True, metavar="N", help="Workers.")
+@click.option(
+    "-np",
+    "--num-proc",
+    "np",
+    type=click.IntRange(2),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Workers.",
+)
 @click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), help="Examples a worker.  [default: 64 mnist, 32 resnet20]")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(1),
+    help="Examples a worker.  [default: 64 mnist, 32 resnet20]",
+)
 @click.option(
     "--way",
     type=click.Choice(["keras", "trainer", "bare"]),
@@ -35,20 +48,28 @@ def bench() -> None:
     show_default=True,
     help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
 )
-@click.option("--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True)
-@click.option("--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings.")
-def scaling(np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int) -> None:
+@click.option(
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
+)
+@click.option(
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
+)
+def scaling(
+    np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int
+) -> None:
     """N workers of one core each, against plain Keras on one core, in turn."""
     batch_size = batch_size or BATCH_SIZES[model]
     engine, mpirun = find_engine(), find_mpirun()
-    chosen = choose_controller(controller, engine.built, mpirun)  # type: ignore[arg-type]
+    chosen = choose_controller(controller, engine.built, mpirun)
 
     def launch(script: Path, arguments: tuple[str, ...]) -> list[str]:
         plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
         environment = launch_environment(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
         return launch_argv(plan, engine, environment)
 
-    click.echo(f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}")
+    click.echo(
+        f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}"
+    )
     done: list[Pass] = []
     for one in measure(model, batch_size, way, passes, launch):
         done.append(one)
@@ -56,11 +77,15 @@ def scaling(np: int, model: str, batch_size: int | None, way: str, controller: s
             f"  plain Keras {one.plain:9,.0f} examples/s   {one.size} workers {one.ranks:9,.0f} examples/s   "
             f"scaling {one.scaling:.3f}"
         )
+    plain = statistics.median(one.plain for one in done)
+    ranks = statistics.median(one.ranks for one in done)
+    median = statistics.median(one.scaling for one in done)
     click.echo(
-        f"median of {passes}: plain Keras {statistics.median(p.plain for p in done):,.0f}, {np} workers "
-        f"{statistics.median(p.ranks for p in done):,.0f} examples/s, scaling {statistics.median(p.scaling for p in done):.3f}"
+        f"median of {passes}: plain Keras {plain:,.0f}, {np} workers {ranks:,.0f} examples/s, scaling {median:.3f}"
     )
-    click.echo(f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}")
+    click.echo(
+        f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}"
+    )
 
 
 def _machine() -> str:

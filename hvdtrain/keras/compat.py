@@ -4,8 +4,8 @@
 `OPTIMIZER_HOOKS` the methods that DistributedOptimizer overrides;
 `own_non_trainable_variables`, `optimizer_slots`, `accumulators`, `velocities`: which variable is what;
 `prepare_keras` corrections of Keras classes, for models whose optimizer is distributed only:
-    LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be compiled by XLA keeps
-    Horovod's operations, which have no XLA kernel, outside the compiled part.
+    LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be
+    compiled by XLA keeps Horovod's operations, which have no XLA kernel, outside the compiled part.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from horovod.tensorflow.compression import Compressor
 from horovod.tensorflow.compression import Compression as HorovodCompression
+from horovod.tensorflow.compression import Compressor
 
 BF16_MIN_ELEMENTS = 16 * 1024
 """Smaller tensors travel as float32: their time is latency, and alltoall is not fused by Horovod."""

@@ -130,7 +130,7 @@ def _distribute(optimizer: Any, reduction: Reduction) -> None:
     object.__setattr__(optimizer, "hvdtrain_reducer", OptimizerReducer(reduction))
 
 
-def DistributedOptimizer(  # noqa: N802 - Horovod's name
+def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
     device_dense: str = "",
@@ -171,7 +171,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         UsageError: arguments that exclude each other, an optimizer that is distributed already.
     """
     if compat.is_distributed(optimizer):
-        raise UsageError("DistributedOptimizer: this optimizer is distributed already; wrap it once")
+        raise UsageError(
+            "DistributedOptimizer: this optimizer is distributed already; wrap it once"
+        )
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -214,7 +216,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def PartialDistributedOptimizer(  # noqa: N802 - Horovod's name
+def PartialDistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
     device_dense: str = "",
@@ -263,5 +265,7 @@ def layers_of(
         if not isinstance(layer, keras.layers.Layer):
             raise UsageError(f"local_layers: {layer!r} is not a keras.layers.Layer")
         if not layer.built:
-            raise UsageError(f"local_layers: layer {layer.name!r} has no weights yet; build the model first")
+            raise UsageError(
+                f"local_layers: layer {layer.name!r} has no weights yet; build the model first"
+            )
     return list(layers)

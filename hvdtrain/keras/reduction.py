@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
@@ -28,7 +28,9 @@ from hvdtrain.keras.compression import BF16_MIN_ELEMENTS, BF16Compressor, Compre
 from hvdtrain.keras.names import InstanceName, in_this_graph
 from hvdtrain.keras.variables import tf_variable
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = Any
+"""tf.Tensor, tf.IndexedSlices or None; TensorFlow brings no types."""
+
 
 @dataclass(frozen=True)
 class Reduction:
@@ -53,7 +55,9 @@ class Reduction:
         if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
         if isinstance(self.groups, int) and self.groups < 1:
-            raise UsageError(f"groups={self.groups}: give a positive number, a list of lists or None")
+            raise UsageError(
+                f"groups={self.groups}: give a positive number, a list of lists or None"
+            )
         if self.groups is not None and not isinstance(self.groups, int | list):
             raise UsageError("groups: give a positive number or a list of lists of variables")
         if self.op == hvd.Adasum:
@@ -240,9 +244,7 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
     )
 
 
-def _reduce_sparse(
-    slices: tf.IndexedSlices, name: str, reduction: Reduction
-) -> tf.IndexedSlices:
+def _reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
     """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
     ranks = reduction.process_set.size()
     factor = reduction.postscale_factor / (ranks if reduction.op == hvd.Average else 1)

@@ -60,7 +60,7 @@ class _DistributedTape:
         )
 
 
-def DistributedGradientTape(  # noqa: N802 - Horovod's name
+def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
@@ -95,11 +95,11 @@ def DistributedGradientTape(  # noqa: N802 - Horovod's name
     )
     plain = type(gradtape)
     gradtape.__class__ = type(plain.__name__, (_DistributedTape, plain), {"__doc__": plain.__doc__})
-    gradtape.hvdtrain_reducer = GradientReducer(reduction, variables_name)  # type: ignore[attr-defined]
+    gradtape.hvdtrain_reducer = GradientReducer(reduction, variables_name)
     return gradtape
 
 
-def PartialDistributedGradientTape(  # noqa: N802 - Horovod's name
+def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",

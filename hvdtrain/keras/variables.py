@@ -14,7 +14,16 @@ from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.compat import accumulators, optimizer_slots
 
 _WIRE_DTYPES = {
-    tf.bool, tf.uint8, tf.int8, tf.uint16, tf.int16, tf.int32, tf.int64, tf.float16, tf.float32, tf.float64,
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
 }
 
 
@@ -58,7 +67,9 @@ def replicated_variables(
         optimizer = optimizer or getattr(model, "optimizer", None)
     if optimizer is not None:
         found += list(optimizer.variables)
-        slots = [s for v, state in optimizer_slots(optimizer) if id(tf_variable(v)) in own for s in state]
+        slots = [
+            s for v, state in optimizer_slots(optimizer) if id(tf_variable(v)) in own for s in state
+        ]
         own |= {id(tf_variable(v)) for v in [*slots, *accumulators(optimizer)]}
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 
@@ -170,7 +181,9 @@ def _drift_message(
 ) -> str:
     """Name the first variable that differs, the ranks, and by how much. A collective: all ranks call it."""
     first = variables[int(drifted[0])]
-    same = [r for r in range(hvd.size()) if (everyone[r, drifted[0]] == everyone[0, drifted[0]]).all()]
+    same = [
+        r for r in range(hvd.size()) if (everyone[r, drifted[0]] == everyone[0, drifted[0]]).all()
+    ]
     others = [r for r in range(hvd.size()) if r not in same]
     value = tf.cast(tf_variable(first).read_value(), tf.float64)
     top = hvd.allreduce(value, op=hvd.Max, name="hvdtrain_drift_max")

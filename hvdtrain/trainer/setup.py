@@ -42,7 +42,12 @@ def build_model(
 
 
 def compile_arguments(
-    model: keras.Model, optimizer: Any, loss: Any, metrics: Any, weighted_metrics: Any, loss_weights: Any
+    model: keras.Model,
+    optimizer: Any,
+    loss: Any,
+    metrics: Any,
+    weighted_metrics: Any,
+    loss_weights: Any,
 ) -> dict[str, Any]:
     """Return the arguments for model.compile; those of a compiled model where none were given."""
     given = {

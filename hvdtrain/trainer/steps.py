@@ -12,8 +12,8 @@ from hvdtrain.data import Share
 from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable
-from hvdtrain.trainer.losses import make_exact
 from hvdtrain.metrics import read_state, write_state
+from hvdtrain.trainer.losses import make_exact
 
 Logs = dict[str, Any]
 
@@ -36,10 +36,7 @@ class Steps:
         for layer in model._flatten_layers():
             if self._weighted and hasattr(layer, "share_weight"):
                 layer.share_weight = self._share
-        if model.jit_compile:
-            train = compat.split_train_step(model)
-        else:
-            train = model.train_step
+        train = compat.split_train_step(model) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
         self._test = self._compiled(model.test_step)
         self._predict = self._compiled(model.predict_step)

@@ -22,12 +22,18 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.agreement import any_rank, require_equal
-from hvdtrain.data import Share, Source, make_source
+from hvdtrain.data import Share, Source, is_batched, make_source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
-from hvdtrain.keras.variables import broadcast_variables, check_replicas, seed_variables, tf_variable, trained_variables
+from hvdtrain.keras.variables import (
+    broadcast_variables,
+    check_replicas,
+    seed_variables,
+    tf_variable,
+    trained_variables,
+)
 from hvdtrain.metrics import average_logs, check_additive, merge_state, read_state, write_state
 from hvdtrain.runtime import engine_errors, init
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
@@ -118,7 +124,9 @@ class Trainer:
         self._base_rate = 0.0
         if warmup_epochs:
             require_settable(optimizer, "warmup_epochs")
-            self._base_rate = 0.0 if learning_rate_scaling == "none" else float(optimizer.learning_rate)
+            self._base_rate = (
+                0.0 if learning_rate_scaling == "none" else float(optimizer.learning_rate)
+            )
         scale_learning_rate(optimizer, learning_rate_scaling, self.rank.size)
         if not compat.is_distributed(optimizer):
             optimizer = DistributedOptimizer(optimizer)
@@ -183,7 +191,9 @@ class Trainer:
         if validation_split:
             if validation_data is not None:
                 raise UsageError("Give validation_data or validation_split, not both")
-            (x, y, sample_weight), validation_data = split_arrays(x, y, sample_weight, validation_split)
+            (x, y, sample_weight), validation_data = split_arrays(
+                x, y, sample_weight, validation_split
+            )
         train = self._source(x, y, sample_weight, shuffle, steps_per_epoch, class_weight)
         validation = None
         if validation_data is not None:
@@ -225,7 +235,9 @@ class Trainer:
     def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
         facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
         if plan.validation is not None:
-            facts |= {f"validation {key}": value for key, value in source_facts(plan.validation).items()}
+            facts |= {
+                f"validation {key}": value for key, value in source_facts(plan.validation).items()
+            }
         self._prepare(plan.train, "training", facts)
         callbacks = keras.callbacks.CallbackList(
             on_this_rank(plan.callbacks, self.rank.is_first),
@@ -284,7 +296,9 @@ class Trainer:
         logs = self._epoch_logs(step_logs, share)
         average_statistics(self.model, reducer_of(self.model.optimizer).local_variables)
         if plan.validation is not None and (epoch + 1) % plan.validation_freq == 0:
-            logs |= {f"val_{name}": value for name, value in self._evaluate(plan.validation).items()}
+            logs |= {
+                f"val_{name}": value for name, value in self._evaluate(plan.validation).items()
+            }
         if self._guard:
             check_replicas(self.model, when=f"after epoch {epoch + 1}")
         callbacks.on_epoch_end(epoch, logs)
@@ -310,6 +324,10 @@ class Trainer:
     def _source(
         self, x: Any, y: Any, weight: Any, shuffle: bool, steps: int | None, class_weight: Any
     ) -> Source:
+        batched = None
+        if isinstance(x, tf.data.Dataset):
+            inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+            batched = is_batched(x, [len(i.shape) for i in inputs] or None)
         return make_source(
             x,
             y,
@@ -319,6 +337,8 @@ class Trainer:
             seed=self.seed,
             steps_per_epoch=steps,
             class_weight=class_weight,
+            batched=batched,
+            threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
@@ -338,9 +358,7 @@ class Trainer:
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         built = {
-            "the model's variables": [
-                [list(v.shape), str(v.dtype)] for v in self.model.variables
-            ],
+            "the model's variables": [[list(v.shape), str(v.dtype)] for v in self.model.variables],
             "the metrics": [m.name for m in self.model.metrics],
         }
         require_equal(built, what, "model")
@@ -385,5 +403,10 @@ class Trainer:
         names = [name for name in logs if not name.startswith("val_")]
         if plan.validation is not None:
             names += [f"val_{name}" for name in names]
-        row = {"epoch": epoch + 1, **logs, "seconds": round(seconds, 3), "examples_per_second": round(rate, 1)}
+        row = {
+            "epoch": epoch + 1,
+            **logs,
+            "seconds": round(seconds, 3),
+            "examples_per_second": round(rate, 1),
+        }
         self._run_dir.append_metrics(row, ["epoch", *names, "seconds", "examples_per_second"])

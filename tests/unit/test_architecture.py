@@ -1,0 +1,85 @@
+"""The house rules of the README's design section: who may import whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "hvdtrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
+LAUNCH = {"launch"}
+GROUND = {"errors", "environment", "failure", "rank_environment"}
+# Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
+ALLOWED = {
+    "keras": {"runtime", "agreement"},
+    "data": set(),
+    "metrics": {"keras"},
+    "agreement": set(),
+    "runtime": set(),
+    "trainer": TRAIN,
+    "launch": set(),
+    "install": LAUNCH,
+    "bench": LAUNCH | TRAIN,
+    "cli": LAUNCH | {"install", "bench"},
+    "worker": set(),
+}
+HEAVY = {"tensorflow", "keras", "horovod", "numpy", "mpi4py"}
+
+
+def room_of(path: Path) -> str:
+    """The folder, or the file's own name, below hvdtrain."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms of hvdtrain that a file names in an import, at any depth."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "hvdtrain":
+                names = [f"hvdtrain.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        rooms |= {n.split(".")[1] for n in names if n.startswith("hvdtrain.")}
+    return rooms
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
+    room = room_of(path)
+    if room == "__init__":
+        return
+    allowed = ALLOWED.get(room, set()) | GROUND | {room}
+    known = {room_of(p) for p in FILES}
+    assert imported_rooms(path) & known <= allowed
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_is_one_idea(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_the_launch_wing_loads_nothing_heavy() -> None:
+    """Every module of the launch wing and the command line, imported in one fresh process."""
+    modules = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in FILES
+        if room_of(path) in {"launch", "cli", "install", "worker"} | GROUND
+        and path.name not in {"__main__.py", "selftest.py"}
+    ]
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+print(sorted({HEAVY!r} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
