@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -243,18 +243,15 @@ def parse_mpirun_version(said: str) -> tuple[str, str] | None:
     return None
 
 
-def find_cuda(environment: "os._Environ[str] | dict[str, str]") -> Cuda | Missing:
+def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
     """The CUDA 12 tool kit (nvcc) and NCCL's headers and library."""
     named = environment.get("HOROVOD_CUDA_HOME") or environment.get("CUDA_HOME")
     nvcc = shutil.which("nvcc")
-    homes = [Path(named)] if named else [Path(nvcc).resolve().parents[1]] if nvcc else []
-    home = next(
-        (path for path in (*homes, Path("/usr/local/cuda")) if (path / "bin/nvcc").is_file()), None
-    )
-    if home is None:
+    home = Path(named or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
+    if not (home / "bin/nvcc").is_file():
         return Missing(
-            "--gpu needs the CUDA 12 tool kit with nvcc: install it (the images nvidia/cuda:12.*-devel have it; "
-            "clusters: module load cuda/12) and set CUDA_HOME to its folder."
+            f"--gpu needs the CUDA 12 tool kit, and there is no nvcc in {home}: install it (the images "
+            "nvidia/cuda:12.*-devel have it; clusters: module load cuda/12) and set CUDA_HOME to its folder."
         )
     release = re.search(r"release (\d+)\.(\d+)", _output_of([str(home / "bin/nvcc"), "--version"]))
     if release is None or release[1] != "12":
