@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,10 @@ time.sleep(600)
             timeout=3,
         )
     child = int((tmp_path / "log").read_text().splitlines()[-1])
+    # It was sent SIGKILL; the kernel may need a moment.
+    deadline = time.monotonic() + 20
+    while _runs(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not _runs(child)
 
 
