@@ -73,6 +73,12 @@ class _Distributed:
         super().__init__(*args, **kwargs)
         object.__setattr__(self, "hvdtrain_reducer", OptimizerReducer(self.hvdtrain_reduction))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Keras pickles and copies through a file, which holds the plain optimizer: without this a
+        # copy (copy.deepcopy) would not be distributed, and not say so.
+        _, (file,) = super().__reduce__()  # type: ignore[misc]
+        return _distributed_copy, (file, self.hvdtrain_reduction)
+
     @property
     def process_set(self) -> hvd.ProcessSet:
         """The ranks over which gradients are reduced."""
@@ -128,6 +134,13 @@ def _distribute(optimizer: Any, reduction: Reduction) -> None:
     optimizer.__class__ = distributed
     # Not through Keras's __setattr__, which would track (and save) what it holds.
     object.__setattr__(optimizer, "hvdtrain_reducer", OptimizerReducer(reduction))
+
+
+def _distributed_copy(file: Any, reduction: Reduction) -> Any:
+    """Return the optimizer in `file` (written by Keras's __reduce__), distributed."""
+    optimizer = keras.optimizers.Optimizer._unpickle_model(file)
+    _distribute(optimizer, reduction)
+    return optimizer
 
 
 def DistributedOptimizer(

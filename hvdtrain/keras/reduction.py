@@ -63,6 +63,9 @@ class Reduction:
         if self.op == hvd.Adasum:
             self._check_adasum()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
+        return self  # Immutable; a copy of `groups` would name other variables.
+
     def _check_adasum(self) -> None:
         ranks = self.process_set.size() if hvd.is_initialized() else 1
         if self.compression is BF16Compressor:

@@ -37,7 +37,9 @@ from hvdtrain.keras import reduction
 SGD, Adam = optimizers.SGD, optimizers.Adam
 
 
-def train(optimizer: Any, make: Callable[[], keras.Model] = small_model, **compiled: Any) -> keras.Model:
+def train(
+    optimizer: Any, make: Callable[[], keras.Model] = small_model, **compiled: Any
+) -> keras.Model:
     """Train on this rank's part; every rank must end with the same bits."""
     model = make()
     model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
@@ -309,7 +311,5 @@ def case_process_set() -> dict[str, Any]:
     if RANK < 2:
         rows = np.arange(BATCH * STEPS).reshape(STEPS, BATCH)[:, : 2 * LOCAL_BATCH].reshape(-1)
         x, y = IMAGES[rows], LABELS[rows]
-    reference.fit(
-        x, y, batch_size=LOCAL_BATCH * (2 if RANK < 2 else 1), shuffle=False, verbose=0
-    )
+    reference.fit(x, y, batch_size=LOCAL_BATCH * (2 if RANK < 2 else 1), shuffle=False, verbose=0)
     return {"difference": difference(weights(model), weights(reference))}

@@ -23,7 +23,10 @@ def gradient_of(rank: int, shape: tuple[int, ...], scale: float = 1.0) -> np.nda
 def applied(gradients: list[Any], graph: bool = True, **kwargs: Any) -> list[np.ndarray]:
     """Return what SGD(-1) makes of variables of zeros: the reduced gradients."""
     variables = [
-        keras.Variable(np.zeros(g.shape, "float32"), dtype=g.dtype.name if hasattr(g.dtype, "name") else g.dtype)
+        keras.Variable(
+            np.zeros(g.shape, "float32"),
+            dtype=g.dtype.name if hasattr(g.dtype, "name") else g.dtype,
+        )
         for g in gradients
     ]
     optimizer = hvd.DistributedOptimizer(SGD(1.0), **kwargs)
@@ -135,7 +138,10 @@ def case_dtypes() -> dict[str, float]:
     """bfloat16, float16 and float64 variables, each alone and in one group."""
     found = {}
     for groups in (None, 1):
-        given = [tf.fill([8], tf.cast(RANK + 1, dtype)) for dtype in (tf.bfloat16, tf.float16, tf.float64, tf.float32)]
+        given = [
+            tf.fill([8], tf.cast(RANK + 1, dtype))
+            for dtype in (tf.bfloat16, tf.float16, tf.float64, tf.float32)
+        ]
         got = applied(given, groups=groups)
         found[str(groups)] = difference(got, [np.full(8, (SIZE + 1) / 2)] * len(given))
     return found

@@ -51,7 +51,9 @@ def weights(model: keras.Model) -> list[np.ndarray]:
 def difference(a: Sequence[Any], b: Sequence[Any]) -> float:
     """The largest absolute difference; nan if one is nan."""
     assert len(a) == len(b), (len(a), len(b))
-    return float(np.max([np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in zip(a, b, strict=True)]))
+    return float(
+        np.max([np.abs(np.asarray(x) - np.asarray(y)).max() for x, y in zip(a, b, strict=True)])
+    )
 
 
 def one_process(
