@@ -45,9 +45,9 @@ def make_source(
     Floating-point data is fed in Keras's floatx, as Keras does with arrays.
     Errors: UsageError for what can't work, before anything is read where possible.
     """
-    _check_positive("global_batch_size", global_batch_size)
+    check_positive("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:
-        _check_positive("steps_per_epoch", steps_per_epoch)
+        check_positive("steps_per_epoch", steps_per_epoch)
     float_dtype = _floatx()
     if x is None or arrays.is_arrays(x):
         return arrays.array_source(
@@ -94,7 +94,8 @@ def make_source(
     )
 
 
-def _check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: Any) -> None:
+    """Errors: UsageError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise UsageError(f"{name} is {value!r}; it must be an integer of at least 1.")
 

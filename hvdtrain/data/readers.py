@@ -70,7 +70,7 @@ def python_stream(value: Any, *, float_dtype: str) -> Stream:
     name = type(value).__name__
     if isinstance(value, Iterator):
         once = _Once(value, name, float_dtype)
-        return Stream(name, open=once.open, element=once.element)
+        return Stream(name, open=once.open, element=once.element, once=True)
     if _is_function(value):
         name = f"function {getattr(value, '__name__', 'given')}"
 

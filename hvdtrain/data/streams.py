@@ -28,6 +28,7 @@ class Stream:
     open: pass number -> its batches. Raises UsageError if there is no such pass.
     element: signature of one example, found without disturbing the passes.
     endless: whether a pass is known never to end.
+    once: whether there is but one pass, which cannot be begun anew.
     steps, examples: in a pass, None where unknown.
     """
 
@@ -35,6 +36,7 @@ class Stream:
     open: Callable[[int], Iterator[Any]]
     element: Callable[[], Any]
     endless: bool = False
+    once: bool = False
     steps: int | None = None
     examples: int | None = None
 
@@ -45,7 +47,8 @@ class StreamSource:
 
     Without `steps` an epoch is one pass. With `steps` the reading goes on across epochs; a pass
     that ends early ends its epoch, and the next epoch begins the next pass: such a source knows
-    what was read before, so its epochs are to be asked for in order.
+    what was read before, so its epochs are to be asked for in order. Epoch 0 begins anew, if it
+    can: evaluation reads the same batches each time.
     """
 
     stream: Stream
@@ -75,6 +78,8 @@ class StreamSource:
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         check_workers(self.global_batch_size, rank, size)
+        if epoch == 0 and not self.stream.once:
+            self.passes, self.reading = 0, iter(())
         batches = self._next_steps(self.steps) if self.steps else self._pass(epoch)
         return (batch.share(rank, size) for batch in batches)
 

@@ -17,7 +17,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
-from keras.src import api_export
+from keras.src import api_export, backend
 from keras.src.backend import get_keras_mask
 from keras.src.losses.loss import apply_mask
 from keras.src.saving import object_registration
@@ -187,6 +187,11 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
 def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:
     """Create all variables of a compiled model, its metrics and its optimizer from the shapes of `data`."""
     model._symbolic_build(data_batch=data)
+
+
+def symbolic_call(model: keras.Model, x: Any) -> Any:
+    """Return the symbolic outputs of `model` for symbolic inputs; an unbuilt model is built."""
+    return backend.compute_output_spec(model, x, training=False)
 
 
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:

@@ -43,7 +43,8 @@ def variables_name(variables: Sequence[Any]) -> str:
     """Return a name for each tuple of variables: a tape is made anew in every step, they are not."""
     # TensorFlow never gives a _unique_id twice; Python's id() is given again when an object dies,
     # which may happen on one rank and not on another.
-    key = tuple(tf_variable(v)._unique_id for v in variables)
+    # A watched tensor has neither a life nor a name beyond its step: its place is enough.
+    key = tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
     return f"hvdtrain_tape_{_variable_tuples.setdefault(key, len(_variable_tuples))}"
 
 

@@ -8,6 +8,7 @@ import keras
 from keras import callbacks as kc
 
 from hvdtrain.keras import compat
+from hvdtrain.trainer.learning_rate import WarmUp
 
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
 """They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
@@ -34,6 +35,6 @@ def need_global_batches(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
     if isinstance(callback, kc.ModelCheckpoint):
         return callback.save_freq != "epoch"
-    if isinstance(callback, WRITERS):
+    if isinstance(callback, (*WRITERS, WarmUp)):
         return False
     return any(compat.overrides(callback, method) for method in _BATCH_METHODS)

@@ -21,7 +21,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.names import in_this_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.reduction import anchored
 
@@ -31,6 +33,7 @@ class _ExactLoss:
 
     hvdtrain_reducer: OptimizerReducer
     hvdtrain_name: str
+    hvdtrain_in_xla: bool
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
@@ -42,12 +45,17 @@ class _ExactLoss:
         divisor = compat.loss_divisor(self, y_pred, sample_weight)
         if divisor is None:
             return loss
+        if self.hvdtrain_in_xla:
+            raise UsageError(
+                "jit_compile=True does not work with masks or with a loss of reduction='mean_with_sample_weight': "
+                "what such a loss divides by has to travel between the ranks, which XLA cannot. Leave jit_compile out"
+            )
         # A filler example of an idle rank does not count.
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float32)) * tf.cast(share > 0, tf.float32)
         total = hvd.allreduce(
             anchored(divisor),
             op=hvd.Sum,
-            name=f"hvdtrain_divisor_{self.hvdtrain_name}",
+            name=in_this_graph(f"hvdtrain_divisor_{self.hvdtrain_name}"),
             ignore_name_scope=True,
             process_set=self.hvdtrain_reducer.reduction.process_set,
         )
@@ -72,6 +80,7 @@ def make_exact(model: keras.Model, reducer: OptimizerReducer) -> None:
         if masked or loss.reduction in ("sum", "mean_with_sample_weight"):
             _overlay(loss, reducer)
             loss.hvdtrain_name = str(index)
+            loss.hvdtrain_in_xla = model.jit_compile
 
 
 def _overlay(loss: Any, reducer: OptimizerReducer) -> None:

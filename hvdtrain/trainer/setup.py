@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
+import numpy as np
 
-from hvdtrain.data import Source, validation_split
+from hvdtrain.data import Source, Spec, validation_split
+from hvdtrain.data.arrays import ArraySource
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.reduction import Reduction
 
 
 def build_model(
@@ -73,6 +78,38 @@ def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[A
     if isinstance(x, tuple) and y is None:
         x, y, sample_weight = (*x, None, None)[:3]
     return validation_split(x, y, sample_weight, fraction)
+
+
+def check_reduction(reduction: Reduction) -> None:
+    """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
+    if reduction.op != hvd.Average:
+        raise UsageError(
+            "Trainer averages the gradients exactly over all examples: give it an optimizer distributed with "
+            "op=Average, or a plain one. op=Sum and op=Adasum work with hvdtrain.keras and model.fit"
+        )
+    if reduction.process_set.process_set_id != 0:
+        raise UsageError(
+            "Trainer trains on all ranks: give it an optimizer without process_set. Process sets work with "
+            "hvdtrain.keras and model.fit"
+        )
+
+
+def symbolic_data(element: Any, examples: int) -> Any:
+    """Return Keras's symbolic tensors for `examples` examples like `element` (see Source)."""
+    if isinstance(element, Spec):
+        text = element.dtype == "string" or np.dtype(element.dtype).kind in "USO"
+        return keras.KerasTensor((examples, *element.shape), "string" if text else element.dtype)
+    if isinstance(element, dict):
+        return {key: symbolic_data(item, examples) for key, item in element.items()}
+    items = [symbolic_data(item, examples) for item in element]
+    return items if isinstance(element, list) else tuple(items)
+
+
+def evaluation_source(source: Source) -> Source:
+    """Return `source`, of which evaluation counts no example twice: steps beyond the arrays' end stop there."""
+    if isinstance(source, ArraySource) and source.examples > source.pass_length:
+        return replace(source, steps=None)
+    return source
 
 
 def source_facts(source: Source) -> dict[str, Any]:

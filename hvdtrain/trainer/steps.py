@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable
@@ -34,6 +35,11 @@ class Steps:
             make_exact(model, reducer)
             reducer.share_is_in_loss = compat.wraps_own_steps(model)
         for layer in model._flatten_layers():
+            if self._weighted and model.jit_compile and not layer.supports_jit:
+                raise UsageError(
+                    f"jit_compile=True does not work with layer {layer.name!r} ({type(layer).__name__}), which XLA "
+                    "cannot compile. Leave jit_compile out"
+                )
             if self._weighted and hasattr(layer, "share_weight"):
                 layer.share_weight = self._share
         train = compat.split_train_step(model) if model.jit_compile else model.train_step

@@ -23,6 +23,8 @@ import tensorflow as tf
 
 from hvdtrain.agreement import any_rank, require_equal
 from hvdtrain.data import Share, Source, is_batched, make_source
+from hvdtrain.data.make import check_positive
+from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
@@ -41,7 +43,15 @@ from hvdtrain.trainer.gather import gather_predictions
 from hvdtrain.trainer.learning_rate import WarmUp, require_settable, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
-from hvdtrain.trainer.setup import build_model, compile_arguments, source_facts, split_arrays
+from hvdtrain.trainer.setup import (
+    build_model,
+    check_reduction,
+    compile_arguments,
+    evaluation_source,
+    source_facts,
+    split_arrays,
+    symbolic_data,
+)
 from hvdtrain.trainer.shares import epoch_shares
 from hvdtrain.trainer.steps import Steps
 
@@ -109,6 +119,8 @@ class Trainer:
         guard: bool = True,
     ) -> None:
         self.rank = init(seed)
+        check_positive("global_batch_size", global_batch_size)
+        check_workers(global_batch_size, self.rank.rank, self.rank.size)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._guard = guard
@@ -130,6 +142,7 @@ class Trainer:
         scale_learning_rate(optimizer, learning_rate_scaling, self.rank.size)
         if not compat.is_distributed(optimizer):
             optimizer = DistributedOptimizer(optimizer)
+        check_reduction(reducer_of(optimizer).reduction)
         self.model.compile(
             **compiled | {"optimizer": optimizer},
             jit_compile=jit_compile,
@@ -197,7 +210,7 @@ class Trainer:
         train = self._source(x, y, sample_weight, shuffle, steps_per_epoch, class_weight)
         validation = None
         if validation_data is not None:
-            validation = self._source(validation_data, None, None, False, validation_steps, None)
+            validation = self._evaluation_source(validation_data, None, None, validation_steps)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
@@ -211,19 +224,18 @@ class Trainer:
         self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None
     ) -> Logs:
         """Return loss and metrics over all of the data, exact and the same on every rank."""
-        source = self._source(x, y, sample_weight, False, steps, None)
+        source = self._evaluation_source(x, y, sample_weight, steps)
         with engine_errors(self.rank):
             self._prepare(source, "evaluation")
             return self._evaluate(source)
 
     def predict(self, x: Any, *, steps: int | None = None) -> Any:
         """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank."""
-        source = self._source(x, None, None, False, steps, None)
+        source = self._evaluation_source(x, None, None, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
-            first = next(iter(source.epoch(0, self.rank.rank, self.rank.size)), None)
-            if first is not None and not self.model.built:
-                self.model(tf.nest.map_structure(tf.convert_to_tensor, first.data[0]))
+            if self.steps is None:
+                compat.symbolic_call(self.model, self._symbolic_data(source)[0])
                 broadcast_variables(self.model.variables)
             optimizer = reducer_of(self.model.optimizer)
             steps_of_model = self.steps or Steps(self.model, optimizer, self.rank.size)
@@ -341,19 +353,19 @@ class Trainer:
             threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
 
+    def _evaluation_source(self, x: Any, y: Any, weight: Any, steps: int | None) -> Source:
+        return evaluation_source(self._source(x, y, weight, False, steps, None))
+
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""
         require_equal(source_facts(source) | self._config | facts, what)
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any] | None = None) -> None:
-        """Build the model from the first batch, and compare model and data over the ranks."""
+        """Build the model from the data's shapes, and compare model and data over the ranks."""
         self._agree(source, facts or {}, what)
         if self.steps is not None:
             return
-        first = next(iter(source.epoch(0, self.rank.rank, self.rank.size)), None)
-        if first is None:
-            raise UsageError(f"The data for {what} holds no batch")
-        compat.symbolic_build(self.model, tf.nest.map_structure(tf.convert_to_tensor, first.data))
+        compat.symbolic_build(self.model, self._symbolic_data(source))
         optimizer = self.model.optimizer
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
@@ -365,6 +377,10 @@ class Trainer:
         self._broadcast()
         fold_rank_into_seeds(self.model, self.rank.rank)
         self.steps = Steps(self.model, reducer_of(optimizer), self.rank.size)
+
+    def _symbolic_data(self, source: Source) -> Any:
+        # From the source's own word for its shapes: the first batch of an iterator is read but once.
+        return symbolic_data(source.element, max(1, self.global_batch_size // self.rank.size))
 
     def _broadcast(self, without: Sequence[Any] = ()) -> None:
         """Give all ranks the weights, statistics and optimizer state of rank 0."""

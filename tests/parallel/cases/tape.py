@@ -1,0 +1,150 @@
+"""DistributedGradientTape in a training loop of one's own, against one process with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from small import (
+    BATCH,
+    IMAGES,
+    LABELS,
+    LOCAL_BATCH,
+    RANK,
+    SIZE,
+    STEPS,
+    crossentropy,
+    difference,
+    optimizers,
+    own_part,
+    small_model,
+    weights,
+)
+
+import hvdtrain.keras as hvd
+
+
+def loop(distributed: bool, graph: bool, tf_variables: bool = False) -> list[np.ndarray]:
+    """Train by hand with SGD and momentum, on this rank's part or on everything."""
+    model = small_model()
+    optimizer = optimizers.SGD(0.1, momentum=0.9)
+    optimizer.build(model.trainable_variables)
+    compute_loss = crossentropy()
+    images, labels, size = (
+        (own_part(IMAGES), own_part(LABELS), LOCAL_BATCH)
+        if distributed
+        else (IMAGES, LABELS, BATCH)
+    )
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = compute_loss(y, model(x))
+        if distributed:
+            tape = hvd.DistributedGradientTape(tape)
+        variables = model.trainable_variables
+        sources = [v.value for v in variables] if tf_variables or not distributed else variables
+        optimizer.apply(tape.gradient(loss, sources), variables)
+
+    run = tf.function(step) if graph else step
+    for start in range(0, size * STEPS, size):
+        x, y = images[start : start + size], labels[start : start + size]
+        run(tf.constant(x), tf.constant(y))
+    if distributed:
+        hvd.check_replicas(model)
+    return weights(model)
+
+
+def case_equals_one_process() -> dict[str, float]:
+    wanted = loop(distributed=False, graph=True)
+    return {
+        f"graph {graph}, tf variables {plain}": difference(loop(True, graph, plain), wanted)
+        for graph in (True, False)
+        for plain in (True, False)
+    }
+
+
+def case_structures() -> dict[str, Any]:
+    """Sources in a dict of lists, a watched tensor, one that the target does not need."""
+    found: dict[str, Any] = {}
+    for graph in (True, False):
+        a, b = tf.Variable([1.0, 2.0]), keras.Variable([3.0])
+        idle = tf.Variable(1.0)
+
+        def step() -> Any:
+            given = tf.constant([1.0, 1.0])
+            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+                tape.watch(given)
+                target = tf.reduce_sum(a * given) * float(RANK + 1) + b.value[0] * float(RANK)
+            return tape.gradient(target, {"x": [a, b], "tensor": given, "idle": idle})
+
+        got = (tf.function(step) if graph else step)()
+        found[str(graph)] = [
+            got["x"][0].numpy().tolist(),
+            got["x"][1].numpy().tolist(),
+            got["tensor"].numpy().tolist(),
+            got["idle"] is None,
+        ]
+    return found
+
+
+def case_persistent_and_twice() -> dict[str, Any]:
+    """Several gradients of the same and of other variables in one function."""
+    a, b = tf.Variable([1.0]), tf.Variable([1.0])
+
+    @tf.function
+    def step() -> Any:
+        with tf.GradientTape(persistent=True) as tape:
+            one, two = a[0] * float(RANK + 1), a[0] * 10.0 * float(RANK + 1)
+            three = b[0] * a[0] * 100.0 * float(RANK + 1)
+        tape = hvd.DistributedGradientTape(tape)
+        with hvd.DistributedGradientTape(tf.GradientTape()) as other:
+            four = b[0] * 1000.0 * float(RANK + 1)
+        return [
+            *tape.gradient(one, [a]),
+            *tape.gradient(two, [a]),
+            *tape.gradient(three, [a, b]),
+            *other.gradient(four, [b]),
+        ]
+
+    return {"gradients": [float(g[0]) for g in step()]}
+
+
+def case_local_sources() -> dict[str, Any]:
+    layer = keras.layers.Dense(1, use_bias=False)
+    layer.build((None, 1))
+    shared = tf.Variable([1.0])
+    found = {}
+    for scale in (True, False):
+        with hvd.PartialDistributedGradientTape(
+            tf.GradientTape(), local_layers=layer, scale_local_gradients=scale
+        ) as tape:
+            target = tf.reduce_sum(layer.kernel.value + shared) * float(RANK + 1)
+        local, rest = tape.get_local_and_global_gradients(target, [layer.kernel, shared])
+        found[str(scale)] = [float(local[0][1][0][0]), float(rest[0][1][0])]
+    return found
+
+
+def case_shapes_differ_between_ranks() -> float:
+    """Each rank traces another number of times."""
+    w = tf.Variable(tf.ones([3, 1]))
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_mean(x @ w)
+        (gradient,) = tape.gradient(loss, [w])
+        w.assign_sub(0.1 * gradient)
+        return gradient
+
+    def batch(number: int, rank: int) -> np.ndarray:
+        rows = 4 if rank == 0 else 1 + number % 3
+        return np.random.default_rng([number, rank]).normal(size=(rows, 3)).astype("float32")
+
+    apart = 0.0
+    for number in range(5):
+        got = step(tf.constant(batch(number, RANK)))
+        wanted = np.mean([batch(number, rank).mean(axis=0) for rank in range(SIZE)], axis=0)
+        apart = max(apart, difference([got.numpy()[:, 0]], [wanted]))
+    return apart
