@@ -17,7 +17,9 @@ LINE_SECONDS = 15.0
 
 _TICK_SECONDS = 0.25
 _PERCENT = re.compile(rb"\[ *(\d{1,3})%\]")
-_ERROR = re.compile(r"\berror\b|No space left|Killed", re.IGNORECASE)
+_ERROR = re.compile(
+    r"\berror: (?!subprocess-exited)|CMake Error|\*\*\*.*Error|undefined reference|No space left|Killed"
+)
 
 
 class CommandFailed(HvdtrainError):
@@ -65,10 +67,12 @@ def last_percent(output: bytes) -> int | None:
     return int(found[-1]) if found else None
 
 
-def excerpt(log: str, errors: int = 8, tail: int = 12) -> str:
-    """What a user wants of a failed build's log: the first lines that name an error, then the end."""
+def excerpt(log: str, errors: int = 4, tail: int = 12) -> str:
+    """What a user wants of a failed build's log: the first errors with two lines after each, then the end."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
-    first = [line for line in lines[:-tail] if _ERROR.search(line)][:errors]
+    found = [number for number, line in enumerate(lines) if _ERROR.search(line)][:errors]
+    shown = sorted({number + after for number in found for after in range(3)})
+    first = [lines[number] for number in shown if number < len(lines) - tail]
     return "\n".join([*first, *(["..."] if first else []), *lines[-tail:]])
 
 
