@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,10 @@ def controller(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Job]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """start(script, *options) -> Job: write the script, and launch it from its folder."""
+
+    jobs: list[Job] = []
 
     def begin(script: str, *options: str) -> Job:
         (tmp_path / "train.py").write_text(script)
@@ -35,6 +37,9 @@ def start(tmp_path: Path) -> Callable[..., Job]:
             text=True,
             start_new_session=True,
         )
-        return Job(process, mark, tmp_path)
+        jobs.append(Job(process, mark, tmp_path))
+        return jobs[-1]
 
-    return begin
+    yield begin
+    for job in jobs:
+        job.process.kill()  # Only a failed test leaves one; its guard ends the ranks.

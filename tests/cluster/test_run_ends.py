@@ -124,6 +124,33 @@ def test_the_failure_of_one_rank(start: Callable[..., Job], controller: str, cas
         )
 
 
+def test_a_failure_ends_ranks_that_ignore_sigterm(start: Callable[..., Job]) -> None:
+    """Also when the failed rank's own exit functions never return."""
+    script = (
+        "import atexit, signal, threading\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "atexit.register(threading.Event().wait)\n"
+        "if rank == 1:\n    raise ValueError('bad')\n"
+        "time.sleep(600)\n"
+    )
+    job = start(RANK + script, "-np", "2", "--controller", "gloo")
+    _, stderr = job.process.communicate(timeout=40)
+    assert job.process.returncode == 1
+    assert "ValueError: bad\nlogs of all ranks: " in stderr
+    assert job.left() == []
+
+
+def test_ctrl_c_before_the_ranks_start(start: Callable[..., Job], controller: str) -> None:
+    job = start(SLEEP, "-np", "2", "--controller", controller)
+    time.sleep(1.0)
+    os.kill(job.process.pid, signal.SIGINT)
+    asked = time.monotonic()
+    job.process.communicate(timeout=SECONDS)
+    assert time.monotonic() - asked < 5
+    assert job.process.returncode == 130
+    assert job.left() == []
+
+
 def test_an_error_of_hvdtrain_on_all_ranks_is_one_message(
     start: Callable[..., Job], controller: str
 ) -> None:

@@ -12,7 +12,10 @@ def test_cores_are_shared_between_local_ranks() -> None:
     assert rank_environment({"HOROVOD_LOCAL_SIZE": "2"}, 8)["OMP_NUM_THREADS"] == "4"
     assert rank_environment({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8)["TF_NUM_INTRAOP_THREADS"] == "2"
     assert rank_environment({"HOROVOD_LOCAL_SIZE": "4"}, 2)["TF_NUM_INTRAOP_THREADS"] == "1"
-    assert rank_environment({}, 8)["TF_NUM_INTRAOP_THREADS"] == "8"
+    alone = rank_environment({}, 8)
+    assert alone["TF_NUM_INTRAOP_THREADS"] == alone["TF_NUM_INTEROP_THREADS"] == "8"
+    crowded = rank_environment({"HOROVOD_LOCAL_SIZE": "8"}, 8)
+    assert (crowded["TF_NUM_INTRAOP_THREADS"], crowded["TF_NUM_INTEROP_THREADS"]) == ("1", "2")
 
 
 def test_the_users_own_settings_stay() -> None:

@@ -1,0 +1,93 @@
+"""Running a command: its output, its end, and everything that it started."""
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain.launch.process import Ending, processes_of, run_process
+from hvdtrain.launch.streams import Stream
+
+
+class Seen:
+    """Collects the output; the launch's id is `id`."""
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4().hex
+        self.output: dict[Stream, bytes] = {"stdout": b"", "stderr": b""}
+        self.signals: list[signal.Signals] = []
+
+    def take(self, stream: Stream, data: bytes) -> None:
+        self.output[stream] += data
+
+    def run(self, script: str, **changes: Any) -> Ending:
+        return run_process(
+            ["/bin/sh", "-c", script],
+            **{
+                "environment": os.environ,
+                "launch_id": self.id,
+                "on_output": self.take,
+                "on_idle": lambda: None,
+                "on_signal": self.signals.append,
+                "has_failed": lambda: False,
+                **changes,
+            },
+        )
+
+
+@pytest.fixture
+def seen() -> Seen:
+    return Seen()
+
+
+def in_time(seconds: float, call: Callable[[], Ending]) -> Ending:
+    started = time.monotonic()
+    ending = call()
+    assert time.monotonic() - started < seconds
+    return ending
+
+
+def test_output_and_exit_code(seen: Seen) -> None:
+    assert seen.run("echo out; echo err >&2; exit 7") == Ending(7, None)
+    assert seen.output == {"stdout": b"out\n", "stderr": b"err\n"}
+
+
+def test_what_a_command_leaves_behind_is_ended(seen: Seen) -> None:
+    assert in_time(10, lambda: seen.run("setsid sleep 600 & echo out")) == Ending(0, None)
+    assert processes_of(seen.id) == []
+    assert seen.output["stdout"] == b"out\n"
+
+
+def test_after_a_failure_the_command_must_end(seen: Seen) -> None:
+    ending = in_time(10, lambda: seen.run("sleep 600", has_failed=lambda: True))
+    assert ending == Ending(-signal.SIGTERM, None)
+
+
+def test_a_deaf_command_is_killed(seen: Seen) -> None:
+    deaf = "trap '' TERM; while true; do sleep 0.1; done"
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    ending = in_time(8, lambda: seen.run(deaf))
+    assert ending == Ending(-signal.SIGKILL, signal.SIGINT)
+    assert seen.signals == [signal.SIGINT]
+    assert processes_of(seen.id) == []
+
+
+def test_a_reader_that_fails_ends_the_command(seen: Seen) -> None:
+    def closed(stream: Stream, data: bytes) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        seen.run("echo out; sleep 600", on_output=closed)
+    assert processes_of(seen.id) == []
+
+
+def test_signals_are_as_before(seen: Seen) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    seen.run("true")
+    assert signal.getsignal(signal.SIGINT) is before

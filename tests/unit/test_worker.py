@@ -1,0 +1,112 @@
+"""The bootstrap of a rank, run alone: the script sees what Python would show it, and failures end."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.failure import Failure, from_line
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def work(
+    folder: Path, script: str, *args: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "train.py").write_text(script)
+    (folder / "sub" / "beside.py").write_text("here = True\n")
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain.worker", "sub/train.py", *args],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_script_is_main(tmp_path: Path) -> None:
+    script = "import sys, beside\nprint(__name__, sys.argv, __file__, sys.path[0])\n"
+    result = work(tmp_path, script, "--epochs", "a b")
+    assert result.stderr == ""
+    assert result.stdout == (
+        f"__main__ ['sub/train.py', '--epochs', 'a b'] sub/train.py {tmp_path / 'sub'}\n"
+    )
+
+
+def test_the_environment_is_set_before_the_script(tmp_path: Path) -> None:
+    names = "'OMP_NUM_THREADS', 'TF_CPP_MIN_LOG_LEVEL'"
+    script = f"import os\nprint([os.environ[name] for name in ({names})])\n"
+    assert work(tmp_path, script, OMP_NUM_THREADS="7", TF_CPP_MIN_LOG_LEVEL="0").stdout == (
+        "['7', '0']\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "exit_code", "said"),
+    [
+        ("import sys\nsys.exit()", 0, ""),
+        ("import sys\nsys.exit(0)", 0, ""),
+        ("import sys\nsys.exit(3)", 3, ""),
+        ("import sys\nsys.exit(256)", 1, ""),
+        ("import sys\nsys.exit('no data')", 1, "no data\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("from hvdtrain import UsageError\nraise UsageError('wrong')", 2, "wrong\n"),
+        (
+            "def f():\n    raise ValueError('x')\nf()",
+            1,
+            'Traceback (most recent call last):\n  File "sub/train.py", line 3, in <module>\n'
+            "    f()\n  File \"sub/train.py\", line 2, in f\n    raise ValueError('x')\n"
+            "ValueError: x\n",
+        ),
+        (
+            "def",
+            1,
+            '  File "sub/train.py", line 1\n    def\n       ^\nSyntaxError: invalid syntax\n',
+        ),
+        ("import os\nos.kill(os.getpid(), 15)", -signal.SIGTERM, ""),
+    ],
+)
+def test_how_scripts_end(tmp_path: Path, script: str, exit_code: int, said: str) -> None:
+    result = work(tmp_path, script)
+    assert result.returncode == exit_code
+    assert result.stderr == said
+    assert result.stdout == ""
+
+
+def test_the_launcher_gets_one_line(tmp_path: Path) -> None:
+    result = work(
+        tmp_path, "raise SystemExit('no <data>')", **{LAUNCH_ID: "x", "HOROVOD_RANK": "3"}
+    )
+    lines = [line for line in result.stderr.splitlines() if line]
+    assert [from_line(line) for line in lines] == [Failure(3, 1, False, "no <data>")]
+
+
+def test_a_failed_rank_does_not_wait_for_ever(tmp_path: Path) -> None:
+    """Exit functions run, but one that never returns does not keep the process."""
+    script = (
+        "import atexit, threading\n"
+        "atexit.register(threading.Event().wait)\n"
+        "atexit.register(print, 'goodbye')\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "raise ValueError('x')\n"
+    )
+    result = work(tmp_path, script)
+    assert (result.returncode, result.stdout) == (1, "goodbye\n")
+
+
+def test_a_missing_script(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.worker", "none.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("no such script: none.py")
