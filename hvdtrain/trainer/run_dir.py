@@ -9,8 +9,6 @@ from typing import Any
 
 import keras
 
-from hvdtrain.errors import UsageError
-
 CONFIG = "config.json"
 METRICS = "metrics.csv"
 MODEL = "model.keras"
@@ -23,12 +21,11 @@ class RunDir:
         self.path = Path(path)
         self._columns: list[str] = []
 
-    def check_is_new(self) -> None:
-        """Raise UsageError if another run left its metrics here: nothing is overwritten."""
-        if (self.path / METRICS).exists():
-            raise UsageError(
-                f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one away"
-            )
+    def complaint(self) -> str | None:
+        """Return what is wrong if another run left its metrics here: nothing is overwritten."""
+        if self._columns or not (self.path / METRICS).exists():
+            return None
+        return f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one away"
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write what the run was asked to do."""

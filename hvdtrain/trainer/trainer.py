@@ -21,7 +21,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.agreement import any_rank, require_equal
+from hvdtrain.agreement import any_rank, exchange, require_equal
 from hvdtrain.data import Share, Source, is_batched, make_source
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
@@ -126,8 +126,6 @@ class Trainer:
         self._guard = guard
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
-        if self._run_dir is not None and self.rank.is_first:
-            self._run_dir.check_is_new()
         self.model = build_model(model, precision)
         compiled = compile_arguments(
             self.model, optimizer, loss, metrics, weighted_metrics, loss_weights
@@ -245,6 +243,7 @@ class Trainer:
     # The order of events. All ranks pass through these lines in step.
 
     def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
+        self._check_run_dir()
         facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
         if plan.validation is not None:
             facts |= {
@@ -402,6 +401,13 @@ class Trainer:
         logs = self._epoch_logs(step_logs, share)
         write_state(self.model.metrics, own)
         return logs
+
+    def _check_run_dir(self) -> None:
+        """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
+        mine = self._run_dir.complaint() if self._run_dir is not None and self.rank.is_first else None
+        complaint = exchange(mine, "run_dir")[0]
+        if complaint is not None:
+            raise UsageError(complaint)
 
     def _write_config(self, plan: FitPlan) -> None:
         if self._run_dir is None or not self.rank.is_first:

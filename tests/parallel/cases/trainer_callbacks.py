@@ -1,0 +1,236 @@
+"""Keras's own callbacks under the Trainer, its files and its learning rates; FOLDER is the test's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from small import RANK, SIZE, difference, layers, optimizers, weights
+
+import hvdtrain
+
+BATCH = 6
+EXAMPLES = 5 * BATCH + 2
+STEPS = 6
+FOLDER = Path(os.environ["FOLDER"])
+
+_rng = np.random.default_rng(0)
+X = _rng.normal(size=(EXAMPLES, 3)).astype("float32")
+Y = _rng.normal(size=(EXAMPLES, 1)).astype("float32")
+VALID = (X[:11], -Y[:11])
+"""Validation loss rises where training goes well."""
+
+
+def model() -> keras.Model:
+    return keras.Sequential([layers.Input((3,)), layers.Dense(4), layers.Dense(1)])
+
+
+def trainer(optimizer: Any = None, **kwargs: Any) -> hvdtrain.Trainer:
+    optimizer = optimizer or optimizers.SGD(0.05)
+    return hvdtrain.Trainer(
+        model, optimizer, **{"loss": "mse", "global_batch_size": BATCH, "seed": 1} | kwargs
+    )
+
+
+def fit(trained: hvdtrain.Trainer, callbacks: Any = (), **kwargs: Any) -> dict[str, list[float]]:
+    arguments = {"epochs": 8, "shuffle": False, "verbose": 0, "validation_data": VALID} | kwargs
+    return trained.fit(X, Y, callbacks=callbacks, **arguments).history
+
+
+def plain(callbacks: Any = (), epochs: int = 8, x: np.ndarray = X) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    built = model()
+    built.compile(optimizers.SGD(0.05), "mse", jit_compile=False)
+    arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": VALID}
+    built.fit(x, Y, epochs=epochs, callbacks=callbacks, **arguments)
+    return built
+
+
+def case_early_stopping() -> dict[str, Any]:
+    def stopping() -> Any:
+        return keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True)
+
+    trained = trainer()
+    history = fit(trained, [stopping()])
+    reference = plain([stopping()])
+    return {
+        "epochs": [len(history["loss"]), len(reference.history.history["loss"])],
+        "weights": difference(weights(trained.model), weights(reference)),
+    }
+
+
+def case_reduce_on_plateau() -> dict[str, Any]:
+    def plateau() -> Any:
+        return keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5, min_lr=1e-4)
+
+    trained = trainer()
+    history = fit(trained, [plateau()])
+    reference = plain([plateau()])
+    return {
+        "rates": [history["learning_rate"], reference.history.history["learning_rate"]],
+        "weights": difference(weights(trained.model), weights(reference)),
+    }
+
+
+def case_writers() -> dict[str, Any]:
+    """The files go to folders by rank: a writer that ran on rank 1 would leave some there."""
+    folder = FOLDER / f"rank{RANK}"
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True),
+        keras.callbacks.ModelCheckpoint(folder / "step.weights.h5", save_weights_only=True, save_freq=4),
+        keras.callbacks.TensorBoard(folder / "board", update_freq=2),
+        keras.callbacks.CSVLogger(folder / "log.csv"),
+    ]
+    folder.mkdir()
+    trained = trainer()
+    history = fit(trained, callbacks, epochs=3)
+    names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+    return {"files": [n for n in names if "events" not in n], "boards": len(names), "history": history}
+
+
+def case_stop_on_one_rank() -> dict[str, Any]:
+    """How many steps each rank took when only the last asked to stop."""
+
+    def stop(at: int) -> Any:
+        def stop_training(number: int, logs: Any) -> None:
+            if RANK == SIZE - 1 and number == at:
+                trained.model.stop_training = True
+
+        return stop_training
+
+    found = {}
+    trained = trainer()
+    fit(trained, [keras.callbacks.LambdaCallback(on_train_batch_end=stop(3))])
+    found["batch"] = int(trained.model.optimizer.iterations)
+    trained = trainer()
+    fit(trained, [keras.callbacks.LambdaCallback(on_epoch_end=stop(1))])
+    found["epoch"] = int(trained.model.optimizer.iterations)
+    trained = trainer()
+    fit(trained, [keras.callbacks.LambdaCallback(on_train_batch_begin=stop(2))])
+    found["begin"] = int(trained.model.optimizer.iterations)
+    return found
+
+
+def case_terminate_on_nan() -> int:
+    """A nan among the last rank's examples of the third step."""
+    trained = trainer()
+    x = X.copy()
+    x[3 * BATCH - 1] = np.nan
+    trained.fit(
+        x, Y, epochs=2, shuffle=False, verbose=0, callbacks=[keras.callbacks.TerminateOnNaN()]
+    )
+    return int(trained.model.optimizer.iterations)
+
+
+class Record(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.losses.append(float(logs["loss"]))
+        self.rates.append(float(self.model.optimizer.learning_rate))
+
+
+def case_batch_logs() -> list[list[float]]:
+    """What a callback sees after every step, and what it sees in plain Keras."""
+    ours, keras_own = Record(), Record()
+    fit(trainer(), [ours], epochs=2)
+    plain([keras_own], epochs=2)
+    return [ours.losses, keras_own.losses]
+
+
+def case_backup_and_restore() -> dict[str, Any]:
+    """A run that breaks off in epoch 3, and a new one that goes on."""
+
+    def break_off(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            raise InterruptedError
+
+    def adam() -> Any:
+        return optimizers.Adam(1e-2)
+
+    backup = FOLDER / "backup"
+    broken = trainer(adam())
+    with contextlib.suppress(InterruptedError):
+        breaking = keras.callbacks.LambdaCallback(on_epoch_begin=break_off)
+        fit(broken, [keras.callbacks.BackupAndRestore(backup), breaking], epochs=5)
+    resumed = trainer(adam())
+    history = fit(resumed, [keras.callbacks.BackupAndRestore(backup)], epochs=5)
+    whole = trainer(adam())
+    fit(whole, epochs=5)
+    return {
+        "epochs": len(history["loss"]),
+        "weights": difference(weights(resumed.model), weights(whole.model)),
+    }
+
+
+def case_run_dir() -> dict[str, Any]:
+    run_dir = FOLDER / "runs" / "one"
+    trained = trainer(run_dir=run_dir)
+    history = fit(trained, epochs=3)
+    try:
+        fit(trainer(run_dir=run_dir))
+    except hvdtrain.UsageError as error:
+        return {"history": history, "again": str(error)}
+    return {"history": history, "again": ""}
+
+
+def case_learning_rate() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for scaling in ("none", "linear", "sqrt"):
+        trained = trainer(learning_rate_scaling=scaling)
+        found[scaling] = float(trained.model.optimizer.learning_rate)
+    for scaling in ("none", "linear"):
+        record = Record()
+        trained = trainer(learning_rate_scaling=scaling, warmup_epochs=0.5)
+        fit(trained, [record], epochs=1)
+        found[f"warm-up {scaling}"] = record.rates
+    decay = optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
+    for name, kwargs in (("scale", {"learning_rate_scaling": "linear"}), ("warm", {"warmup_epochs": 1})):
+        try:
+            trainer(optimizers.SGD(decay), **kwargs)
+        except hvdtrain.UsageError as error:
+            found[name] = str(error)
+    trained = trainer(optimizers.SGD(decay))
+    fit(trained, epochs=1)
+    found["schedule"] = float(trained.model.optimizer.learning_rate)
+    return found
+
+
+def case_progress() -> list[str]:
+    shown = []
+    for verbose in (0, 1, 2):
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            fit(trainer(), epochs=1, verbose=verbose)
+        shown.append(output.getvalue())
+    return shown
+
+
+class Lowest(keras.metrics.Metric):
+    """A metric whose state cannot be added up."""
+
+    def __init__(self) -> None:
+        super().__init__(name="lowest")
+        self.lowest = self.add_variable((), lambda shape, dtype: tf.fill(shape, 1e9), name="lowest")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.lowest.assign(tf.minimum(self.lowest.value, tf.reduce_min(y_pred)))
+
+    def result(self) -> Any:
+        return self.lowest
+
+
+def case_metric_that_cannot_be_merged() -> str:
+    try:
+        fit(trainer(metrics=[Lowest()]))
+    except hvdtrain.UsageError as error:
+        return str(error)
+    return "no error"

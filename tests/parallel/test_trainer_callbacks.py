@@ -1,0 +1,140 @@
+"""Callbacks, files and learning rates of the Trainer on two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launch import Results, run_cases
+
+EXACT = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trainer")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    return run_cases("trainer_callbacks", np=2, env={"FOLDER": str(folder)})
+
+
+def test_early_stopping(results: Results) -> None:
+    for found in results.of("case_early_stopping"):
+        ours, plain = found["epochs"]
+        assert ours == plain < 8
+        assert found["weights"] <= EXACT
+
+
+def test_reduce_on_plateau(results: Results) -> None:
+    for found in results.of("case_reduce_on_plateau"):
+        ours, plain = found["rates"]
+        assert ours == pytest.approx(plain)
+        assert ours[-1] < ours[0]
+        assert found["weights"] <= EXACT
+
+
+def test_files_are_written_once(results: Results) -> None:
+    first, second = results.of("case_writers")
+    assert first["files"] == ["best.keras", "log.csv", "step.weights.h5"]
+    assert first["boards"] > 3
+    assert second["boards"] == 0
+    assert first["history"] == second["history"]
+
+
+PLAIN = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("horovod", "hvdtrain"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+import keras, numpy as np
+for path in sys.argv[1:]:
+    model = keras.models.load_model(path)
+    model.fit(np.zeros((4, 3)), np.zeros((4, 1)), verbose=0)
+    assert int(model.optimizer.iterations) in (7, 19), model.optimizer.iterations
+"""
+
+
+def test_models_load_in_plain_keras(results: Results, folder: Path) -> None:
+    results.of("case_writers"), results.of("case_run_dir")
+    paths = [str(folder / "rank0" / "best.keras"), str(folder / "runs" / "one" / "model.keras")]
+    command = [sys.executable, "-c", PLAIN, *paths]
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    assert loaded.returncode == 0, loaded.stderr
+
+
+def test_stop_on_one_rank(results: Results) -> None:
+    # 6 steps an epoch: after the fourth, after the second epoch, in the third.
+    assert results.of("case_stop_on_one_rank") == [{"batch": 4, "epoch": 12, "begin": 3}] * 2
+
+
+def test_terminate_on_nan(results: Results) -> None:
+    assert results.of("case_terminate_on_nan") == [3, 3]
+
+
+def test_batch_logs(results: Results) -> None:
+    first, second = results.of("case_batch_logs")
+    assert first[0] == second[0]
+    assert first[0] == pytest.approx(first[1], rel=EXACT)
+
+
+def test_backup_and_restore(results: Results) -> None:
+    for found in results.of("case_backup_and_restore"):
+        assert found["epochs"] == 3
+        assert found["weights"] == 0
+
+
+def test_run_dir(results: Results, folder: Path) -> None:
+    ranks = results.of("case_run_dir")
+    run_dir = folder / "runs" / "one"
+    assert sorted(p.name for p in run_dir.iterdir()) == ["config.json", "metrics.csv", "model.keras"]
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["workers"] == 2
+    assert config["global_batch_size"] == 6
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    history = ranks[0]["history"]
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3]
+    for name in ("loss", "val_loss"):
+        assert [float(row[name]) for row in rows] == history[name]
+    assert all(float(row["examples_per_second"]) > 0 for row in rows)
+    for found in ranks:
+        assert "holds another run" in found["again"]
+
+
+def test_learning_rate(results: Results) -> None:
+    for found in results.of("case_learning_rate"):
+        assert found["none"] == pytest.approx(0.05)
+        assert found["linear"] == pytest.approx(0.1)
+        assert found["sqrt"] == pytest.approx(0.05 * 2**0.5)
+        # Half an epoch of 6 steps: three rises from 0, or from the unscaled rate.
+        assert found["warm-up none"] == pytest.approx([0.05 / 3, 0.1 / 3, *[0.05] * 4])
+        rises = [0.05 + 0.05 / 3, 0.05 + 0.1 / 3]
+        assert found["warm-up linear"] == pytest.approx([*rises, *[0.1] * 4])
+        assert "schedule" in found["scale"]
+        assert "schedule" in found["warm"]
+        assert found["schedule"] == pytest.approx(0.1 * 0.5**2)
+
+
+def test_progress_is_shown_on_rank_0(results: Results) -> None:
+    first, second = results.of("case_progress")
+    silent, bar, line = first
+    assert silent == ""
+    assert "6/6" in bar
+    assert "val_loss" in bar
+    assert "examples/s" in line
+    assert line.count("\n") == 1
+    assert second == ["", "", ""]
+
+
+def test_metric_that_cannot_be_merged(results: Results) -> None:
+    for message in results.of("case_metric_that_cannot_be_merged"):
+        assert "'lowest'" in message
+        assert "added up" in message
