@@ -14,11 +14,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import h5py
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import api_export, backend
 from keras.src.backend import get_keras_mask
+from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
 from keras.src.losses.loss import apply_mask
 from keras.src.saving import object_registration
 
@@ -81,6 +84,14 @@ def accumulators(optimizer: Any) -> list[Any]:
     """Return the sums of gradients that wait for the next update: each rank has its own."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [v for v in getattr(inner, "_accumulated_gradients", None) or () if v is not None]
+
+
+def optimizer_values_in_hdf5(path: str) -> list[Any]:
+    """Return the optimizer state in a model's .h5 file, in the order of `optimizer.variables`; [] if none."""
+    with h5py.File(path, "r") as file:
+        if "optimizer_weights" not in file:
+            return []
+        return [np.array(value) for value in load_optimizer_weights_from_hdf5_group(file)]
 
 
 def velocities(optimizer: Any) -> list[Any] | None:

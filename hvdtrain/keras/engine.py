@@ -200,9 +200,7 @@ def _tensor(value: Any) -> tf.Tensor:
 
 def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
     if tensor.shape.rank == 0:
-        raise UsageError(
-            f"{what}: give at least one dimension, such as [{what}_value], not a scalar"
-        )
+        raise UsageError(f"{what}: give at least one dimension, such as [value], not a scalar")
     return tensor
 
 

@@ -5,12 +5,15 @@ Saving needs nothing: a model whose optimizer is distributed saves as if it were
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.compat import optimizer_values_in_hdf5
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.optimizer import DistributedOptimizer
 
@@ -38,12 +41,36 @@ def load_model(
         The model; compiled, if it was when it was saved.
 
     Raises:
-        UsageError: `legacy_opts`.
+        UsageError: `legacy_opts`; an optimizer's state that does not fit the model.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers, leave legacy_opts out")
     own = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
-    model = keras.saving.load_model(filepath, custom_objects=own | dict(custom_objects or {}))
-    if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+    path = os.fspath(filepath)
+    model = keras.saving.load_model(path, custom_objects=own | dict(custom_objects or {}))
+    if getattr(model, "optimizer", None) is None:
+        return model
+    if path.endswith((".h5", ".hdf5")):
+        model.optimizer = _with_state(model, path)
+    DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _with_state(model: keras.Model, path: str) -> Any:
+    """Return the model's optimizer with its state in the .h5 file, which Keras 3.15 does not restore.
+
+    It builds the optimizer for no variables, so a new one is built.
+    """
+    optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
+    optimizer.build(model.trainable_variables)
+    values = optimizer_values_in_hdf5(path)
+    if not values:
+        return optimizer
+    shapes = [tuple(v.shape) for v in optimizer.variables]
+    if shapes != [np.shape(value) for value in values]:
+        raise UsageError(
+            f"{path}: the optimizer state in the file does not fit {type(optimizer).__name__} for this model"
+        )
+    for variable, value in zip(optimizer.variables, values, strict=True):
+        variable.assign(value)
+    return optimizer
