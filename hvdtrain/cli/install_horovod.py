@@ -3,7 +3,9 @@
 import os
 import signal
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
@@ -27,29 +29,30 @@ def install_horovod(
     """
     from hvdtrain.install import build
     from hvdtrain.install.cache import cache_folder
-    from hvdtrain.install.probe import survey
+    from hvdtrain.install.probe import missing_tools, survey
     from hvdtrain.install.recipe import recipe_for
 
     if system_mpi and without_mpi:
         raise click.UsageError("--system-mpi and --without-mpi exclude each other.")
-    found = survey(
-        gpu=gpu,
-        system_mpi=system_mpi,
-        without_mpi=without_mpi,
-        cache=cache_folder(os.environ),
-        temporary=Path(tempfile.gettempdir()),
-    )
+    found = survey(gpu=gpu, system_mpi=system_mpi, without_mpi=without_mpi)
+    tools = missing_tools(cache_folder(os.environ), Path(tempfile.gettempdir()))
     if isinstance(found, list):
-        raise HvdtrainError("\n  ".join(["Horovod cannot be built here:", *found]))
+        _cannot_build(found + tools)
     wanted = recipe_for(found)
     if dry_run:
         click.echo(build.dry_run(wanted))
         return
+    if tools and build.needs_build(wanted, force):
+        _cannot_build(tools)
     # The build runs in a session of its own and is ended on the way out: SIGTERM must take that way too.
     signal.signal(signal.SIGTERM, _leave)
     changed = build.install(wanted, force=force, say=click.echo)
     state = "is installed and works" if changed else "is already installed"
     click.echo(f"Horovod {build.recipe.HOROVOD_VERSION} {state} ({wanted.key}).")
+
+
+def _cannot_build(missing: Sequence[str]) -> NoReturn:
+    raise HvdtrainError("\n  ".join(["Horovod cannot be built here:", *missing]))
 
 
 def _leave(*_: object) -> None:

@@ -40,6 +40,16 @@ def key_of_direct_url(text: str) -> str | None:
     return PurePosixPath(unquote(urlparse(url).path)).parent.name or None
 
 
+def needs_build(wanted: Recipe, force: bool) -> bool:
+    """Neither installed nor in the cache."""
+    if force:
+        return True
+    return (
+        installed_key() != wanted.key
+        and WheelCache(cache_folder(os.environ)).find(wanted.key) is None
+    )
+
+
 def install(wanted: Recipe, *, force: bool, say: Say) -> bool:
     """Bring the installed Horovod to `wanted`. True if anything was installed.
 

@@ -77,31 +77,31 @@ class Survey:
     cuda: Cuda | None
 
 
-def survey(
-    *, gpu: bool, system_mpi: bool, without_mpi: bool, cache: Path, temporary: Path
-) -> Survey | list[Missing]:
-    """Look for all that the build needs; the list of everything that is missing if anything is."""
+def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[Missing]:
+    """What Horovod is to be built for; the list of everything that is missing if anything is."""
     tensorflow = find_tensorflow(gpu)
     mpi = None if without_mpi else find_mpi(system_mpi)
     cuda = find_cuda(os.environ) if gpu else None
-    site_packages = Path(sysconfig.get_path("platlib"))
-    missing = [
+    found = [
         check_python(sys.version_info[:2]),
         check_pip(),
         tensorflow,
-        check_compiler(),
-        check_make(),
         mpi,
         cuda,
-        check_writable(site_packages),
-        *check_space((temporary, cache, site_packages), BUILD_BYTES),
+        check_writable(Path(sysconfig.get_path("platlib"))),
     ]
-    problems = [item for item in missing if isinstance(item, Missing)]
+    problems = [item for item in found if isinstance(item, Missing)]
     if problems:
         return problems
     assert isinstance(tensorflow, TensorFlow)
     assert not isinstance(mpi, Missing) and not isinstance(cuda, Missing)
     return Survey(tensorflow, mpi, cuda)
+
+
+def missing_tools(cache: Path, temporary: Path) -> list[Missing]:
+    """What else a build needs. A wheel from the cache needs none of it."""
+    found = [check_compiler(), check_make(), *check_space((temporary, cache), BUILD_BYTES)]
+    return [item for item in found if item is not None]
 
 
 def check_python(version: tuple[int, ...]) -> Missing | None:

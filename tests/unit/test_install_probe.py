@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,8 +10,10 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.install import probe
+from hvdtrain.install import build, probe
+from hvdtrain.install.cache import WheelCache
 from hvdtrain.install.probe import Missing, Mpi, TensorFlow
+from hvdtrain.install.recipe import recipe_for
 
 
 @pytest.fixture
@@ -67,11 +70,36 @@ def test_everything_missing_is_listed_at_once(
     assert result.exit_code == 1
     first, *lines = result.output.splitlines()
     assert first == "Error: Horovod cannot be built here:"
-    starts = ["TensorFlow is not installed", "No C++ compiler", "No make", "No MPI", "--gpu needs"]
+    starts = ["TensorFlow is not installed", "No MPI", "--gpu needs", "No C++ compiler", "No make"]
     assert len(lines) == len(starts)
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(f"  {start}")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("in_cache", "exit_code"), [(True, 0), (False, 1)])
+def test_wheel_from_the_cache_needs_no_compiler(
+    programs: Callable[..., Path],
+    distributions: Callable[[dict[str, str]], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_cache: bool,
+    exit_code: int,
+) -> None:
+    programs(mpicxx="", mpirun="mpirun (Open MPI) 4.1.4")
+    distributions({"tensorflow-cpu": "2.21.0"})
+    monkeypatch.setenv("HVDTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(build, "installed_key", lambda: None)
+    monkeypatch.setattr(build, "install", lambda *_, **__: True)
+    survey = probe.survey(gpu=False, system_mpi=False, without_mpi=False)
+    assert isinstance(survey, probe.Survey)
+    if in_cache:
+        (tmp_path / "horovod.whl").write_bytes(b"wheel")
+        WheelCache(tmp_path).keep(recipe_for(survey).key, tmp_path / "horovod.whl")
+    result = CliRunner().invoke(main, ["install-horovod"])
+    assert result.exit_code == exit_code
+    assert ("No C++ compiler" in result.output) is not in_cache
 
 
 def test_system_mpi_and_without_mpi_exclude_each_other() -> None:
