@@ -181,7 +181,8 @@ def _same_kind(group: list[int], ready: dict[int, Gradient]) -> list[list[int]]:
     kinds: dict[Any, list[int]] = {}
     for place in group:
         gradient = ready[place]
-        kind = place if isinstance(gradient, tf.IndexedSlices) else gradient.dtype
+        # Names, for TensorFlow's dtypes equal small integers.
+        kind = str(place) if isinstance(gradient, tf.IndexedSlices) else gradient.dtype.name
         kinds.setdefault(kind, []).append(place)
     return list(kinds.values())
 

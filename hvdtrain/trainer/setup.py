@@ -8,7 +8,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
@@ -77,7 +76,8 @@ def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[A
     """Return ((x, y, sample_weight), validation data): the last `fraction` of the arrays, before shuffling."""
     if isinstance(x, tuple) and y is None:
         x, y, sample_weight = (*x, None, None)[:3]
-    return validation_split(x, y, sample_weight, fraction)
+    train, validation = validation_split(x, y, sample_weight, fraction)
+    return (*train, None, None)[:3], validation
 
 
 def check_reduction(reduction: Reduction) -> None:
@@ -97,7 +97,7 @@ def check_reduction(reduction: Reduction) -> None:
 def symbolic_data(element: Any, examples: int) -> Any:
     """Return Keras's symbolic tensors for `examples` examples like `element` (see Source)."""
     if isinstance(element, Spec):
-        text = element.dtype == "string" or np.dtype(element.dtype).kind in "USO"
+        text = element.dtype.startswith(("str", "bytes", "object"))
         return keras.KerasTensor((examples, *element.shape), "string" if text else element.dtype)
     if isinstance(element, dict):
         return {key: symbolic_data(item, examples) for key, item in element.items()}

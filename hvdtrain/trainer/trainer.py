@@ -404,7 +404,9 @@ class Trainer:
 
     def _check_run_dir(self) -> None:
         """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
-        mine = self._run_dir.complaint() if self._run_dir is not None and self.rank.is_first else None
+        mine = (
+            self._run_dir.complaint() if self._run_dir is not None and self.rank.is_first else None
+        )
         complaint = exchange(mine, "run_dir")[0]
         if complaint is not None:
             raise UsageError(complaint)

@@ -94,7 +94,11 @@ def test_backup_and_restore(results: Results) -> None:
 def test_run_dir(results: Results, folder: Path) -> None:
     ranks = results.of("case_run_dir")
     run_dir = folder / "runs" / "one"
-    assert sorted(p.name for p in run_dir.iterdir()) == ["config.json", "metrics.csv", "model.keras"]
+    assert sorted(p.name for p in run_dir.iterdir()) == [
+        "config.json",
+        "metrics.csv",
+        "model.keras",
+    ]
     config = json.loads((run_dir / "config.json").read_text())
     assert config["workers"] == 2
     assert config["global_batch_size"] == 6

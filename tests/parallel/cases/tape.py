@@ -66,27 +66,24 @@ def case_equals_one_process() -> dict[str, float]:
 
 
 def case_structures() -> dict[str, Any]:
-    """Sources in a dict of lists, a watched tensor, one that the target does not need."""
-    found: dict[str, Any] = {}
-    for graph in (True, False):
-        a, b = tf.Variable([1.0, 2.0]), keras.Variable([3.0])
-        idle = tf.Variable(1.0)
+    return {str(graph): structured(graph) for graph in (True, False)}
 
-        def step() -> Any:
-            given = tf.constant([1.0, 1.0])
-            with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
-                tape.watch(given)
-                target = tf.reduce_sum(a * given) * float(RANK + 1) + b.value[0] * float(RANK)
-            return tape.gradient(target, {"x": [a, b], "tensor": given, "idle": idle})
 
-        got = (tf.function(step) if graph else step)()
-        found[str(graph)] = [
-            got["x"][0].numpy().tolist(),
-            got["x"][1].numpy().tolist(),
-            got["tensor"].numpy().tolist(),
-            got["idle"] is None,
-        ]
-    return found
+def structured(graph: bool) -> list[Any]:
+    """Gradients of sources in a dict of lists, of a watched tensor, of one that the target lacks."""
+    a, b = tf.Variable([1.0, 2.0]), keras.Variable([3.0])
+    idle = tf.Variable(1.0)
+
+    def step() -> Any:
+        given = tf.constant([1.0, 1.0])
+        with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+            tape.watch(given)
+            target = tf.reduce_sum(a * given) * float(RANK + 1) + b.value[0] * float(RANK)
+        return tape.gradient(target, {"x": [a, b], "tensor": given, "idle": idle})
+
+    got = (tf.function(step) if graph else step)()
+    gradients = [*got["x"], got["tensor"]]
+    return [*(g.numpy().tolist() for g in gradients), got["idle"] is None]
 
 
 def case_persistent_and_twice() -> dict[str, Any]:

@@ -83,7 +83,9 @@ def case_writers() -> dict[str, Any]:
     folder = FOLDER / f"rank{RANK}"
     callbacks = [
         keras.callbacks.ModelCheckpoint(folder / "best.keras", save_best_only=True),
-        keras.callbacks.ModelCheckpoint(folder / "step.weights.h5", save_weights_only=True, save_freq=4),
+        keras.callbacks.ModelCheckpoint(
+            folder / "step.weights.h5", save_weights_only=True, save_freq=4
+        ),
         keras.callbacks.TensorBoard(folder / "board", update_freq=2),
         keras.callbacks.CSVLogger(folder / "log.csv"),
     ]
@@ -91,7 +93,11 @@ def case_writers() -> dict[str, Any]:
     trained = trainer()
     history = fit(trained, callbacks, epochs=3)
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
-    return {"files": [n for n in names if "events" not in n], "boards": len(names), "history": history}
+    return {
+        "files": [n for n in names if "events" not in n],
+        "boards": len(names),
+        "history": history,
+    }
 
 
 def case_stop_on_one_rank() -> dict[str, Any]:
@@ -194,7 +200,10 @@ def case_learning_rate() -> dict[str, Any]:
         fit(trained, [record], epochs=1)
         found[f"warm-up {scaling}"] = record.rates
     decay = optimizers.schedules.ExponentialDecay(0.1, 3, 0.5)
-    for name, kwargs in (("scale", {"learning_rate_scaling": "linear"}), ("warm", {"warmup_epochs": 1})):
+    for name, kwargs in (
+        ("scale", {"learning_rate_scaling": "linear"}),
+        ("warm", {"warmup_epochs": 1}),
+    ):
         try:
             trainer(optimizers.SGD(decay), **kwargs)
         except hvdtrain.UsageError as error:

@@ -315,9 +315,9 @@ def case_shuffled() -> float:
 
 def vectors() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(8)
-    return rng.normal(size=(EXAMPLES, 3)).astype("float32"), rng.normal(
-        size=(EXAMPLES, 1)
-    ).astype("float32")
+    return rng.normal(size=(EXAMPLES, 3)).astype("float32"), rng.normal(size=(EXAMPLES, 1)).astype(
+        "float32"
+    )
 
 
 def vector_model() -> keras.Model:
@@ -366,9 +366,7 @@ def case_sources() -> dict[str, Any]:
             )
         else:
             model, wanted = one_process(vector_model, momentum(), data, fit, {"loss": "mse"})
-        trainer = hvdtrain.Trainer(
-            vector_model, momentum(), "mse", global_batch_size=BATCH, seed=1
-        )
+        trainer = hvdtrain.Trainer(vector_model, momentum(), "mse", global_batch_size=BATCH, seed=1)
         history = trainer.fit(
             source(), **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | fit
         ).history

@@ -1,0 +1,168 @@
+"""What the reduction decides before anything travels: options, groups, names, fingerprints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+
+import keras
+import tensorflow as tf
+
+import hvdtrain.keras as hvd
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.compression import BF16Compressor
+from hvdtrain.keras.names import InstanceName, in_this_graph, variables_name
+from hvdtrain.keras.reduction import GradientReducer, Reduction
+from hvdtrain.keras.variables import (
+    broadcast_global_variables,
+    check_replicas,
+    fingerprints,
+    replicated_variables,
+    trained_variables,
+)
+
+SGD = keras.optimizers.SGD
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> None:
+    hvd.init()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"op": hvd.Max}, "op: use Average, Sum or Adasum"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
+        ({"groups": 0}, "groups=0"),
+        ({"groups": "all"}, "a positive number or a list of lists"),
+        ({"op": hvd.Adasum, "groups": 2}, "groups do not work with op=Adasum"),
+        ({"op": hvd.Adasum, "compression": hvd.Compression.bf16}, "bf16 does not work"),
+        ({"backward_passes_per_step": 0}, "give 1 or more"),
+    ],
+)
+def test_options_that_exclude_each_other(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        hvd.DistributedOptimizer(SGD(), **arguments)
+
+
+def test_what_cannot_be_wrapped() -> None:
+    with pytest.raises(UsageError, match="not str"):
+        hvd.DistributedOptimizer("sgd")
+    with pytest.raises(UsageError, match="not both"):
+        hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
+    with pytest.raises(UsageError, match="has no weights yet"):
+        hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))
+    with pytest.raises(UsageError, match=r"not a keras\.layers\.Layer"):
+        hvd.PartialDistributedOptimizer(SGD(), local_layers=[3])
+
+
+def test_num_groups_is_an_older_name() -> None:
+    with pytest.warns(DeprecationWarning, match="groups"):
+        optimizer = hvd.DistributedOptimizer(SGD(), num_groups=3)
+    assert optimizer.hvdtrain_reducer.reduction.groups == 3
+
+
+def grouped(groups: Any, variables: list[Any], dtypes: list[Any] | None = None) -> list[list[int]]:
+    reducer = GradientReducer(Reduction(groups=groups))
+    dtypes = dtypes or [tf.float32] * len(variables)
+    gradients = {i: tf.zeros([1], dtype) for i, dtype in enumerate(dtypes)}
+    return list(reducer._groups(list(gradients), variables, gradients))
+
+
+def test_groups() -> None:
+    v = [tf.Variable([0.0]) for _ in range(5)]
+    assert grouped(None, v) == [[0], [1], [2], [3], [4]]
+    assert grouped(2, v) == [[0, 1, 2], [3, 4]]
+    assert grouped(9, v) == [[0], [1], [2], [3], [4]]
+    assert grouped([[v[4], v[0]], [v[2]]], v) == [[0, 4], [1], [2], [3]]
+    half = [tf.float32, tf.float16, tf.float32, tf.float32, tf.float16]
+    assert grouped(1, v, half) == [[0, 2, 3], [1, 4]]
+
+
+def test_sparse_gradients_go_alone() -> None:
+    v = [tf.Variable([0.0]) for _ in range(3)]
+    slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
+    gradients = {0: tf.zeros([1]), 1: slices, 2: tf.zeros([1])}
+    reducer = GradientReducer(Reduction(groups=1))
+    assert list(reducer._groups([0, 1, 2], v, gradients)) == [[0, 2], [1]]
+
+
+def test_names_count_uses_not_objects() -> None:
+    first, never_used, second = (InstanceName("x") for _ in range(3))
+    del never_used
+    number = int(first(()).rsplit("_", 1)[1])
+    assert second(()) == f"hvdtrain_x_{number + 1}"
+    assert first(()) == f"hvdtrain_x_{number}"
+
+
+def test_names_of_variables() -> None:
+    a, b = tf.Variable(0.0), keras.Variable(0.0)
+    assert variables_name([a, b]) == variables_name([a, b.value])
+    assert variables_name([a, b]) != variables_name([b, a])
+    assert variables_name([a, tf.constant(1.0)]) == variables_name([a, tf.constant(2.0)])
+
+
+def test_names_in_a_graph() -> None:
+    assert in_this_graph("p") == in_this_graph("p") == "p"
+    for _ in range(2):
+        with tf.Graph().as_default():
+            assert [in_this_graph("p") for _ in range(3)] == ["p", "p_again1", "p_again2"]
+
+
+def test_bf16_rounds_and_leaves_integers() -> None:
+    values = tf.constant([1.0, 1.0 + 2.0**-9, 3.0e38, float("inf"), -0.0])
+    bits, dtype = BF16Compressor.compress(values)
+    assert bits.dtype == tf.uint16
+    back = BF16Compressor.decompress(bits, dtype).numpy()
+    assert back == pytest.approx(values.numpy(), rel=2.0**-8)
+    whole = tf.constant([1, 2])
+    assert BF16Compressor.decompress(*BF16Compressor.compress(whole)) is whole
+
+
+def test_fingerprints_see_every_bit() -> None:
+    values = np.random.default_rng(0).normal(size=1000).astype("float32")
+    flipped = values.copy()
+    flipped.view("uint32")[777] ^= 1
+    kept, other, same = fingerprints([tf.Variable(v) for v in (values, flipped, values)])
+    assert (kept == same).all()
+    assert (kept != other).any()
+    mixed = [tf.Variable(v) for v in (True, 3, tf.zeros([0]), tf.cast(1, tf.bfloat16))]
+    assert fingerprints(mixed).shape == (4, 8)
+    assert fingerprints([]).shape == (0, 8)
+
+
+def test_which_variables_are_replicated() -> None:
+    layers = keras.layers
+    normalization, dense = layers.BatchNormalization(), layers.Dense(1)
+    model = keras.Sequential([layers.Input((2,)), layers.Dropout(0.1), normalization, dense])
+    optimizer = hvd.DistributedOptimizer(SGD(momentum=0.9), backward_passes_per_step=2)
+    model.compile(optimizer, "mse")
+    optimizer.build(model.trainable_variables)
+    optimizer.register_local_var(dense.bias)
+
+    def ids(variables: list[Any]) -> set[int]:
+        return {id(v) for v in variables}
+
+    replicated = ids(replicated_variables(model, local=[dense.bias]))
+    assert id(normalization.moving_mean) in replicated
+    assert id(optimizer.variables[0]) in replicated  # iterations
+    assert id(optimizer.momentums[0]) in replicated
+    assert id(dense.bias) not in replicated
+    assert id(optimizer.momentums[-1]) not in replicated  # the local variable's
+    assert not replicated & ids(optimizer._accumulated_gradients)
+    assert not replicated & ids([model.layers[0].seed_generator.state])
+    trained = ids(trained_variables(model))
+    assert id(normalization.moving_mean) not in trained
+    assert id(dense.kernel) in trained
+    assert id(dense.bias) not in trained
+    check_replicas(model)  # alone: nothing to compare
+
+
+def test_broadcast_global_variables_says_what_to_use() -> None:
+    with pytest.raises(UsageError, match="broadcast_variables"):
+        broadcast_global_variables(0)

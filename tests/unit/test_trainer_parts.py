@@ -1,0 +1,259 @@
+"""The Trainer's pure parts, in one process."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+
+import keras
+import tensorflow as tf
+from keras import callbacks as kc
+
+import hvdtrain
+from hvdtrain import agreement
+from hvdtrain.data import make_source
+from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.metrics import check_additive, read_state, write_state
+from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
+from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
+from hvdtrain.trainer.progress import resolve_verbose
+from hvdtrain.trainer.run_dir import RunDir
+from hvdtrain.trainer.setup import (
+    build_model,
+    compile_arguments,
+    evaluation_source,
+    symbolic_data,
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> None:
+    hvdtrain.init()
+
+
+def small() -> keras.Model:
+    return keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
+
+
+# The learning rate.
+
+
+@pytest.mark.parametrize(
+    ("scaling", "workers", "rate"),
+    [("none", 8, 0.1), ("linear", 8, 0.8), ("sqrt", 4, 0.2), ("linear", 1, 0.1)],
+)
+def test_scaling(scaling: str, workers: int, rate: float) -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    scale_learning_rate(optimizer, scaling, workers)
+    assert float(optimizer.learning_rate) == pytest.approx(rate)
+
+
+def test_warm_up_ends_at_the_rate_and_leaves_it_alone() -> None:
+    model = small()
+    model.compile(keras.optimizers.SGD(0.4))
+    warm_up = WarmUp(0.1, epochs=1.5, steps_per_epoch=2)
+    warm_up.set_model(model)
+    warm_up.on_train_begin()
+    rates = []
+    for step in range(5):
+        warm_up.on_train_batch_begin(step)
+        rates.append(float(model.optimizer.learning_rate))
+        if step == 3:  # somebody else's change afterwards stays
+            model.optimizer.learning_rate = 0.05
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.4, 0.05])
+
+
+# Callbacks.
+
+
+class OnEpochs(kc.Callback):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        pass
+
+
+class OnBatches(kc.Callback):
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "needs"),
+    [
+        (OnEpochs(), False),
+        (OnBatches(), True),
+        (kc.EarlyStopping(), False),
+        (kc.TerminateOnNaN(), True),
+        (kc.LambdaCallback(on_epoch_end=lambda epoch, logs: None), False),
+        (kc.LambdaCallback(on_train_batch_begin=lambda batch, logs: None), True),
+        (kc.ModelCheckpoint("m.keras"), False),
+        (kc.ModelCheckpoint("m.keras", save_freq=5), True),
+        (kc.TensorBoard("board", update_freq=1), False),
+        (WarmUp(0.1, 1, 1), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_which_callbacks_need_global_batches(callback: kc.Callback, needs: bool) -> None:
+    assert need_global_batches([kc.History(), callback]) is needs
+
+
+def test_writers_run_on_rank_0_alone() -> None:
+    class Named(kc.ModelCheckpoint):
+        pass
+
+    everywhere = [kc.EarlyStopping(), OnBatches()]
+    writers = [Named("m.keras"), kc.CSVLogger("log.csv"), kc.BackupAndRestore("backup")]
+    assert on_this_rank([*everywhere, *writers], is_first=True) == [*everywhere, *writers]
+    assert on_this_rank([*writers, *everywhere], is_first=False) == everywhere
+
+
+def test_only_rank_0_is_verbose() -> None:
+    assert resolve_verbose(1, is_first=False) == 0
+    assert resolve_verbose("auto", is_first=True) == 2  # pytest's output is no terminal
+    assert resolve_verbose(0, is_first=True) == 0
+
+
+# run_dir.
+
+
+def test_run_dir(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "a" / "b")
+    assert run_dir.complaint() is None
+    run_dir.write_config({"seed": 1, "path": Path("x")})
+    row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "learning_rate": 0.1}
+    run_dir.append_metrics({"epoch": 1, "loss": 0.25}, ["epoch", "loss", "val_loss"])
+    run_dir.append_metrics(row, ["another"])
+    assert run_dir.complaint() is None
+    assert "holds another run" in str(RunDir(tmp_path / "a" / "b").complaint())
+    with (run_dir.path / "metrics.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == [
+            {"epoch": "1", "loss": "0.25", "val_loss": ""},
+            {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
+        ]
+    assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
+    run_dir.save_model(small())
+    assert sorted(p.name for p in run_dir.path.iterdir()) == [
+        "config.json",
+        "metrics.csv",
+        "model.keras",
+    ]
+
+
+# What the user gave.
+
+
+def test_model() -> None:
+    model = small()
+    assert build_model(model, None) is model
+    with pytest.raises(UsageError, match="built with 'float32': pass a function"):
+        build_model(model, "mixed_bfloat16")
+    with pytest.raises(UsageError, match=r"or a function that builds one, not int"):
+        build_model(3, None)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="returned int"):
+        build_model(lambda: 3, None)  # type: ignore[arg-type, return-value]
+    try:
+        built = build_model(small, "mixed_bfloat16")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert built.layers[-1].compute_dtype == "bfloat16"
+
+
+def test_compile_arguments() -> None:
+    model = small()
+    model.compile(keras.optimizers.Adam(), "mse", metrics=["mae"])
+    kept = compile_arguments(model, None, None, None, None, None)
+    assert kept["optimizer"] is model.optimizer
+    assert (kept["loss"], kept["metrics"]) == ("mse", ["mae"])
+    assert compile_arguments(model, "sgd", "mae", None, None, None)["loss"] == "mae"
+    assert isinstance(
+        compile_arguments(small(), None, "mse", None, None, None)["optimizer"],
+        keras.optimizers.RMSprop,
+    )
+    with pytest.raises(UsageError, match="'sdg'"):
+        compile_arguments(model, "sdg", None, None, None, None)
+
+
+def test_symbolic_data() -> None:
+    x = {"a": np.zeros((5, 3)), "b": [np.array(["x"] * 5), np.zeros((5, 2, 2), "int8")]}
+    data = symbolic_data(make_source(x, np.zeros(5), **BATCHES).element, 4)
+    assert [type(part) for part in data] == [dict, keras.KerasTensor]
+    leaves = [data[0]["a"], *data[0]["b"], data[1]]
+    assert [(leaf.shape, leaf.dtype) for leaf in leaves] == [
+        ((4, 3), "float32"),
+        ((4,), "string"),
+        ((4, 2, 2), "int8"),
+        ((4,), "float32"),
+    ]
+    words = tf.data.Dataset.from_tensor_slices(["a", "b"]).batch(2)
+    assert symbolic_data(make_source(words, **BATCHES).element, 1)[0].dtype == "string"
+
+
+BATCHES: dict[str, Any] = {"global_batch_size": 4, "shuffle": False, "seed": 0}
+
+
+@pytest.mark.parametrize(("steps", "examples"), [(None, 10), (2, 8), (3, 10), (9, 10)])
+def test_evaluation_counts_no_example_twice(steps: int | None, examples: int) -> None:
+    source = make_source(np.zeros((10, 1)), steps_per_epoch=steps, **BATCHES)
+    shares = list(evaluation_source(source).epoch(0, 0, 1))
+    assert sum(share.examples for share in shares) == examples
+
+
+def test_evaluation_of_a_stream_begins_anew() -> None:
+    data = tf.data.Dataset.range(100).batch(4)
+    source = make_source(data, steps_per_epoch=2, **BATCHES)
+    assert [s.data[0].tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [s.data[0].tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [s.data[0][0] for s in source.epoch(1, 0, 1)] == [8, 12]
+
+
+def test_an_iterator_goes_on_where_it_was() -> None:
+    source = make_source((np.full((4, 1), i) for i in range(9)), steps_per_epoch=2, **BATCHES)
+    assert source.element
+    assert [int(s.data[0][0, 0]) for s in source.epoch(0, 0, 1)] == [0, 1]
+    assert [int(s.data[0][0, 0]) for s in source.epoch(0, 0, 1)] == [2, 3]
+
+
+# Metrics.
+
+
+def test_state_of_metrics_goes_there_and_back() -> None:
+    metrics = [keras.metrics.MeanSquaredError(), keras.metrics.AUC()]
+    check_additive(metrics)
+    for metric in metrics:
+        metric.update_state([0, 1, 1], [0.2, 0.4, 0.9])
+    state, results = read_state(metrics), [float(m.result()) for m in metrics]
+    for metric in metrics:
+        metric.update_state([0, 1], [1.0, 0.0])
+    assert [float(m.result()) for m in metrics] != results
+    write_state(metrics, state)
+    assert [float(m.result()) for m in metrics] == results
+    with pytest.raises(UsageError, match="not zero"):
+        check_additive(metrics)
+
+
+# Agreement.
+
+
+def test_require_equal_names_what_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = [{"steps": 5}, {"steps": 5}, {"steps": 6, "extra": "x" * 500}]
+    monkeypatch.setattr(agreement, "exchange", lambda value, name: everyone)
+    with pytest.raises(ReplicaError) as error:
+        agreement.require_equal(everyone[0], "training")
+    assert "extra is missing on rank 0 and" in str(error.value)
+    assert "on rank 2" in str(error.value)
+    assert len(str(error.value)) < 600
+    everyone[2] = {"steps": 6}
+    with pytest.raises(ReplicaError, match="before training: steps is 5 on rank 0 and 6 on rank 2"):
+        agreement.require_equal(everyone[0], "training")
+
+
+def test_exchange_alone() -> None:
+    assert agreement.exchange({"a": [1, 2]}, "x") == [{"a": [1, 2]}]
+    assert agreement.any_rank(True, "x") is True
+    assert agreement.any_rank(False, "x") is False
