@@ -1,0 +1,79 @@
+"""A Horovod script for Keras, right on Keras 3: only its import is hvdtrain's. No Trainer.
+
+    python scripts/horovod_style.py                     one worker
+    hvdtrain run -np 2 scripts/horovod_style.py         two workers
+    horovodrun -np 2 python scripts/horovod_style.py    the same with Horovod's own launcher
+
+Data: the 1,797 handwritten digits of 8x8 pixels that scikit-learn ships; a fifth is held out.
+"""
+
+import argparse
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from keras import layers
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+
+import hvdtrain.keras as hvd  # was: import horovod.tensorflow.keras as hvd
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=30, help="[30]")
+    parser.add_argument("--checkpoint", type=Path, help="keep the newest model in this .keras file")
+    options = parser.parse_args()
+
+    # One process a GPU.
+    hvd.init()
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus:
+        tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
+
+    # Each rank reads all of the data in another order, and makes its part of the steps.
+    keras.utils.set_random_seed(hvd.rank())
+    x, y = load_digits(return_X_y=True)
+    x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)
+    x, xv, y, yv = train_test_split(x, y, test_size=0.2, stratify=y, random_state=0)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).repeat().shuffle(len(x)).batch(32)
+
+    model = keras.Sequential(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+    # A batch of 32 on every rank: with their number grows the global batch, and so the rate.
+    rate = 1e-3 * hvd.size()
+    model.compile(
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(rate)),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(0),
+        hvd.callbacks.MetricAverageCallback(),
+        hvd.callbacks.LearningRateWarmupCallback(initial_lr=rate, warmup_epochs=3),
+    ]
+    if options.checkpoint and hvd.rank() == 0:
+        callbacks.append(keras.callbacks.ModelCheckpoint(options.checkpoint))
+    history = model.fit(
+        batches,
+        steps_per_epoch=len(x) // 32 // hvd.size(),
+        epochs=options.epochs,
+        validation_data=(xv, yv),
+        callbacks=callbacks,
+        verbose=2 if hvd.rank() == 0 else 0,
+    )
+    if hvd.rank() == 0:
+        print(f"validation accuracy {history.history['val_accuracy'][-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()

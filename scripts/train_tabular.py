@@ -1,0 +1,56 @@
+"""Train a small network on a table of 1,048,576 rows and 10 columns, held in memory as NumPy arrays.
+
+python scripts/train_tabular.py                     one worker
+hvdtrain run -np 2 scripts/train_tabular.py         two workers
+horovodrun -np 2 python scripts/train_tabular.py    the same with Horovod's own launcher
+"""
+
+import argparse
+
+import keras
+import numpy as np
+from keras import layers
+
+import hvdtrain
+
+
+def make_table(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return x of shape (rows, 10) and y (rows, 1): 1 where a linear part and two products are positive."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((rows, 10), dtype=np.float32)
+    score = x @ np.linspace(-1, 1, 10, dtype=np.float32) + x[:, 0] * x[:, 1] + x[:, 2] * x[:, 3]
+    return x, (score > 0).astype("float32")[:, np.newaxis]
+
+
+def build_model() -> keras.Model:
+    return keras.Sequential(
+        [layers.Input((10,)), layers.Dense(64, activation="relu"), layers.Dense(1)]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1_048_576, help="[1048576]")
+    parser.add_argument("--epochs", type=int, default=5, help="[5]")
+    parser.add_argument("--batch-size", type=int, default=4096, help="of all workers [4096]")
+    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    options = parser.parse_args()
+
+    rank = hvdtrain.init(options.seed)
+    x, y = make_table(options.rows, options.seed)
+    trainer = hvdtrain.Trainer(
+        build_model,
+        optimizer=keras.optimizers.SGD(0.2),
+        loss=keras.losses.BinaryCrossentropy(from_logits=True),
+        metrics=[keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)],
+        global_batch_size=options.batch_size,
+        seed=options.seed,
+    )
+    history = trainer.fit(x, y, validation_split=0.125, epochs=options.epochs).history
+    if rank.is_first:
+        print(f"validation loss {history['val_loss'][-1]:.4f}")
+        print(f"validation accuracy {history['val_accuracy'][-1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
