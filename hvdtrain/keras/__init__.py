@@ -3,8 +3,8 @@
 The same names, arguments and meaning, right on Keras 3. With Keras 2 (TF_USE_LEGACY_KERAS=1 and tf-keras),
 where Horovod's own module works, its names are handed over as they are.
 
-Beyond Horovod: `Compression.bf16`, `check_replicas`, `broadcast_variables` of Keras variables, `SyncBatchNormalization`,
-`DistributedGradientTape` and the `PartialDistributed...` of both.
+Beyond Horovod: `Compression.bf16`, `check_replicas`, `broadcast_variables` of Keras variables,
+`SyncBatchNormalization`, `DistributedGradientTape` and the `PartialDistributed...` of both.
 """
 
 from hvdtrain.keras.legacy import horovod_names, uses_legacy_keras
@@ -15,6 +15,7 @@ if uses_legacy_keras():
 else:
     load_horovod()  # or one clear error
     from hvdtrain.keras import callbacks as callbacks
+    from hvdtrain.keras import elastic as elastic
     from hvdtrain.keras.compression import Compression as Compression
     from hvdtrain.keras.engine import *  # noqa: F403 - Horovod's collectives and queries
     from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer

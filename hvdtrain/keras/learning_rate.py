@@ -109,6 +109,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self._correct(new / old)
 
     def _correct(self, factor: float) -> None:
+        if not self.model.optimizer.built:
+            return  # No velocity yet.
         if self._scale_velocities is None:
             self._scale_velocities = _scaling_of(_velocities(self.model.optimizer))
         self._scale_velocities(tf.constant(factor))
@@ -117,7 +119,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs (same paper).
 
-    After b batches of an epoch, rate = initial_lr / size * (1 + (size - 1) * (epoch + (b + 1) / steps) / warmup_epochs).
+    In batch b (from 0) of an epoch the rate is
+    initial_lr / size * (1 + (size - 1) * (epoch + (b + 1) / steps_per_epoch) / warmup_epochs).
 
     Args:
         initial_lr: rate at the end, usually the rate of one worker times the number of workers.

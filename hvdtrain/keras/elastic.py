@@ -1,0 +1,218 @@
+"""Elastic training with Keras: workers may come and go while the state of the training goes on.
+
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        model.fit(..., epochs=epochs - state.epoch, callbacks=[
+            hvd.elastic.CommitStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.UpdateEpochStateCallback(state),
+        ])
+
+    train(state)
+
+Start with `horovodrun --min-np ... --host-discovery-script ...`; Gloo only. Unlike Horovod's, whose KerasState does not
+work with Keras 3: numbers given to KerasState travel as JSON, never pickled; an error that is not Horovod's is
+raised, where Horovod's `run` may swallow it and return None; and the training step is traced anew for a new number of
+workers, which is a constant inside it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError
+
+from hvdtrain.agreement import exchange
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.compat import is_built
+from hvdtrain.keras.statistics import fold_rank_into_seeds
+from hvdtrain.keras.variables import (
+    broadcast_variables,
+    replicated_variables,
+    seed_variables,
+    tf_variable,
+    unique,
+)
+from hvdtrain.runtime import start_horovod
+
+_HOROVOD = ("horovod", "hvdtrain_")
+"""One of these is in the message of every failed collective: Horovod's text, its operation or our name for it."""
+
+
+class KerasState(ObjectState):
+    """The state of a training: a model, its optimizer, and numbers such as batch and epoch.
+
+    Args:
+        model: a built model.
+        optimizer: default the one that the model was compiled with.
+        kwargs: attributes to keep, anything that JSON can hold.
+
+    Raises:
+        UsageError: the model is not built, or has no optimizer.
+    """
+
+    def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
+        if not is_built(model):
+            raise UsageError(
+                "KerasState: build the model first, model.build(input_shape) or call it on a batch"
+            )
+        self.model = model
+        self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
+        if self.optimizer is None:
+            raise UsageError("KerasState: compile the model or give an optimizer")
+        if not self.optimizer.built:
+            self.optimizer.build(model.trainable_variables)
+        self._values = self._read()
+        super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
+
+    def save(self) -> None:
+        """Keep the present state, to return to after a failure."""
+        self._values = self._read()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the state that was kept last."""
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all workers the state of rank 0. A collective."""
+        with_seeds = [
+            *replicated_variables(self.model, self.optimizer),
+            *seed_variables(self.model),
+        ]
+        with _horovod_errors():
+            broadcast_variables(with_seeds)
+            fold_rank_into_seeds(self.model, hvd.rank())
+            self._values = self._read()
+            super().sync()
+
+    def reset(self) -> None:
+        """Forget the compiled steps, for another number of workers."""
+        self.model.train_function = self.model.test_function = None
+
+    def _variables(self) -> list[tf.Variable]:
+        return [tf_variable(v) for v in unique([*self.model.variables, *self.optimizer.variables])]
+
+    def _read(self) -> list[np.ndarray]:
+        return [np.array(v.numpy()) for v in self._variables()]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `func(state, ...)` run again from the last commit whenever workers have come or gone.
+
+    Args:
+        func: trains; its first argument is a KerasState (or another state of Horovod's).
+    """
+
+    @functools.wraps(func)
+    def attempt(state: Any, *args: Any, **kwargs: Any) -> Any:
+        with _horovod_errors():
+            return func(state, *args, **kwargs)
+
+    return run_fn(attempt, _reset)
+
+
+class CommitStateCallback(keras.callbacks.Callback):
+    """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch."""
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self.batches_remaining = batches_per_commit
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        # Workers that joined count from here, so all do.
+        self.batches_remaining = self.batches_per_commit
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.batches_remaining -= 1
+        if self.batches_remaining == 0:
+            self.state.commit()
+            self.batches_remaining = self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.commit()
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):
+    """Keeps the number of the present batch in `state.batch`; 0 between epochs.
+
+    Put it before CommitStateCallback. A callback cannot shorten an epoch of Keras 3: to leave out batches
+    that were trained before a reset, give fit `steps_per_epoch` less `state.batch`.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.batch = batch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.batch = 0
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):
+    """Keeps the number of finished epochs, over all resets, in `state.epoch`; fit counts from 0 after each.
+
+    Put it before CommitStateCallback.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.initial_epoch = state.epoch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.initial_epoch = self.state.epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.state.epoch = self.initial_epoch + epoch + 1
+
+
+@contextmanager
+def _horovod_errors() -> Iterator[None]:
+    """Turn the TensorFlow error of a failed collective into HorovodInternalError, which means: try again."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if is_horovods(error):
+            raise HorovodInternalError(error) from error
+        raise
+
+
+def is_horovods(error: tf.errors.OpError) -> bool:
+    """Whether a failed collective raised `error`."""
+    text = error.message.lower()
+    return any(word in text for word in _HOROVOD)
+
+
+def _from_first_rank(obj: Any) -> Any:
+    return exchange(obj if hvd.rank() == 0 else None, "state")[0]
+
+
+def _reset() -> None:
+    hvd.shutdown()
+    start_horovod()
+
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "run",
+]
