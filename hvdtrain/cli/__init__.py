@@ -54,9 +54,8 @@ class CommandTable(click.Group):
         try:
             return super().invoke(ctx)
         except HvdtrainError as error:
-            failure = click.ClickException(str(error))
-            failure.exit_code = error.exit_code
-            raise failure from error
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
 
 
 def _hint(name: str) -> str:

@@ -1,0 +1,90 @@
+"""One worker of an elastic Keras training is killed; the other goes on from the last commit."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+from launch import ROOT, program, run_command
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.elastic import KerasState, run
+
+STEPS_OF_TWO = 4  # 64 examples, 2 workers, batches of 8
+STEPS_OF_ONE = 8
+
+
+def test_a_killed_worker(tmp_path: Path) -> None:
+    # Two names of this machine, for a failure puts the whole host on the black list.
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    events = tmp_path / "events"
+    command = [program("horovodrun"), "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    command += ["--host-discovery-script", str(hosts), "--network-interfaces", "lo"]
+    script = ROOT / "tests" / "parallel" / "elastic_training.py"
+    ended = run_command([*command, sys.executable, str(script), str(events)], timeout=120)
+    found: list[dict[str, Any]] = [json.loads(line) for line in events.read_text().splitlines()]
+    starts = [event for event in found if event["what"] == "trains" and event["size"] == 2]
+    assert len(starts) == 2, ended.output
+    assert starts[0]["bits"] == starts[1]["bits"]
+    assert [event["host"] for event in found if event["what"] == "dies"] == ["127.0.0.1"]
+    (again,) = (event for event in found if event["what"] == "trains" and event["size"] == 1)
+    assert (again["epoch"], again["iterations"]) == (2, 2 * STEPS_OF_TWO)
+    (end,) = (event for event in found if event["what"] == "finished")
+    assert (end["size"], end["epoch"]) == (1, 6)
+    assert end["iterations"] == 2 * STEPS_OF_TWO + 4 * STEPS_OF_ONE
+
+
+class Attempts:
+    """A state that only counts."""
+
+    restored = 0
+
+    def restore(self) -> None:
+        self.restored += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def test_only_horovods_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.keras.elastic._reset", lambda: None)
+    monkeypatch.setattr("horovod.common.elastic.notification_manager", Attempts())
+    errors = [
+        tf.errors.UnknownError(None, None, "Horovod has been shut down."),
+        tf.errors.UnknownError(None, None, "{{node hvdtrain_gradient_0_1}} Connection reset"),
+        HorovodInternalError("gone"),
+    ]
+    state = Attempts()
+
+    @run
+    def train(state: Attempts) -> str:
+        if errors:
+            raise errors.pop()
+        return "finished"
+
+    assert train(state) == "finished"
+    assert state.restored == 3
+    errors.append(tf.errors.UnknownError(None, None, "disk is full"))
+    with pytest.raises(tf.errors.UnknownError, match="disk is full"):
+        train(state)
+
+
+def test_save_and_restore() -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=False)
+    state = KerasState(model, batch=3)
+    before = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    model.fit([[1.0, 2.0]], [[1.0]], verbose=0)
+    state.batch = 7
+    state.restore()
+    after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    assert state.batch == 3
+    with pytest.raises(UsageError, match="build the model first"):
+        KerasState(keras.Sequential([keras.layers.Dense(1)]))
