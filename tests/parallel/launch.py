@@ -128,10 +128,18 @@ def launch(
         horovodrun: start with horovodrun over MPI as well. By default MPI ranks start with mpirun,
             which horovodrun turns into after the 6 s in which it finds out what was built.
     """
+    arguments = [*launcher(np, controller, horovodrun), *command]
+    return run_command(arguments, env=env, timeout=timeout)
+
+
+def run_command(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 240
+) -> Launched:
+    """Run `command` once, in the environment of ranks; fail the test if it outlasts `timeout`."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         job = subprocess.Popen(
-            launcher(np, controller, horovodrun) + list(command),
+            command,
             env=_environment(env or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
@@ -80,7 +81,7 @@ def test_save_and_restore() -> None:
     model.compile("adam", "mse", jit_compile=False)
     state = KerasState(model, batch=3)
     before = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
-    model.fit([[1.0, 2.0]], [[1.0]], verbose=0)
+    model.fit(np.ones((1, 2)), np.ones((1, 1)), verbose=0)
     state.batch = 7
     state.restore()
     after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
