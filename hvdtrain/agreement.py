@@ -45,13 +45,16 @@ def require_equal(facts: dict[str, Any], what: str, name: str = "facts") -> None
     everyone = exchange(facts, name)
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
-        for key in sorted(first.keys() | theirs.keys()):
-            if first.get(key) != theirs.get(key):
-                raise ReplicaError(
-                    f"The ranks disagree before {what}: {key} is {_short(first.get(key))} on rank 0 and "
-                    f"{_short(theirs.get(key))} on rank {rank}. Every rank must run the same script with the same "
-                    "arguments and data; hvdtrain itself gives each its share."
-                )
+        differing = [
+            f"{key} is {_short(first.get(key))} on rank 0 and {_short(theirs.get(key))} on rank {rank}"
+            for key in sorted(first.keys() | theirs.keys())
+            if first.get(key) != theirs.get(key)
+        ]
+        if differing:
+            raise ReplicaError(
+                f"The ranks disagree before {what}: {'; '.join(differing)}. Every rank must run the same script with "
+                "the same arguments and data; hvdtrain itself gives each its share."
+            )
 
 
 def any_rank(flag: bool, name: str) -> bool:

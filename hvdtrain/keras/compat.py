@@ -172,7 +172,7 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
     optimizer = model.optimizer
     handed_out: list[tuple[Any, Any]] = []
 
-    @tf.function(jit_compile=True, reduce_retracing=True, autograph=False)
+    @tf.function(jit_compile=True, autograph=False)
     def forward_and_backward(data: Any) -> Any:
         handed_out.clear()
 
@@ -242,6 +242,11 @@ def has_loss(model: keras.Model) -> bool:
         for name in ("train_step", "compute_loss")
     )
     return own or model._compile_loss is not None or bool(model.losses)
+
+
+def metric_names(model: keras.Model) -> list[str]:
+    """Return the names under which a built model's losses and metrics stand in the logs."""
+    return list(model.get_metrics_result())
 
 
 def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -76,7 +76,7 @@ class _Distributed:
     def __reduce__(self) -> tuple[Any, ...]:
         # Keras pickles and copies through a file, which holds the plain optimizer: without this a
         # copy (copy.deepcopy) would not be distributed, and not say so.
-        _, (file,) = super().__reduce__()  # type: ignore[misc]
+        _, (file,) = super().__reduce__()  # type: ignore[str-unpack]
         return _distributed_copy, (file, self.hvdtrain_reduction)
 
     @property

@@ -19,6 +19,13 @@ from hvdtrain.trainer.losses import make_exact
 Logs = dict[str, Any]
 
 
+def _of_size(step: Callable[[Any], Any], examples: int) -> Callable[[Any], Any]:
+    def sized(leaf: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(leaf, [examples, *leaf.shape[1:]])
+
+    return lambda data: step(tf.nest.map_structure(sized, data))
+
+
 class Steps:
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
@@ -50,7 +57,19 @@ class Steps:
     def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if self._model.run_eagerly:
             return step
-        return tf.function(step, reduce_retracing=True, autograph=False)
+        compiled: dict[int, Callable[[Any], Any]] = {}
+
+        def run(data: Any) -> Any:
+            # A function for each number of examples, of which a share has few: Keras weighs the losses of
+            # several outputs by the number only if it is known while tracing.
+            examples = int(tf.nest.flatten(data)[0].shape[0])
+            if examples not in compiled:
+                compiled[examples] = tf.function(
+                    _of_size(step, examples), reduce_retracing=True, autograph=False
+                )
+            return compiled[examples](data)
+
+        return run
 
     def train(self, share: Share) -> Logs:
         """Train on `share`; return this rank's logs so far in the epoch, as scalar tensors."""

@@ -36,7 +36,14 @@ from hvdtrain.keras.variables import (
     tf_variable,
     trained_variables,
 )
-from hvdtrain.metrics import average_logs, check_additive, merge_state, read_state, write_state
+from hvdtrain.metrics import (
+    average_logs,
+    check_additive,
+    merge_state,
+    read_state,
+    state_variables,
+    write_state,
+)
 from hvdtrain.runtime import engine_errors, init
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
 from hvdtrain.trainer.gather import gather_predictions
@@ -370,7 +377,10 @@ class Trainer:
             optimizer.build(self.model.trainable_variables)
         built = {
             "the model's variables": [[list(v.shape), str(v.dtype)] for v in self.model.variables],
-            "the metrics": [m.name for m in self.model.metrics],
+            "the metrics": compat.metric_names(self.model),
+            "the states of the metrics": [
+                list(tf_variable(v).shape) for v in state_variables(self.model.metrics)
+            ],
         }
         require_equal(built, what, "model")
         self._broadcast()

@@ -247,6 +247,7 @@ def test_require_equal_names_what_and_who(monkeypatch: pytest.MonkeyPatch) -> No
         agreement.require_equal(everyone[0], "training")
     assert "extra is missing on rank 0 and" in str(error.value)
     assert "on rank 2" in str(error.value)
+    assert "; steps is 5 on rank 0 and 6 on rank 2" in str(error.value)
     assert len(str(error.value)) < 600
     everyone[2] = {"steps": 6}
     with pytest.raises(ReplicaError, match="before training: steps is 5 on rank 0 and 6 on rank 2"):

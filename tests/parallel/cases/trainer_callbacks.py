@@ -236,6 +236,9 @@ class Lowest(keras.metrics.Metric):
     def result(self) -> Any:
         return self.lowest
 
+    def reset_state(self) -> None:
+        self.lowest.assign(1e9)
+
 
 def case_metric_that_cannot_be_merged() -> str:
     try:
