@@ -21,7 +21,7 @@ import hvdtrain.keras as hvd  # was: import horovod.tensorflow.keras as hvd
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=30, help="[30]")
+    parser.add_argument("--epochs", type=int, default=40, help="[40]")
     parser.add_argument("--checkpoint", type=Path, help="keep the newest model in this .keras file")
     options = parser.parse_args()
 

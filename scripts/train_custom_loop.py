@@ -10,7 +10,6 @@ Data: the 1,797 handwritten digits of 8x8 pixels that scikit-learn ships; a fift
 import argparse
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers
 from sklearn.datasets import load_digits
@@ -37,7 +36,7 @@ def build_model() -> keras.Model:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=30, help="[30]")
+    parser.add_argument("--epochs", type=int, default=40, help="[40]")
     parser.add_argument("--batch-size", type=int, default=32, help="of all workers [32]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()

@@ -19,7 +19,7 @@ from keras import layers
 import hvdtrain
 
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-DIGITS = {"epochs": 30, "batch_size": 32, "learning_rate": 2e-3}
+DIGITS = {"epochs": 40, "batch_size": 32, "learning_rate": 2e-3}
 MNIST = {"epochs": 5, "batch_size": 128, "learning_rate": 1e-3}
 Data = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
@@ -70,7 +70,7 @@ def load_npz(path: str) -> Data:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=load_npz, metavar="FILE", help="mnist.npz [digits]")
-    parser.add_argument("--epochs", type=int, help="[30; MNIST 5]")
+    parser.add_argument("--epochs", type=int, help="[40; MNIST 5]")
     parser.add_argument("--batch-size", type=int, help="of all workers together [32; MNIST 128]")
     parser.add_argument("--learning-rate", type=float, help="of Adam [0.002; MNIST 0.001]")
     parser.add_argument("--run-dir", type=Path, help="keep metrics and the model here [nowhere]")

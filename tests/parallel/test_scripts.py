@@ -1,0 +1,125 @@
+"""The scripts that users copy: alone, under `hvdtrain run` and under plain horovodrun."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from launch import ROOT, program
+
+SCRIPTS = ROOT / "scripts"
+SECONDS = 240
+
+
+def run(*command: str | Path) -> str:
+    """Run a command as a user does in the clone; return what it printed on standard output."""
+    foreign = ("HOROVOD_", "HVDTRAIN_", "OMPI_", "OMP_", "TF_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+    job = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=environment
+        | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def alone(script: str, *arguments: str | Path) -> str:
+    return run(sys.executable, SCRIPTS / script, *arguments)
+
+
+def hvdtrain_run(folder: Path, script: str, *arguments: str | Path, controller: str = "mpi") -> str:
+    options = ["-np", "2", "--controller", controller, "--log-dir", folder / "logs"]
+    return run(sys.executable, "-m", "hvdtrain.cli", "run", *options, SCRIPTS / script, *arguments)
+
+
+def horovodrun(script: str, *arguments: str | Path, controller: str = "mpi") -> str:
+    command = [program("horovodrun"), "-np", "2", f"--{controller}"]
+    return run(*command, sys.executable, SCRIPTS / script, *arguments)
+
+
+def values(output: str, name: str) -> list[float]:
+    """Return the numbers behind `name` in what a script printed."""
+    return [float(found) for found in re.findall(rf"\b{name} (\d+\.\d+)", output)]
+
+
+def accuracy(output: str) -> float:
+    """Return the accuracy that a script ends with; only one rank may say it."""
+    (found,) = values(output, "validation accuracy")
+    return found
+
+
+def history(run_dir: Path) -> dict[str, list[float]]:
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def test_digits_to_97_percent_and_two_workers_are_one(tmp_path: Path) -> None:
+    two = hvdtrain_run(tmp_path, "train_mnist.py", "--run-dir", tmp_path / "two")
+    assert accuracy(two) >= 0.97
+    one = alone("train_mnist.py", "--epochs", "3", "--run-dir", tmp_path / "one")
+    ones, twos = history(tmp_path / "one"), history(tmp_path / "two")
+    assert accuracy(one) == pytest.approx(ones["val_accuracy"][-1], abs=5e-4)
+    for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+        assert twos[name][:3] == pytest.approx(ones[name], rel=1e-3), name
+    assert keras.saving.load_model(tmp_path / "two" / "model.keras").count_params() > 0
+
+
+def test_mnist_file_under_horovodrun_over_gloo(tmp_path: Path) -> None:
+    """Bright squares in one of ten places stand for digits: they can be learnt in three epochs."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 10, 640)
+    x = rng.integers(0, 64, (640, 28, 28), dtype=np.uint8)
+    for image, label in zip(x, y, strict=True):
+        image[label // 5 * 14 :, label % 5 * 5 :][:10, :5] = 255
+    arrays = {"x_train": x[:512], "y_train": y[:512], "x_test": x[512:], "y_test": y[512:]}
+    np.savez_compressed(tmp_path / "mnist.npz", **arrays)
+    data = ("--data", tmp_path / "mnist.npz", "--epochs", "3", "--batch-size", "32")
+    assert accuracy(horovodrun("train_mnist.py", *data, controller="gloo")) >= 0.95
+
+
+def test_table_and_two_workers_are_one(tmp_path: Path) -> None:
+    short = ("--rows", "131072", "--epochs", "3", "--batch-size", "1000")
+    one = alone("train_tabular.py", *short)
+    two = hvdtrain_run(tmp_path, "train_tabular.py", *short)
+    assert accuracy(two) >= 0.95
+    assert accuracy(two) == pytest.approx(accuracy(one), abs=1e-3)
+    losses = values(one, "validation loss")
+    assert len(losses) == 1
+    assert values(two, "validation loss") == pytest.approx(losses, rel=1e-3)
+
+
+def test_own_loop_and_two_workers_are_one(tmp_path: Path) -> None:
+    one = alone("train_custom_loop.py", "--epochs", "3")
+    two = hvdtrain_run(tmp_path, "train_custom_loop.py", controller="gloo")
+    assert accuracy(two) >= 0.97
+    losses = values(one, "validation loss")
+    assert len(losses) == 3
+    assert values(two, "validation loss")[:3] == pytest.approx(losses, rel=1e-3)
+
+
+def test_horovod_style_under_horovodrun(tmp_path: Path) -> None:
+    file = tmp_path / "model.keras"
+    assert accuracy(horovodrun("horovod_style.py", "--checkpoint", file)) >= 0.96
+    assert keras.saving.load_model(file).count_params() > 0
+
+
+def test_horovod_style_alone() -> None:
+    assert accuracy(alone("horovod_style.py", "--epochs", "6")) >= 0.9
