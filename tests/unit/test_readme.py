@@ -1,0 +1,137 @@
+"""What the README says is there and works: commands, options, code, paths and names."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hvdtrain.cli import main
+from hvdtrain.environment import STALL_SHUTDOWN_SECONDS
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
+WORDS = sorted(set(re.findall(r"`([^`\n]+)`", PROSE)))
+# Commands that change the machine, or that CI runs itself.
+NOT_HERE = ("./scripts/quickstart.sh", "./scripts/test.sh", "pip", "horovodrun")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """The words of every command; comments are left out."""
+    lines = "".join(blocks("sh")).splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def long_options(command: click.Command) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (option for option in parameter.opts if option.startswith("--"))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from long_options(found)
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_two_commands_are_there_and_ci_runs_the_second() -> None:
+    assert commands()[:2] == [["./scripts/quickstart.sh"], ["./scripts/test.sh"]]
+    for (script,) in commands()[:2]:
+        assert os.access(ROOT / script, os.X_OK)
+    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", commands(), ids=shlex.join)
+def test_command(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *rest = command
+    if program in NOT_HERE or command == ["python", "train.py"]:  # the latter: see test_example
+        return
+    assert program == "hvdtrain"
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    # What a command would do: run has a flag for it, others show that they know their options.
+    arguments = [rest[0], "--dry-run", *rest[1:]] if rest[0] == "run" else [*rest, "--help"]
+    result = CliRunner().invoke(main, arguments, prog_name="hvdtrain")
+    assert result.exit_code == 0, result.output
+    if rest[0] == "run":
+        printed = shlex.split(result.output)
+        assert any(word.endswith("horovodrun") for word in printed)
+        assert "train.py" in printed
+
+
+def test_extras_are_there() -> None:
+    extras = set(re.findall(r"^(\w+) =$", (ROOT / "setup.cfg").read_text(), re.MULTILINE))
+    named = re.findall(r"\.\[([\w,]+)\]", TEXT)
+    assert named
+    assert {extra for names in named for extra in names.split(",")} <= extras
+
+
+def test_example(tmp_path: Path) -> None:
+    """The Trainer example does what its comments say, in one process."""
+    (example,) = blocks("python")
+    (tmp_path / "train.py").write_text(example.replace("epochs=10", "epochs=1"))
+    command = [sys.executable, "train.py"]
+    job = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode == 0, job.stderr
+    assert re.search(r"'accuracy': 0\.\d+", job.stdout)
+    (comment,) = re.findall(r"run_dir=.*# (.*)", example)
+    written = sorted(path.name for path in (tmp_path / "runs" / "digits").iterdir())
+    assert written == sorted(comment.split(", "))
+
+
+def test_moving_a_script_changes_one_import() -> None:
+    (change,) = blocks("diff")
+    assert [line[0] for line in change.splitlines()] == ["-", "+"]
+    exec(change.splitlines()[1][1:], {})
+
+
+@pytest.mark.parametrize("word", [w for w in WORDS if "/" in w and " " not in w])
+def test_path(word: str) -> None:
+    assert (ROOT / word).exists()
+
+
+@pytest.mark.parametrize("word", [w for w in WORDS if re.fullmatch(r"hvdtrain(\.\w+)+", w)])
+def test_name(word: str) -> None:
+    module, _, name = word.rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_options() -> None:
+    known = set(long_options(main))
+    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
+    assert named >= {"--dry-run", "--gpu"}
+    unknown = named - known - set(re.findall(r"--[a-z-]+", setup))
+    assert unknown == {"--epochs"}  # of the user's script
+
+
+def test_figures() -> None:
+    assert f"wait {STALL_SHUTDOWN_SECONDS} s for another" in TEXT
+
+
+def test_every_training_script_and_folder_is_named() -> None:
+    for script in (ROOT / "scripts").glob("*.py"):
+        assert f"`scripts/{script.name}`" in TEXT
+    packages = [path.parent for path in (ROOT / "hvdtrain").glob("*/__init__.py")]
+    assert packages
+    for package in packages:
+        assert f"`hvdtrain/{package.name}/`" in TEXT
