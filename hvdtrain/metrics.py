@@ -34,7 +34,7 @@ def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
         for variable in metric.variables:
             if _aggregation(variable) == "sum" and np.any(tf_variable(variable).numpy()):
                 raise UsageError(
-                    f"Metric {metric.name!r} starts from a state that is not zero ({variable.path}), so the states "
+                    f"The metric state {variable.path!r} starts from a value that is not zero, so the states "
                     "of several workers cannot be added up. Create the variable with aggregation='mean' "
                     "or 'only_first_replica', or compute the metric with trainer.predict."
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,4 +47,8 @@ def gather_predictions(outputs: Iterable[tuple[Share, Any]]) -> Any:
 def _gathered(rows: np.ndarray, name: str) -> np.ndarray:
     if hvd.size() == 1:
         return rows
-    return hvd.allgather(tf.constant(rows), name=f"hvdtrain_predictions_{name}").numpy()
+    # As bytes: Horovod does not know every type, bfloat16 for one.
+    width = rows.dtype.itemsize * math.prod(rows.shape[1:])
+    bits = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), width)
+    gathered = hvd.allgather(tf.constant(bits), name=f"hvdtrain_predictions_{name}").numpy()
+    return gathered.view(rows.dtype).reshape(-1, *rows.shape[1:])

@@ -19,6 +19,15 @@ from hvdtrain.trainer.losses import make_exact
 Logs = dict[str, Any]
 
 
+def _require_jit(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if not layer.supports_jit:
+            raise UsageError(
+                f"jit_compile=True does not work with layer {layer.name!r} ({type(layer).__name__}), which XLA "
+                "cannot compile. Leave jit_compile out"
+            )
+
+
 def _of_size(step: Callable[[Any], Any], examples: int) -> Callable[[Any], Any]:
     def sized(leaf: tf.Tensor) -> tf.Tensor:
         return tf.ensure_shape(leaf, [examples, *leaf.shape[1:]])
@@ -41,13 +50,13 @@ class Steps:
         if self._weighted:
             make_exact(model, reducer)
             reducer.share_is_in_loss = compat.wraps_own_steps(model)
-        for layer in model._flatten_layers():
-            if self._weighted and model.jit_compile and not layer.supports_jit:
-                raise UsageError(
-                    f"jit_compile=True does not work with layer {layer.name!r} ({type(layer).__name__}), which XLA "
-                    "cannot compile. Leave jit_compile out"
-                )
-            if self._weighted and hasattr(layer, "share_weight"):
+        self._synchronized = [
+            layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
+        ]
+        if self._weighted:
+            if model.jit_compile:
+                _require_jit(model)
+            for layer in self._synchronized:
                 layer.share_weight = self._share
         train = compat.split_train_step(model) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
@@ -100,8 +109,10 @@ class Steps:
         """Take part in the collectives on a filler example, then forget what it did to this rank's state."""
         metrics = self._model.metrics
         before = read_state(metrics)
-        metric = {id(tf_variable(v)) for v in self._model.metrics_variables}
-        kept = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in metric]
+        # The statistics of synchronized layers are those of the other ranks' examples: they count.
+        synchronized = [v for layer in self._synchronized for v in layer.non_trainable_variables]
+        counted = {id(tf_variable(v)) for v in [*self._model.metrics_variables, *synchronized]}
+        kept = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in counted]
         values = [tf_variable(v).numpy() for v in kept]
         logs = step(share.data)
         write_state(metrics, before)

@@ -140,5 +140,5 @@ def test_progress_is_shown_on_rank_0(results: Results) -> None:
 
 def test_metric_that_cannot_be_merged(results: Results) -> None:
     for message in results.of("case_metric_that_cannot_be_merged"):
-        assert "'lowest'" in message
+        assert "'lowest/lowest'" in message
         assert "added up" in message

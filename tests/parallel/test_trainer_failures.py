@@ -42,9 +42,9 @@ def test_drift(results: Results, case: str, variable: str, when: str) -> None:
 DISAGREEMENTS = {
     "input shape": "the shape and dtype of an example",
     "examples": "the number of examples is 40 on rank 0 and 32 on rank 1",
-    "steps": "is 5 on rank 0 and 4 on rank 1",
+    "steps": "the number of steps in an epoch is 5 on rank 0 and 4 on rank 1",
     "dtype": "the shape and dtype of an example",
-    "metrics": "the metrics",
+    "metrics": 'the metrics is ["loss", "mae"] on rank 0 and ["loss"] on rank 1',
     "model": "the model's variables",
     "layers": "the model's variables",
     "batch size": "global_batch_size is 8 on rank 0 and 4 on rank 1",
