@@ -16,6 +16,7 @@ from typing import Any
 from hvdtrain.environment import STALL_DEFAULTS
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.rank_environment import rank_environment
+from hvdtrain.scheduling import schedule_promptly, threads_of_this_process
 
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",
@@ -69,7 +70,9 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     if hvd.is_initialized():
         return
     os.environ.update(engine_environment(os.environ))
+    before = threads_of_this_process()
     hvd.init(*args, **kwargs)
+    schedule_promptly(threads_of_this_process() - before)
 
 
 def init(seed: int | None = None) -> Rank:

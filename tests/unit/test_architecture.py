@@ -14,7 +14,7 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
 LAUNCH = {"launch"}
-GROUND = {"errors", "environment", "failure", "rank_environment"}
+GROUND = {"errors", "environment", "failure", "rank_environment", "scheduling"}
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
     "keras": {"runtime", "agreement"},
