@@ -1,4 +1,4 @@
-"""N workers equal one: Trainer on 1, 2 and 3 ranks against plain Keras with the whole global batch.
+"""N workers equal one: Trainer on 1, 2 (MPI) and 3 ranks (Gloo) against plain Keras with the whole batch.
 
 EXACT is contract 2's limit: 30 steps, of which every sixth has idle ranks. Adam and AdamW are held to the
 same, although they could honestly miss it: they divide by the root of the second moment, so that an entry whose
@@ -26,7 +26,10 @@ def two() -> Results:
 def results(request: pytest.FixtureRequest, two: Results) -> Results:
     if request.param == 2:
         return two
-    return run_cases("trainer_exact", np=request.param, only=SIZES[request.param])
+    controller = "gloo" if request.param == 3 else "mpi"
+    return run_cases(
+        "trainer_exact", np=request.param, controller=controller, only=SIZES[request.param]
+    )
 
 
 def check(found: dict[str, Any], **limits: float) -> None:
