@@ -220,9 +220,12 @@ def _accumulate(optimizer: Any, passes: int) -> None:
         raise UsageError(f"backward_passes_per_step={passes}: give 1 or more")
     if passes == 1:
         return
+    if optimizer.gradient_accumulation_steps == passes:
+        return  # A saved optimizer brings its accumulation with it.
     if optimizer.gradient_accumulation_steps:
         raise UsageError(
-            "Give either the optimizer's gradient_accumulation_steps or backward_passes_per_step, not both"
+            f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}: give one of them"
         )
     if optimizer.built:
         raise UsageError("backward_passes_per_step: wrap the optimizer before it is built or used")
