@@ -50,11 +50,18 @@ def test_options_that_exclude_each_other(arguments: dict[str, Any], says: str) -
         hvd.DistributedOptimizer(SGD(), **arguments)
 
 
+def test_a_saved_optimizer_brings_its_accumulation() -> None:
+    saved = SGD(gradient_accumulation_steps=2)
+    wrapped = hvd.DistributedOptimizer(saved, backward_passes_per_step=2)
+    assert wrapped.gradient_accumulation_steps == 2
+    assert wrapped.hvdtrain_reducer.reduction.postscale_factor == 2.0
+
+
 def test_what_cannot_be_wrapped() -> None:
     with pytest.raises(UsageError, match="not str"):
         hvd.DistributedOptimizer("sgd")
     with pytest.raises(UsageError, match="give one of them"):
-        hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=2)
+        hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=3)
     with pytest.raises(UsageError, match="has no weights yet"):
         hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))
     with pytest.raises(UsageError, match=r"not a keras\.layers\.Layer"):
