@@ -232,7 +232,7 @@ class Trainer:
         source = self._evaluation_source(x, y, sample_weight, steps)
         with engine_errors(self.rank):
             self._prepare(source, "evaluation")
-            return self._evaluate(source)
+            return self._evaluate(source, keras.callbacks.CallbackList(model=self.model))
 
     def predict(self, x: Any, *, steps: int | None = None) -> Any:
         """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank."""
@@ -314,9 +314,8 @@ class Trainer:
         logs = self._epoch_logs(step_logs, share)
         average_statistics(self.model, reducer_of(self.model.optimizer).local_variables)
         if plan.validation is not None and (epoch + 1) % plan.validation_freq == 0:
-            logs |= {
-                f"val_{name}": value for name, value in self._evaluate(plan.validation).items()
-            }
+            found = self._evaluate(plan.validation, callbacks)
+            logs |= {f"val_{name}": value for name, value in found.items()}
         if self._guard:
             check_replicas(self.model, when=f"after epoch {epoch + 1}")
         callbacks.on_epoch_end(epoch, logs)
@@ -324,18 +323,23 @@ class Trainer:
         self._write_metrics(plan, epoch, logs, seconds, rate)
         return logs
 
-    def _evaluate(self, source: Source) -> Logs:
+    def _evaluate(self, source: Source, callbacks: keras.callbacks.CallbackList) -> Logs:
         """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
         assert self.steps is not None
         self.model.reset_metrics()
         check_additive(self.model.metrics)
+        callbacks.on_test_begin()
         step_logs: dict[str, Any] = {}
         share: Share | None = None
-        for share in epoch_shares(source, 0, self.rank):
+        for step, share in enumerate(epoch_shares(source, 0, self.rank)):
+            callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
+            callbacks.on_test_batch_end(step, step_logs)
         if share is None:
             raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
-        return self._epoch_logs(step_logs, share)
+        logs = self._epoch_logs(step_logs, share)
+        callbacks.on_test_end(logs)
+        return logs
 
     # The pieces of that order.
 
