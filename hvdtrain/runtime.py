@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.environment import STALL_DEFAULTS
-from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.rank_environment import rank_environment
+from hvdtrain.errors import EngineError, HvdtrainError, UsageError
+from hvdtrain.rank_environment import available_cores, rank_environment
 from hvdtrain.scheduling import schedule_promptly, threads_of_this_process
 
 _LAUNCHER_VARIABLES = (
@@ -43,11 +43,10 @@ class Rank:
 
 
 def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Horovod's and MPI's environment lacks for a job that neither hangs nor wastes a core."""
-    wanted = dict(STALL_DEFAULTS)
+    """Return what Horovod's and MPI's environment lacks for a job that wastes no core and may run alone."""
     # A rank that waits inside MPI spins; where ranks fill the cores it takes the time from its own
     # computation (measured: a small network trained 1.25 times faster with this on two cores).
-    wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if not any(name in environ for name in _LAUNCHER_VARIABLES):
         # Started alone: no MPI, which could not find its own daemon outside mpirun.
         wanted |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
@@ -65,10 +64,14 @@ def load_horovod() -> Any:
 
 
 def start_horovod(*args: Any, **kwargs: Any) -> None:
-    """Call Horovod's init (same arguments) with `engine_environment`; do nothing if it runs already."""
+    """Call Horovod's init (same arguments) in this rank's environment; do nothing if it runs already.
+
+    TensorFlow reads its threads from the environment with its first operation, so they are shared, too.
+    """
     hvd = load_horovod()
     if hvd.is_initialized():
         return
+    os.environ.update(rank_environment(os.environ, available_cores()))
     os.environ.update(engine_environment(os.environ))
     before = threads_of_this_process()
     hvd.init(*args, **kwargs)
@@ -78,7 +81,8 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
 def init(seed: int | None = None) -> Rank:
     """Make this process a rank of the job: Horovod, GPU, threads and, if given, the seeds.
 
-    Safe to call again. Run without a launcher, the job has one rank.
+    Safe to call again. Run without a launcher, the job has one rank. From here on an uncaught HvdtrainError is
+    one message without a traceback.
 
     Args:
         seed: for Python, NumPy and Keras; the same on all ranks, so that initial weights and shuffles agree.
@@ -87,14 +91,13 @@ def init(seed: int | None = None) -> Rank:
         EngineError: Horovod is not installed or does not load.
         UsageError: fewer GPUs are visible than ranks of this host need.
     """
-    os.environ.update(rank_environment(os.environ, len(os.sched_getaffinity(0))))
+    sys.excepthook = _message_alone
     start_horovod()
     import horovod.tensorflow as hvd
     import keras
 
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     _pin_gpu(rank)
-    _share_threads(rank)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return rank
@@ -126,6 +129,14 @@ def engine_errors(rank: Rank) -> Iterator[None]:
         ) from error
 
 
+def _message_alone(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """sys.excepthook: errors that hvdtrain raises on purpose say all in their message."""
+    if isinstance(error, HvdtrainError):
+        print(f"Error: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def _pin_gpu(rank: Rank) -> None:
     """Let this rank see one GPU, and take its memory as needed."""
     import tensorflow as tf
@@ -151,19 +162,6 @@ def _pin_gpu(rank: Rank) -> None:
         )
     tf.config.set_visible_devices(mine, "GPU")
     tf.config.experimental.set_memory_growth(mine, True)
-
-
-def _share_threads(rank: Rank) -> None:
-    """Divide this host's cores between its ranks, unless somebody chose the threads."""
-    import tensorflow as tf
-
-    threading = tf.config.threading
-    if _context_is_open() or threading.get_intra_op_parallelism_threads():
-        return
-    if "TF_NUM_INTRAOP_THREADS" in os.environ:
-        return
-    share = max(1, len(os.sched_getaffinity(0)) // rank.local_size)
-    threading.set_intra_op_parallelism_threads(share)
 
 
 def _context_is_open() -> bool:

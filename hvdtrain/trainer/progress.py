@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
 import keras
 
+from hvdtrain.environment import TERMINAL
+from hvdtrain.runtime import Rank
 
-def resolve_verbose(verbose: str | int, is_first: bool) -> int:
+
+def resolve_verbose(verbose: str | int, rank: Rank) -> int:
     """Return 0 (silent), 1 (bar) or 2 (one line an epoch); "auto" is a bar on a terminal."""
-    if not is_first:
+    if not rank.is_first:
         return 0
     if verbose == "auto":
-        return 1 if sys.stdout.isatty() else 2
+        # mpirun alone gives ranks a pseudo-terminal, and tears bars apart with its tags.
+        drawn = rank.size == 1 or TERMINAL in os.environ
+        return 1 if drawn and sys.stdout.isatty() else 2
     return int(verbose)
 
 

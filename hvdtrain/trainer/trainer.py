@@ -223,7 +223,7 @@ class Trainer:
             callbacks = [warm_up, *callbacks]
         plan = FitPlan(train, validation, epochs, validation_freq, callbacks)
         with engine_errors(self.rank):
-            return self._fit(plan, initial_epoch, resolve_verbose(verbose, self.rank.is_first))
+            return self._fit(plan, initial_epoch, resolve_verbose(verbose, self.rank))
 
     def evaluate(
         self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None

@@ -21,6 +21,7 @@ from hvdtrain import agreement
 from hvdtrain.data import make_source
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.metrics import check_additive, read_state, write_state
+from hvdtrain.runtime import Rank
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
@@ -114,9 +115,9 @@ def test_writers_run_on_rank_0_alone() -> None:
 
 
 def test_only_rank_0_is_verbose() -> None:
-    assert resolve_verbose(1, is_first=False) == 0
-    assert resolve_verbose("auto", is_first=True) == 2  # pytest's output is no terminal
-    assert resolve_verbose(0, is_first=True) == 0
+    assert resolve_verbose(1, Rank(1, 2, 1, 2)) == 0
+    assert resolve_verbose("auto", Rank(0, 1, 0, 1)) == 2  # pytest's output is no terminal
+    assert resolve_verbose(0, Rank(0, 1, 0, 1)) == 0
 
 
 # run_dir.
