@@ -8,14 +8,15 @@ Three rules keep ranks from waiting for each other for ever:
 
 - A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
   are never used: they differ between ranks as soon as one of them has made an extra layer. See names.py.
-- Inside a tf.function a collective's input goes through PlaceholderWithDefault, which no graph
-  optimiser folds: TensorFlow takes Horovod's operations for pure functions, and would compute the
-  "allreduce" of a constant without any communication.
+- Inside a tf.function a collective's input is made to depend on a variable: TensorFlow takes Horovod's
+  operations for pure functions, and would compute the "allreduce" of a constant once and for all. (It sees
+  through PlaceholderWithDefault.)
 - The output is always an input of the variable's update. TensorFlow drops operations that nothing needs.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -289,7 +290,25 @@ def _through_wire_dtype(
 
 
 def anchored(tensor: tf.Tensor) -> tf.Tensor:
-    """Return `tensor` as something that no graph optimiser takes for a constant."""
+    """Return `tensor` as something that no graph optimiser takes for a constant.
+
+    It is cut from the place on that a variable holds, which is 0: nothing is copied, and only a running step
+    can know what a variable holds.
+    """
     if tf.executing_eagerly():
         return tensor
-    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+    begin = tf.raw_ops.ReadVariableOp(resource=_zero(), dtype=tf.int32)
+    whole = tf.slice(tf.reshape(tensor, [-1]), begin, [-1])
+    return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+
+
+@functools.cache
+def _zero() -> tf.Tensor:
+    """The handle of a variable that is [0], for all graphs of this process.
+
+    A tf.Variable cannot be made in the later calls of a tf.function.
+    """
+    with tf.init_scope(), tf.device("CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[1], shared_name="hvdtrain_zero")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant([0]))
+    return handle
