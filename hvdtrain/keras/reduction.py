@@ -299,7 +299,9 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
         return tensor
     begin = tf.raw_ops.ReadVariableOp(resource=_zero(), dtype=tf.int32)
     whole = tf.slice(tf.reshape(tensor, [-1]), begin, [-1])
-    return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+    result = tf.reshape(whole, tf.shape(tensor))
+    result.set_shape(tensor.shape)
+    return result
 
 
 @functools.cache

@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.scheduling import SLICE_NANOSECONDS, schedule_promptly, threads_of_this_process
+from hvdtrain.runtime import engine_environment
+from hvdtrain.scheduling import (
+    SLICE_NANOSECONDS,
+    kernel_knows_slices,
+    schedule_promptly,
+    threads_of_this_process,
+)
 
-KERNEL = tuple(int(n) for n in platform.release().split(".")[:2])
 
-
-@pytest.mark.skipif(KERNEL < (6, 12), reason="needs Linux 6.12 or newer: older ones know no slices")
+@pytest.mark.skipif(
+    not kernel_knows_slices(platform.release()),
+    reason="needs Linux 6.12 or newer: older ones know no slices",
+)
 def test_a_new_thread_gets_the_short_slice_and_the_others_do_not() -> None:
     before = threads_of_this_process()
     done = threading.Event()
@@ -28,6 +35,31 @@ def test_a_new_thread_gets_the_short_slice_and_the_others_do_not() -> None:
     finally:
         done.set()
         worker.join()
+
+
+def test_kernels() -> None:
+    assert kernel_knows_slices("6.12.0-generic")
+    assert kernel_knows_slices("7.0")
+    assert not kernel_knows_slices("6.11.9")
+    assert not kernel_knows_slices("5.15.0-1051-aws")
+    assert not kernel_knows_slices("unknown")
+
+
+ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}
+
+
+def test_short_cycles_only_where_they_pay() -> None:
+    assert engine_environment(ONE_HOST, "6.12.0")["HOROVOD_CYCLE_TIME"] == "0.3"
+    assert "HOROVOD_CYCLE_TIME" not in engine_environment(ONE_HOST, "6.8.0")
+    two_hosts = {"HOROVOD_LOCAL_SIZE": "2", "HOROVOD_SIZE": "4"}
+    assert "HOROVOD_CYCLE_TIME" not in engine_environment(two_hosts, "6.12.0")
+    chosen = ONE_HOST | {"HOROVOD_CYCLE_TIME": "5"}
+    assert "HOROVOD_CYCLE_TIME" not in engine_environment(chosen, "6.12.0")
+
+
+def test_a_rank_alone_needs_no_mpi() -> None:
+    assert engine_environment({}, "6.8.0")["HOROVOD_CONTROLLER"] == "gloo"
+    assert "HOROVOD_CONTROLLER" not in engine_environment(ONE_HOST, "6.8.0")
 
 
 def test_a_thread_that_has_ended_is_left_out() -> None:
