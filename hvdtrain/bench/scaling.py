@@ -19,6 +19,9 @@ from pathlib import Path
 from hvdtrain.errors import EngineError
 
 ROUNDS = 5
+REPORT = '{"examples_per_second"'
+"""How rank 0's report begins; see throughput.py."""
+
 TIMEOUT_SECONDS = 300
 
 
@@ -80,14 +83,12 @@ def _run(argv: list[str]) -> tuple[float, int]:
     done = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-    lines = [
-        line[line.index('{"rank"') :] for line in done.stdout.splitlines() if '{"rank"' in line
-    ]
-    reports = [json.loads(line) for line in lines]
-    first = next((r for r in reports if r["rank"] == 0), None)
-    if done.returncode or first is None:
+    begin = done.stdout.find(REPORT)
+    if done.returncode or begin < 0:
         last = "\n".join(done.stderr.splitlines()[-15:])
         raise EngineError(
             f"The timing failed (exit code {done.returncode}): {' '.join(argv)}\n{last}"
         )
-    return statistics.median(first["examples_per_second"]), first["size"]
+    # mpirun may put a tag behind the line's end.
+    report, _ = json.JSONDecoder().raw_decode(done.stdout, begin)
+    return statistics.median(report["examples_per_second"]), report["size"]

@@ -1,7 +1,7 @@
 """One rank of a timing: train a network on data in memory and report examples a second.
 
 Started by scaling.py, which pins nothing: each rank takes the core of its local rank, one thread. Prints one
-line of JSON: {"rank", "size", "examples_per_second": [one for each round], "loss"}.
+line of JSON on rank 0: {"examples_per_second": [one for each round], "size", "loss"}.
 
 `plain` is Keras alone, without Horovod in the process; `bare` calls hvd.allreduce on each gradient and
 nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step; `trainer` is the
@@ -31,10 +31,8 @@ def main() -> None:
     rank, size = _start(arguments.way)
     step = _step(arguments.way, arguments.model, arguments.batch_size, rank, size)
     rates, loss = _time(step, arguments.batch_size * size, arguments.rounds)
-    print(
-        json.dumps({"rank": rank, "size": size, "examples_per_second": rates, "loss": loss}),
-        flush=True,
-    )
+    if rank == 0:
+        print(json.dumps({"examples_per_second": rates, "size": size, "loss": loss}), flush=True)
 
 
 def _start(way: str) -> tuple[int, int]:
@@ -42,6 +40,11 @@ def _start(way: str) -> tuple[int, int]:
     if way == "plain":
         rank = local_rank = 0
         size = 1
+    elif way == "bare":
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        rank, size, local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
     else:
         from hvdtrain.runtime import init
 
