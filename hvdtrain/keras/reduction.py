@@ -2,7 +2,9 @@
 
 Each gradient is its own Horovod collective by default, so that it travels as soon as the backward pass has
 made it; Horovod's fusion buffer packs those that are ready together. `groups` makes Horovod wait for whole
-groups instead.
+groups instead. Measured in turns in one job, two ranks on two cores over MPI, ms a step (one collective a
+variable / all in one group / one flat buffer): MNIST's network 8.2 / 8.2 / 8.1, ResNet-20 113 / 111 / 112, six
+dense layers with 21 million parameters 162 / 189 / 190.
 
 Three rules keep ranks from waiting for each other for ever:
 
