@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 from hvdtrain.bench.scaling import Pass, measure
+from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
-from hvdtrain.launch.horovodrun import launch_argv, launch_environment
 from hvdtrain.launch.plan import LaunchPlan
 
 BATCH_SIZES = {"mnist": 64, "resnet20": 32}
@@ -64,8 +64,7 @@ def scaling(
 
     def launch(script: Path, arguments: tuple[str, ...]) -> list[str]:
         plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
-        environment = launch_environment(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-        return launch_argv(plan, engine, environment)
+        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
 
     click.echo(
         f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}"

@@ -11,9 +11,10 @@ import click
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
-from hvdtrain.launch.horovodrun import launch_argv, launch_environment
 from hvdtrain.launch.hosts import Host, parse_hosts, read_hostfile
+from hvdtrain.launch.passing import masked
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.session import View, run_launch
 
@@ -112,13 +113,12 @@ def run(
         stall_shutdown_seconds=stall_shutdown_seconds,
         verbose=verbose,
     )
-    environment = launch_environment(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-    argv = launch_argv(plan, engine, environment)
+    argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
     if dry_run:
-        click.echo(shlex.join(argv))
+        click.echo(shlex.join(masked(argv)))
         return
     if verbose:
-        click.echo(shlex.join(argv), err=True)
+        click.echo(shlex.join(masked(argv)), err=True)
     sys.exit(run_launch(argv, View(log_dir, all_ranks, verbose)))
 
 

@@ -29,11 +29,9 @@ class Engine:
     """An installed Horovod.
 
     Attributes:
-        horovodrun: the argv that starts its launcher.
         built: the controllers that it was built with.
     """
 
-    horovodrun: tuple[str, ...]
     built: frozenset[Controller]
 
 
@@ -46,7 +44,7 @@ def find_engine() -> Engine:
     extension = next(iter(sorted(package.glob("tensorflow/mpi_lib.*so"))), None)
     if extension is None:
         raise EngineError(f"the Horovod in {package} was built without TensorFlow: {INSTALL_HINT}")
-    return Engine(_horovodrun(), built_controllers(extension))
+    return Engine(built_controllers(extension))
 
 
 def built_controllers(extension: Path) -> frozenset[Controller]:
@@ -60,12 +58,6 @@ def built_controllers(extension: Path) -> frozenset[Controller]:
             for controller, signs in _SIGNS.items()
             if any(content.find(sign) >= 0 for sign in signs)
         )
-
-
-def _horovodrun() -> tuple[str, ...]:
-    """horovodrun beside this Python; one elsewhere in PATH may belong to another environment."""
-    script = Path(sys.executable).parent / "horovodrun"
-    return (str(script),) if script.is_file() else (sys.executable, "-m", "horovod.runner.launch")
 
 
 def find_mpirun(path: str | None = None) -> str | None:

@@ -27,6 +27,7 @@ ALLOWED = {
     "install": LAUNCH,
     "bench": LAUNCH | TRAIN,
     "cli": LAUNCH | {"install", "bench"},
+    "start": LAUNCH,
     "worker": set(),
 }
 HEAVY = {"tensorflow", "keras", "horovod", "numpy", "mpi4py"}

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.launch.engine import Engine, built_controllers, choose_controller
-from hvdtrain.launch.horovodrun import launch_argv, launch_environment
+from hvdtrain.launch.command import launch_command
+from hvdtrain.launch.engine import built_controllers, choose_controller
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.variables import EnvVar
 
-ENGINE = Engine(("/venv/bin/horovodrun",), frozenset({"mpi", "gloo"}))
+STARTER = (sys.executable, "-m", "hvdtrain.start.horovodrun")
 
 
 @pytest.fixture
@@ -56,9 +57,9 @@ def test_stalls_may_be_left_alone(script: Path) -> None:
 
 
 def test_the_smallest_command(script: Path) -> None:
-    argv = launch_argv(plan_of(script), ENGINE, {})
+    argv = launch_command(plan_of(script), path="/bin", mpirun=None)
     assert argv == [
-        *("/venv/bin/horovodrun", "-np", "2", "--gloo"),
+        *(*STARTER, "--", "-np", "2", "--gloo"),
         *("--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "50"),
         *(sys.executable, "-m", "hvdtrain.worker", str(script)),
     ]
@@ -78,10 +79,13 @@ def test_the_fullest_command(script: Path) -> None:
         ssh_identity_file=script,
         stall_warning_seconds=5,
         stall_shutdown_seconds=0,
+        env=(EnvVar("A", "1"), EnvVar("B"), EnvVar("C", "x y")),
         verbose=True,
     )
-    assert launch_argv(plan, ENGINE, {"A": "1", "B": "x y"}) == [
-        *("env", "A=1", "B=x y", "/venv/bin/horovodrun", "-np", "3", "--mpi", "-H", "a:1,b:2"),
+    assert launch_command(plan, path="/bin", mpirun="/bin/mpirun") == [
+        *("env", "OMPI_MCA_mpi_yield_when_idle=1", "A=1", "C=x y", *STARTER),
+        *("--env", "A", "--env", "B", "--env", "C", "--"),
+        *("-np", "3", "--mpi", "-H", "a:1,b:2"),
         *("--start-timeout", "60", "--network-interfaces", "eth0,ib0"),
         *("--ssh-port", "2222", "--ssh-identity-file", str(script)),
         *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "0"),
@@ -93,11 +97,11 @@ def test_the_fullest_command(script: Path) -> None:
 def test_mpirun_is_found_without_activating_its_environment(script: Path) -> None:
     plan = plan_of(script, controller="mpi")
     mpirun = "/venv/bin/mpirun"
-    outside = launch_environment(plan, path="/usr/bin:/bin", mpirun=mpirun)
-    inside = launch_environment(plan, path="/venv/bin:/usr/bin", mpirun=mpirun)
-    assert outside["PATH"] == "/venv/bin:/usr/bin:/bin"
-    assert "PATH" not in inside
-    assert launch_environment(plan_of(script), path="/usr/bin", mpirun=mpirun) == {}
+    outside = launch_command(plan, path="/usr/bin:/bin", mpirun=mpirun)
+    inside = launch_command(plan, path="/venv/bin:/usr/bin", mpirun=mpirun)
+    assert "PATH=/venv/bin:/usr/bin:/bin" in outside
+    assert not any(part.startswith("PATH=") for part in inside)
+    assert launch_command(plan_of(script), path="/usr/bin", mpirun=mpirun)[0] == sys.executable
 
 
 def test_what_an_extension_was_built_with(tmp_path: Path) -> None:
