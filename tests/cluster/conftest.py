@@ -11,11 +11,26 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, user_environment
+from namespaces import NamespaceHost, running_hosts
 
 
 @pytest.fixture(params=["mpi", "gloo"])
 def controller(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, NamespaceHost]]:
+    """node1 and node2 are good hosts; locked accepts no key, bare has no Python environment; the
+    name `nowhere` belongs to no host."""
+    with running_hosts(
+        tmp_path_factory.mktemp("hosts"),
+        ["node1", "node2", "locked", "bare"],
+        unreachable=["nowhere"],
+        locked=["locked"],
+        hidden={"bare": Path(sys.prefix)},
+    ) as running:
+        yield running
 
 
 @pytest.fixture
