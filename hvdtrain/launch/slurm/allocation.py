@@ -1,0 +1,154 @@
+"""What a Slurm allocation offers, read from the variables that Slurm sets in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.slurm.nodelist import expand_counts, expand_nodes
+
+_VARIABLES = {
+    "job": "SLURM_JOB_ID",
+    "nodes": "SLURM_JOB_NODELIST",
+    # Set only if the job asked for tasks; TASKS_PER_NODE is always set, without that to the cores.
+    "tasks": "SLURM_NTASKS",
+    "tasks per node": "SLURM_NTASKS_PER_NODE",
+    "layout": "SLURM_TASKS_PER_NODE",
+    "cores": "SLURM_JOB_CPUS_PER_NODE",
+    "cores per task": "SLURM_CPUS_PER_TASK",
+    # As asked for (`a100:4`), then those of the node where the job's script runs.
+    "gpus per node": "SLURM_GPUS_PER_NODE",
+    "gpus here": "SLURM_GPUS_ON_NODE",
+    "restarts": "SLURM_RESTART_COUNT",
+    # Only inside a step (srun).
+    "tasks of step": "SLURM_STEP_NUM_TASKS",
+    # Only on a node of the allocation: salloc may leave the user on a login node.
+    "this node": "SLURMD_NODENAME",
+}
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes that Slurm gave to a job.
+
+    Attributes:
+        job_id: Slurm's number of the job.
+        hosts: the nodes in Slurm's order, each with the ranks that it takes.
+        cores: of each node, in the same order.
+        cores_per_task: if the job asked for it.
+        gpus_per_node: 0 if none are known of.
+        restart_count: how often the job was requeued.
+        this_node: the node where this process runs; None outside of the allocation.
+    """
+
+    job_id: str
+    hosts: tuple[Host, ...]
+    cores: tuple[int, ...]
+    cores_per_task: int | None
+    gpus_per_node: int
+    restart_count: int
+    this_node: str | None
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """The allocation around this process; None outside of Slurm.
+
+    A node takes as many ranks as the job asked for tasks there, else as it has GPUs, else one.
+    Raises UsageError, which names the variable.
+    """
+    job_id = environ.get(_VARIABLES["job"])
+    if job_id is None:
+        return None
+    if (_number(environ, "tasks of step") or 1) > 1:
+        raise UsageError(
+            f"srun started this in {environ[_VARIABLES['tasks of step']]} tasks: start it once, "
+            "without srun; it starts the ranks of the allocation itself"
+        )
+    names = _nodes(environ)
+    gpus = _gpus_per_node(environ)
+    return Allocation(
+        job_id=job_id,
+        hosts=tuple(map(Host, names, _slots(environ, len(names), gpus))),
+        cores=_counts(environ, "cores", len(names)) or (1,) * len(names),
+        cores_per_task=_number(environ, "cores per task"),
+        gpus_per_node=gpus,
+        restart_count=_number(environ, "restarts") or 0,
+        this_node=environ.get(_VARIABLES["this node"]),
+    )
+
+
+def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    text = environ.get(_VARIABLES["nodes"])
+    if text is None:
+        raise UsageError(
+            f"{_VARIABLES['job']} is set but {_VARIABLES['nodes']} is not: this is no complete "
+            f"Slurm environment. Unset {_VARIABLES['job']}, or start inside of a job"
+        )
+    try:
+        return expand_nodes(text)
+    except UsageError as error:
+        raise UsageError(f"{_VARIABLES['nodes']}: {error}") from None
+
+
+def _slots(environ: Mapping[str, str], nodes: int, gpus: int) -> tuple[int, ...]:
+    """Ranks for each node."""
+    tasks = _number(environ, "tasks")
+    each = _number(environ, "tasks per node")
+    if tasks is None and each is None:
+        return (gpus or 1,) * nodes
+    layout = _counts(environ, "layout", nodes)
+    if layout and (tasks is None or sum(layout) == tasks):
+        return layout
+    if each:
+        return (each,) * nodes
+    assert tasks is not None
+    if tasks < nodes:
+        raise UsageError(
+            f"{_VARIABLES['tasks']}={tasks} are fewer tasks than the {nodes} nodes of the job: "
+            "ask for one a node at least, or name the hosts with -H"
+        )
+    return tuple(tasks // nodes + (index < tasks % nodes) for index in range(nodes))
+
+
+def _gpus_per_node(environ: Mapping[str, str]) -> int:
+    """GPUs of each node: `4`, `a100:4` or `a100:2,v100:1`."""
+    text = environ.get(_VARIABLES["gpus per node"])
+    if text is None:
+        return _number(environ, "gpus here") or 0
+    numbers = [re.fullmatch(r"(?:[^:,]*:)*(\d+)", item, re.ASCII) for item in text.split(",")]
+    if not all(numbers):
+        raise _wrong(environ, "gpus per node", "a number, or type:number")
+    return sum(int(match[1]) for match in numbers if match)
+
+
+def _counts(environ: Mapping[str, str], what: str, nodes: int) -> tuple[int, ...] | None:
+    text = environ.get(_VARIABLES[what])
+    if text is None:
+        return None
+    try:
+        counts = expand_counts(text)
+    except UsageError as error:
+        raise UsageError(f"{_VARIABLES[what]}: {error}") from None
+    if len(counts) != nodes:
+        raise UsageError(
+            f"{_VARIABLES[what]}={text} tells of {len(counts)} nodes, but "
+            f"{_VARIABLES['nodes']}={environ[_VARIABLES['nodes']]} names {nodes}"
+        )
+    return counts
+
+
+def _number(environ: Mapping[str, str], what: str) -> int | None:
+    text = environ.get(_VARIABLES[what])
+    if text is None:
+        return None
+    if not re.fullmatch(r"\d+", text, re.ASCII):
+        raise _wrong(environ, what, "a number")
+    return int(text)
+
+
+def _wrong(environ: Mapping[str, str], what: str, expected: str) -> UsageError:
+    name = _VARIABLES[what]
+    return UsageError(f"{name}={environ[name]!r}: expected {expected}")
