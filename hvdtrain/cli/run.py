@@ -5,134 +5,92 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 
-from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
+from hvdtrain.cli.options import PATH, GroupedOption, SectionedCommand, launch_options
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
-from hvdtrain.launch.hosts import Host, parse_hosts, read_hostfile
-from hvdtrain.launch.passing import masked
+from hvdtrain.launch.hosts import read_hostfile
+from hvdtrain.launch.passing import looks_secret, masked
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.session import View, run_launch
+from hvdtrain.launch.variables import EnvVar
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-np", "--num-proc", "np", type=int, metavar="N", help="Number of workers.")
+@click.command(cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
+@launch_options
 @click.option(
-    "-H", "--hosts", metavar="NAME:SLOTS,...", help="Hosts and how many workers each takes."
-)
+    "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts",
+    help="File with a line 'NAME slots=N' for each host, instead of --hosts.",
+)  # fmt: skip
 @click.option(
-    "--hostfile", type=click.Path(path_type=Path), help="File with a line 'NAME slots=N' a host."
-)
-@click.option(
-    "--controller",
-    type=click.Choice(["auto", "mpi", "gloo"]),
-    default="auto",
-    show_default=True,
-    help="What the workers coordinate through; auto: MPI if Horovod was built with it.",
-)
-@click.option("--start-timeout", type=int, metavar="SECONDS", help="Time for the hosts to answer.")
-@click.option(
-    "--network-interfaces", metavar="NAME,...", help="Interfaces to communicate over, such as eth0."
-)
-@click.option("--ssh-port", type=int, metavar="PORT", help="Port of the other hosts' ssh.")
-@click.option(
-    "--ssh-identity-file",
-    type=click.Path(path_type=Path),
-    help="Key to reach the other hosts with.",
-)
-@click.option(
-    "--stall-warning-seconds",
-    type=int,
-    default=STALL_WARNING_SECONDS,
-    envvar="HOROVOD_STALL_CHECK_TIME_SECONDS",
-    show_default=True,
-    help="Warn when some workers wait this long for the others.",
-)
-@click.option(
-    "--stall-shutdown-seconds",
-    type=int,
-    default=STALL_SHUTDOWN_SECONDS,
-    envvar="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-    show_default=True,
-    help="End the job after this; 0 is never.",
-)
-@click.option(
-    "--log-dir",
-    type=click.Path(path_type=Path),
+    "--log-dir", type=PATH, metavar="FOLDER", cls=GroupedOption, group="basic",
     help="Folder for every worker's output.  [default: .hvdtrain/logs/TIME]",
-)
+)  # fmt: skip
 @click.option(
-    "--all-ranks", is_flag=True, help="Show the output of all workers, not only rank 0's."
-)
-@click.option("--verbose", is_flag=True, help="Show the command and what horovodrun says.")
-@click.option("--dry-run", is_flag=True, help="Print the command, and do not run it.")
-@click.argument("script", type=click.Path(path_type=Path))
+    "--all-ranks", is_flag=True, cls=GroupedOption, group="basic",
+    help="Show the output of all workers, not only rank 0's.",
+)  # fmt: skip
+@click.option(
+    "--dry-run", is_flag=True, cls=GroupedOption, group="about",
+    help="Print the command, and do not run it.",
+)  # fmt: skip
+@click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(
-    np: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    controller: str,
-    start_timeout: int | None,
-    network_interfaces: str | None,
-    ssh_port: int | None,
-    ssh_identity_file: Path | None,
-    stall_warning_seconds: int,
-    stall_shutdown_seconds: int,
-    log_dir: Path | None,
-    all_ranks: bool,
-    verbose: bool,
-    dry_run: bool,
-    script: Path,
-    arguments: tuple[str, ...],
-) -> None:
+def run(log_dir: Path | None, all_ranks: bool, dry_run: bool, **values: Any) -> None:
     """Run SCRIPT on several workers, through horovodrun.
 
     What follows SCRIPT is the script's own. Rank 0's output is shown as if the script ran alone;
     the output of all workers is kept in files. The exit code is that of the worker that failed
     first.
     """
-    named = _named_hosts(hosts, hostfile)
-    engine = find_engine()
     mpirun = find_mpirun()
-    plan = LaunchPlan(
-        script=script,
-        arguments=arguments,
-        np=_number_of_ranks(np, named),
-        controller=choose_controller(controller, engine.built, mpirun),
-        hosts=named,
-        start_timeout=start_timeout,
-        network_interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
-        ssh_port=ssh_port,
-        ssh_identity_file=ssh_identity_file,
-        stall_warning_seconds=stall_warning_seconds,
-        stall_shutdown_seconds=stall_shutdown_seconds,
-        verbose=verbose,
-    )
+    plan = plan_of(values, mpirun)
     argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
     if dry_run:
         click.echo(shlex.join(masked(argv)))
         return
-    if verbose:
+    if plan.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
-    sys.exit(run_launch(argv, View(log_dir, all_ranks, verbose)))
+    sys.exit(run_launch(argv, View(log_dir, all_ranks, plan.verbose)))
 
 
-def _named_hosts(hosts: str | None, hostfile: Path | None) -> tuple[Host, ...]:
-    if hosts is not None and hostfile is not None:
-        raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
+def plan_of(values: dict[str, Any], mpirun: str | None) -> LaunchPlan:
+    """The plan that the options `values` ask for, on this machine. Raises UsageError."""
+    values = {name: value for name, value in values.items() if value is not None}
+    hostfile = values.pop("hostfile", None)
     if hostfile is not None:
-        return read_hostfile(hostfile)
-    return parse_hosts(hosts) if hosts is not None else ()
+        if "hosts" in values:
+            raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
+        values["hosts"] = read_hostfile(hostfile)
+    wanted = values["controller"]
+    if wanted == "auto" and {"host_discovery_script", "min_np", "max_np"} & values.keys():
+        wanted = "gloo"
+    values["controller"] = choose_controller(wanted, find_engine().built, mpirun)
+    values["launcher"] = "horovodrun"
+    values["np"] = _number_of_ranks(values)
+    values["env"] = tuple(map(_without_secret, values["env"]))
+    return LaunchPlan(**values)
 
 
-def _number_of_ranks(np: int | None, hosts: tuple[Host, ...]) -> int:
-    if np is not None:
-        return np
-    if hosts:
-        return sum(host.slots for host in hosts)
+def _number_of_ranks(values: dict[str, Any]) -> int:
+    if "np" in values:
+        return int(values["np"])
+    if "hosts" in values:
+        return sum(host.slots for host in values["hosts"])
+    if "min_np" in values:
+        return int(values["min_np"])
     raise UsageError("how many workers? Give -np N, or the hosts with their slots")
+
+
+def _without_secret(variable: EnvVar) -> EnvVar:
+    """A secret's value goes into this process's environment, and stays out of the command."""
+    if variable.value is None or not looks_secret(variable.name, variable.value):
+        return variable
+    os.environ[variable.name] = variable.value
+    return replace(variable, value=None)

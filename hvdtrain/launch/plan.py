@@ -1,83 +1,259 @@
-"""LaunchPlan: everything that one launch says, validated when it is made."""
+"""LaunchPlan: everything that one launch says, checked when it is made.
+
+Its fields are the options of `hvdtrain run`, of its configuration file and of horovodrun 0.28.1;
+see `options` for what stands at each field. Left out of horovodrun's options, on purpose:
+
+- `--jsrun`: LSF's launcher. horovodrun 0.28.1 takes the interfaces from the job it has not started.
+- `--hostfile`: read by `hosts.read_hostfile` and given on as `-H`; horovodrun's reader fails on
+  comments and blank lines.
+- `--config-file`: read by `config`; horovodrun's reader ignores unknown keys.
+- `--network-interface`, `--log-hide-timestamp`, `--no-log-hide-timestamp`: deprecated names.
+- `--check-build`, `--version`: `hvdtrain doctor` and `hvdtrain --version`.
+"""
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
-from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
-from hvdtrain.errors import UsageError
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.knobs import Knobs
+from hvdtrain.launch.options import Option
+from hvdtrain.launch.rules import check
+from hvdtrain.launch.variables import EnvVar
+
+Launcher = Literal["horovodrun", "srun"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
+class LaunchPlan(Knobs):
     """One launch. Raises UsageError for a plan that cannot work.
 
     Attributes:
         script: the training script; each rank runs it with `python`.
         arguments: the script's own arguments.
-        np: number of ranks.
-        controller: what Horovod's ranks coordinate through.
-        hosts: where the ranks run, filled in this order; empty means this machine.
         python: the interpreter of the ranks.
-        start_timeout: seconds that hosts may take to answer; None is Horovod's 30.
-        network_interfaces: interfaces to communicate over; empty lets Horovod look for common ones.
-        ssh_port, ssh_identity_file: how other hosts are reached; None leaves it to ssh.
-        stall_warning_seconds: Horovod warns when some ranks wait this long for the others.
-        stall_shutdown_seconds: and ends the job after this; 0 is never.
-        verbose: horovodrun says what it does.
     """
 
     script: Path
     arguments: tuple[str, ...] = ()
-    np: int
-    controller: Controller
-    hosts: tuple[Host, ...] = ()
-    python: str = field(default=sys.executable)
-    start_timeout: int | None = None
-    network_interfaces: tuple[str, ...] = ()
-    ssh_port: int | None = None
-    ssh_identity_file: Path | None = None
-    stall_warning_seconds: int = STALL_WARNING_SECONDS
-    stall_shutdown_seconds: int = STALL_SHUTDOWN_SECONDS
-    verbose: bool = False
+    python: str = sys.executable
+
+    np: Annotated[
+        int,
+        Option(
+            "basic",
+            "Number of workers; when elastic, the number to start with.",
+            flag="-np",
+            names=("-np", "--num-proc"),
+            metavar="N",
+            least=1,
+            unset="all slots of the hosts",
+        ),
+    ]
+    controller: Annotated[
+        Controller,
+        Option(
+            "basic",
+            "What the workers coordinate through; auto: MPI if Horovod was built with it, else Gloo.",
+        ),
+    ]
+    launcher: Annotated[
+        Launcher,
+        Option(
+            "basic",
+            "What starts the workers; auto: srun in a Slurm job of several nodes, else horovodrun.",
+        ),
+    ] = "horovodrun"
+    env: Annotated[
+        tuple[EnvVar, ...],
+        Option(
+            "basic",
+            "An environment variable for the workers on all hosts, again for each. NAME alone takes "
+            "the value that it has here, and shows it nowhere.",
+            metavar="NAME[=VALUE]",
+        ),
+    ] = ()
+    output_filename: Annotated[
+        Path | None,
+        Option(
+            "basic",
+            "Folder in which the launcher keeps every worker's output, beside --log-dir.",
+            flag="--output-filename",
+            metavar="FOLDER",
+        ),
+    ] = None
+    prefix_output_with_timestamp: Annotated[
+        bool,
+        Option(
+            "basic",
+            "The time at each line of the workers' output.",
+            flag="--prefix-output-with-timestamp",
+            names=("--prefix-output-with-timestamp", "-prefix-timestamp"),
+        ),
+    ] = False
+    verbose: Annotated[
+        bool,
+        Option(
+            "basic",
+            "Show the command and what the launcher says.",
+            flag="--verbose",
+        ),
+    ] = False
+
+    hosts: Annotated[
+        tuple[Host, ...],
+        Option(
+            "hosts",
+            "Hosts and how many workers each takes, filled in this order.",
+            flag="-H",
+            names=("--hosts", "-H"),
+            metavar="NAME:SLOTS,...",
+            unset="this machine",
+        ),
+    ] = ()
+    network_interfaces: Annotated[
+        tuple[str, ...],
+        Option(
+            "hosts",
+            "Network interfaces to communicate over, such as eth0. Gloo takes one of them.",
+            flag="--network-interfaces",
+            metavar="NAME,...",
+            unset="found by trying",
+        ),
+    ] = ()
+    start_timeout: Annotated[
+        int | None,
+        Option(
+            "hosts",
+            "Time for the hosts to answer and the workers to start.",
+            flag="--start-timeout",
+            metavar="SECONDS",
+            least=1,
+            unset="30, and 2 more for each further host",
+            environment=("HOROVOD_START_TIMEOUT",),
+        ),
+    ] = None
+    disable_cache: Annotated[
+        bool,
+        Option(
+            "hosts",
+            "Check the hosts again even if they were well less than an hour ago.",
+            flag="--disable-cache",
+        ),
+    ] = False
+
+    ssh_port: Annotated[
+        int | None,
+        Option(
+            "ssh",
+            "Port of the other hosts' ssh.",
+            flag="--ssh-port",
+            names=("--ssh-port", "-p"),
+            metavar="PORT",
+            least=1,
+            most=65535,
+        ),
+    ] = None
+    ssh_identity_file: Annotated[
+        Path | None,
+        Option(
+            "ssh",
+            "Key to reach the other hosts with.",
+            flag="--ssh-identity-file",
+            names=("--ssh-identity-file", "-i"),
+            metavar="FILE",
+        ),
+    ] = None
+
+    host_discovery_script: Annotated[
+        Path | None,
+        Option(
+            "elastic",
+            "A program that prints the hosts that there are now, a line NAME or NAME:SLOTS each.",
+            flag="--host-discovery-script",
+            metavar="FILE",
+        ),
+    ] = None
+    slots_per_host: Annotated[
+        int | None,
+        Option(
+            "elastic",
+            "Workers on a host that --host-discovery-script prints without slots.",
+            flag="--slots-per-host",
+            metavar="N",
+            least=1,
+            needs=("discovery",),
+            unset="1",
+        ),
+    ] = None
+    min_np: Annotated[
+        int | None,
+        Option(
+            "elastic",
+            "With fewer workers training waits for more.",
+            flag="--min-np",
+            names=("--min-np", "--min-num-proc"),
+            metavar="N",
+            least=1,
+            unset="-np",
+        ),
+    ] = None
+    max_np: Annotated[
+        int | None,
+        Option(
+            "elastic",
+            "More workers than this are not started.",
+            flag="--max-np",
+            names=("--max-np", "--max-num-proc"),
+            metavar="N",
+            least=1,
+            unset="no limit",
+        ),
+    ] = None
+    elastic_timeout: Annotated[
+        int | None,
+        Option(
+            "elastic",
+            "Time for the workers to meet again after their number changed.",
+            flag="--elastic-timeout",
+            metavar="SECONDS",
+            least=1,
+            needs=("elastic",),
+            unset="600",
+        ),
+    ] = None
+    reset_limit: Annotated[
+        int | None,
+        Option(
+            "elastic",
+            "End the job when the number of workers has changed this often.",
+            flag="--reset-limit",
+            metavar="N",
+            least=1,
+            needs=("elastic",),
+            unset="no limit",
+        ),
+    ] = None
+    blacklist_cooldown_range: Annotated[
+        tuple[int, int] | None,
+        Option(
+            "elastic",
+            "A host that failed is used again after a time between these, longer each time it fails.",
+            flag="--blacklist-cooldown-range",
+            metavar="MIN MAX",
+            least=1,
+            most=3600,
+            needs=("elastic",),
+            unset="never again",
+        ),
+    ] = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go."""
+        return any((self.host_discovery_script, self.min_np, self.max_np))
 
     def __post_init__(self) -> None:
-        _check_script(self.script)
-        if self.np < 1:
-            raise UsageError(f"-np {self.np}: give the number of ranks, at least 1")
-        slots = sum(host.slots for host in self.hosts)
-        if self.hosts and self.np > slots:
-            raise UsageError(
-                f"-np {self.np} is more than the {slots} slots of "
-                f"{', '.join(map(str, self.hosts))}: lower -np, or give the hosts more slots"
-            )
-        if self.start_timeout is not None and self.start_timeout < 1:
-            raise UsageError(f"--start-timeout {self.start_timeout}: give at least 1 second")
-        if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
-            raise UsageError(f"--ssh-port {self.ssh_port}: a port is a number from 1 to 65535")
-        if self.ssh_identity_file is not None and not self.ssh_identity_file.is_file():
-            raise UsageError(f"--ssh-identity-file: there is no file {self.ssh_identity_file}")
-        if self.stall_warning_seconds < 1:
-            raise UsageError(
-                f"--stall-warning-seconds {self.stall_warning_seconds}: give at least 1 second"
-            )
-        if self.stall_shutdown_seconds < 0:
-            raise UsageError("--stall-shutdown-seconds: give 0 (never) or a number of seconds")
-        if 0 < self.stall_shutdown_seconds <= self.stall_warning_seconds:
-            raise UsageError(
-                f"--stall-shutdown-seconds {self.stall_shutdown_seconds} must be longer than "
-                f"--stall-warning-seconds {self.stall_warning_seconds}, or 0 for never"
-            )
-
-
-def _check_script(script: Path) -> None:
-    if script.is_dir():
-        raise UsageError(f"{script} is a folder: name the training script")
-    if not script.is_file():
-        raise UsageError(f"no such script: {script} (in {Path.cwd()})")
-    try:
-        script.open("rb").close()
-    except OSError as error:
-        raise UsageError(f"cannot read the script {script}: {error.strerror}") from error
+        check(self)

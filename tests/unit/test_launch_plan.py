@@ -65,7 +65,9 @@ def test_the_smallest_command(script: Path) -> None:
     ]
 
 
-def test_the_fullest_command(script: Path) -> None:
+def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.touch()
     plan = plan_of(
         script,
         np=3,
@@ -76,7 +78,7 @@ def test_the_fullest_command(script: Path) -> None:
         start_timeout=60,
         network_interfaces=("eth0", "ib0"),
         ssh_port=2222,
-        ssh_identity_file=script,
+        ssh_identity_file=key,
         stall_warning_seconds=5,
         stall_shutdown_seconds=0,
         env=(EnvVar("A", "1"), EnvVar("B"), EnvVar("C", "x y")),
@@ -85,11 +87,10 @@ def test_the_fullest_command(script: Path) -> None:
     assert launch_command(plan, path="/bin", mpirun="/bin/mpirun") == [
         *("env", "OMPI_MCA_mpi_yield_when_idle=1", "A=1", "C=x y", *STARTER),
         *("--env", "A", "--env", "B", "--env", "C", "--"),
-        *("-np", "3", "--mpi", "-H", "a:1,b:2"),
-        *("--start-timeout", "60", "--network-interfaces", "eth0,ib0"),
-        *("--ssh-port", "2222", "--ssh-identity-file", str(script)),
+        *("-np", "3", "--mpi", "--verbose", "-H", "a:1,b:2"),
+        *("--network-interfaces", "eth0,ib0", "--start-timeout", "60"),
+        *("--ssh-port", "2222", "--ssh-identity-file", str(key)),
         *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "0"),
-        "--verbose",
         *("/usr/bin/python3", "-m", "hvdtrain.worker", str(script), "--epochs", "2", "a; rm -rf b"),
     ]
 

@@ -1,0 +1,137 @@
+"""The options of a launch as Click options, in sections.
+
+Made from the fields of `LaunchPlan` (see `hvdtrain.launch.options`), so that an option's name, type
+and help stand in one place.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import Host, parse_hosts
+from hvdtrain.launch.options import GROUPS, Setting, settings_of
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.variables import EnvVar, parse_variable
+
+# Fields whose command line has one more choice, which is made before there is a plan.
+_WITH_AUTO = {"controller", "launcher"}
+
+
+class GroupedOption(click.Option):
+    """An option that knows its section of --help. It may be set by HVDTRAIN_<NAME> too."""
+
+    def __init__(
+        self, *args: Any, group: str, environment: tuple[str, ...] = (), **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.group = group
+        self.envvar = [f"HVDTRAIN_{(self.name or '').upper()}", *environment]
+
+
+class SectionedCommand(click.Command):
+    """A command whose --help shows its options by section."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        parameters = self.get_params(ctx)
+        for group, title in GROUPS.items():
+            rows = [
+                row
+                for one in parameters
+                if getattr(one, "group", "about") == group and (row := one.get_help_record(ctx))
+            ]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
+class Parsed(click.ParamType):
+    """A value that one of hvdtrain's parsers reads."""
+
+    def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
+        self.name = name
+        self._kind = kind
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, self._kind):
+            return value
+        try:
+            return self._parse(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
+
+
+def expanded(text: str) -> Path:
+    """A path, with ~ for the home folder: files and variables are not expanded by a shell."""
+    return Path(text).expanduser()
+
+
+PATH = Parsed("path", Path, expanded)
+HOSTS = Parsed("hosts", tuple, parse_hosts)
+NAMES = Parsed("names", tuple, lambda text: tuple(name.strip() for name in text.split(",")))
+VARIABLE = Parsed("variable", EnvVar, parse_variable)
+
+
+def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: add the options of every field of `LaunchPlan`."""
+    for setting in reversed(settings_of(LaunchPlan)):
+        command = _click_option(setting)(command)
+    return command
+
+
+def _click_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    about = setting.option
+    details: dict[str, Any] = {
+        "cls": GroupedOption,
+        "group": about.group,
+        "environment": about.environment,
+        "help": _help(setting),
+        "metavar": about.metavar,
+        "default": "auto" if setting.field in _WITH_AUTO else setting.default or None,
+        "show_default": True,
+    }
+    names = setting.names
+    if setting.is_switch:
+        details |= {"default": setting.default, "metavar": None}
+        if setting.default is False:
+            details |= {"is_flag": True, "show_default": False}
+        elif "/" not in names[0]:
+            names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
+    else:
+        details |= _type(setting)
+    return click.option(*names, setting.field, **details)
+
+
+def _help(setting: Setting) -> str:
+    unset = setting.option.unset
+    return setting.option.help + (f"  [default: {unset}]" if unset else "")
+
+
+def _type(setting: Setting) -> dict[str, Any]:
+    """Click's words for the type of a field."""
+    kind = setting.type
+    if get_origin(kind) in (Union, types.UnionType):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal:
+        auto = ("auto",) if setting.field in _WITH_AUTO else ()
+        return {"type": click.Choice([*auto, *get_args(kind)])}
+    if kind == tuple[EnvVar, ...]:
+        return {"type": VARIABLE, "multiple": True}
+    if kind == tuple[int, int]:
+        return {"type": int, "nargs": 2}
+    return {
+        "type": {
+            int: int,
+            float: float,
+            str: str,
+            Path: PATH,
+            tuple[Host, ...]: HOSTS,
+            tuple[str, ...]: NAMES,
+        }[kind]
+    }

@@ -1,0 +1,267 @@
+"""What must hold between the options of a plan. horovodrun checks most of it late, or never.
+
+Horovod puts several options as they are into lines for `/bin/sh -c` and `ssh`
+(horovod/runner/mpi_run.py, gloo_run.py, util/remote.py). What goes there is quoted by `horovodrun`
+where Horovod's use of it allows that, else only harmless characters are let through here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.options import Need, Setting, settings_of
+
+if TYPE_CHECKING:
+    from hvdtrain.launch.plan import LaunchPlan
+
+_LOCAL = {"localhost", "127.0.0.1"}
+_INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
+# A path that a shell, and mpirun, which splits at spaces, take as one word.
+_PLAIN_PATH = re.compile(r"[\w./@%+=:,-]+")
+# What ends a word's being a word: no option of mpirun has any of these.
+_SHELL_SYNTAX = frozenset(";&|<>$`()\\\n")
+
+
+class Condition(NamedTuple):
+    """When a need is met: the fields that decide it, the test, and what to do about it."""
+
+    fields: tuple[str, ...]
+    met: Callable[[LaunchPlan], bool]
+    remedy: str
+
+
+_ELASTIC = ("host_discovery_script", "min_np", "max_np")
+CONDITIONS: dict[Need, Condition] = {
+    "gloo": Condition(
+        ("controller",), lambda plan: plan.controller == "gloo", "add --controller gloo"
+    ),
+    "mpi": Condition(
+        ("controller",), lambda plan: plan.controller == "mpi", "add --controller mpi"
+    ),
+    "elastic": Condition(
+        _ELASTIC,
+        lambda plan: plan.elastic,
+        "add --host-discovery-script, --min-np or --max-np, which make the training elastic",
+    ),
+    "discovery": Condition(
+        ("host_discovery_script",),
+        lambda plan: plan.host_discovery_script is not None,
+        "add --host-discovery-script; -H and hostfiles have the slots in them",
+    ),
+    "autotune": Condition(("autotune",), lambda plan: plan.autotune is True, "add --autotune"),
+    "timeline": Condition(
+        ("timeline_filename",),
+        lambda plan: plan.timeline_filename is not None,
+        "add --timeline-filename FILE",
+    ),
+    "several hosts": Condition(
+        ("hosts", "host_discovery_script"),
+        lambda plan: len(plan.hosts) > 1 or plan.host_discovery_script is not None,
+        "name several hosts with -H, or leave it out",
+    ),
+    "one worker a host": Condition(
+        (),
+        lambda plan: most_local_ranks(plan) == 1,
+        "with several workers on a host give each its core: "
+        "--env HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
+    ),
+}
+
+
+def check(plan: LaunchPlan) -> None:
+    """Raise UsageError for the first thing in `plan` that cannot work."""
+    _check_script(plan.script)
+    for setting in settings_of(plan):
+        _check_bounds(setting, getattr(plan, setting.field))
+    for setting in settings_of(plan):
+        if is_given(getattr(plan, setting.field)):
+            _check_needs(setting, plan)
+    _check_numbers_of_workers(plan)
+    _check_times(plan)
+    _check_exclusions(plan)
+    _check_files(plan)
+    _check_what_reaches_a_shell(plan)
+
+
+def is_given(value: Any) -> bool:
+    """Whether the value of an option asks for something: neither unset nor switched off."""
+    return value is not None and value is not False and value != ()
+
+
+def most_local_ranks(plan: LaunchPlan) -> int:
+    """The number of workers on the host that has most of them."""
+    left, most = plan.np, 0
+    for slots in [host.slots for host in plan.hosts] or [plan.np]:
+        most = max(most, min(slots, left))
+        left -= min(slots, left)
+    return most
+
+
+def mpi_words(option: str, text: str) -> list[str]:
+    """mpirun's options of `--mpi-args` and `--binding-args`, taken apart. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: {str(error).lower()}") from None
+    found = sorted(_SHELL_SYNTAX.intersection(text))
+    if found:
+        raise UsageError(
+            f"{option} {text!r}: {' '.join(map(repr, found))} has a meaning for the shell; "
+            "give mpirun's options only, with their values written out"
+        )
+    return words
+
+
+def _check_bounds(setting: Setting, value: Any) -> None:
+    least, most = setting.option.least, setting.option.most
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float):
+            continue
+        # Written so that NaN is out of bounds.
+        enough = least is None or number >= least
+        if not enough or not (most is None or number <= most):
+            raise UsageError(f"{setting.name} {number}: give {_range(setting)}")
+
+
+def _range(setting: Setting) -> str:
+    least, most, metavar = setting.option.least, setting.option.most, setting.option.metavar
+    if most is not None:
+        return f"a number from {least} to {most}"
+    unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
+    return f"at least {least}{unit}"
+
+
+def _check_needs(setting: Setting, plan: LaunchPlan) -> None:
+    for need in setting.option.needs:
+        condition = CONDITIONS[need]
+        if not condition.met(plan):
+            raise UsageError(f"{setting.name} has no effect here: {condition.remedy}")
+
+
+def _check_numbers_of_workers(plan: LaunchPlan) -> None:
+    least = plan.min_np or plan.np
+    if least > plan.np:
+        raise UsageError(f"--min-np {least} is more than -np {plan.np}: lower it, or raise -np")
+    if plan.max_np is not None and plan.max_np < plan.np:
+        raise UsageError(f"--max-np {plan.max_np} is less than -np {plan.np}: raise it")
+    if plan.hosts:
+        slots = sum(host.slots for host in plan.hosts)
+        names = ", ".join(map(str, plan.hosts))
+        for option, number in (("-np", plan.np), ("--max-np", plan.max_np or 0)):
+            if number > slots:
+                raise UsageError(
+                    f"{option} {number} is more than the {slots} slots of {names}: "
+                    f"lower {option}, or give the hosts more slots"
+                )
+    if plan.elastic and plan.host_discovery_script is None and len(plan.hosts) < 2:
+        raise UsageError(
+            "elastic training (--min-np, --max-np) needs --host-discovery-script, or at least two "
+            "hosts with -H: Horovod gives up a whole host when a worker on it fails"
+        )
+
+
+def _check_times(plan: LaunchPlan) -> None:
+    if plan.stall_check and 0 < plan.stall_shutdown_seconds <= plan.stall_warning_seconds:
+        raise UsageError(
+            f"--stall-shutdown-seconds {plan.stall_shutdown_seconds} must be longer than "
+            f"--stall-warning-seconds {plan.stall_warning_seconds}, or 0 for never"
+        )
+    if plan.blacklist_cooldown_range is not None:
+        shortest, longest = plan.blacklist_cooldown_range
+        if shortest > longest:
+            raise UsageError(
+                f"--blacklist-cooldown-range {shortest} {longest}: give the shorter time first"
+            )
+
+
+def _check_exclusions(plan: LaunchPlan) -> None:
+    if plan.elastic and plan.controller != "gloo":
+        raise UsageError(
+            "elastic training (--host-discovery-script, --min-np, --max-np) works over Gloo only: "
+            "use --controller gloo"
+        )
+    exclusions = (
+        (("hosts", "host_discovery_script"), "both name the hosts"),
+        (("hierarchical_allreduce", "torus_allreduce"), "are two ways to do the same"),
+        (
+            ("log_with_timestamp", "prefix_output_with_timestamp"),
+            "exclude each other in horovodrun",
+        ),
+    )
+    names = {setting.field: setting.name for setting in settings_of(plan)}
+    for pair, why in exclusions:
+        if all(is_given(getattr(plan, field)) for field in pair):
+            raise UsageError(
+                f"{' and '.join(names[field] for field in pair)} {why}: give one of them"
+            )
+    if plan.prefix_output_with_timestamp and plan.log_with_timestamp is False:
+        raise UsageError(
+            "--log-without-timestamp and --prefix-output-with-timestamp exclude each other in "
+            "horovodrun: give one of them"
+        )
+    variables = [variable.name for variable in plan.env]
+    for name in variables:
+        if variables.count(name) > 1:
+            raise UsageError(f"--env {name} is given twice: give it once")
+
+
+def _check_files(plan: LaunchPlan) -> None:
+    key, discovery = plan.ssh_identity_file, plan.host_discovery_script
+    if key is not None and not key.is_file():
+        raise UsageError(f"--ssh-identity-file: there is no file {key}")
+    if discovery is not None and not discovery.is_file():
+        raise UsageError(f"--host-discovery-script: there is no file {discovery}")
+    if discovery is not None and not os.access(discovery, os.X_OK):
+        raise UsageError(
+            f"--host-discovery-script: {discovery} cannot be executed: chmod +x {discovery}"
+        )
+    if plan.output_filename is not None and plan.output_filename.is_file():
+        raise UsageError(f"--output-filename: {plan.output_filename} is a file: name a folder")
+
+
+def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
+    for option, text in (("--mpi-args", plan.mpi_args), ("--binding-args", plan.binding_args)):
+        if text is not None:
+            mpi_words(option, text)
+    for name in plan.network_interfaces:
+        if not _INTERFACE.fullmatch(name):
+            raise UsageError(
+                f"--network-interfaces: {name!r} is no name of an interface: "
+                "write names separated by commas, such as eth0,ib0"
+            )
+    key = plan.ssh_identity_file
+    if key is not None and not (_PLAIN_PATH.fullmatch(str(key)) and str(key)[0] != "-"):
+        raise UsageError(
+            f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun take only letters, digits and "
+            "./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
+        )
+    if plan.controller == "gloo" and _reaches_other_hosts(plan):
+        folder = str(Path.cwd())
+        if not _PLAIN_PATH.fullmatch(folder):
+            raise UsageError(
+                f"the working folder is {folder!r}: over Gloo horovodrun takes only letters, digits "
+                "and ./_-@%+=:, in its path on other hosts: work in another one, or use "
+                "--controller mpi"
+            )
+
+
+def _reaches_other_hosts(plan: LaunchPlan) -> bool:
+    names: Sequence[str] = [host.name for host in plan.hosts]
+    return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)
+
+
+def _check_script(script: Path) -> None:
+    if script.is_dir():
+        raise UsageError(f"{script} is a folder: name the training script")
+    if not script.is_file():
+        raise UsageError(f"no such script: {script} (in {Path.cwd()})")
+    try:
+        script.open("rb").close()
+    except OSError as error:
+        raise UsageError(f"cannot read the script {script}: {error.strerror}") from error
