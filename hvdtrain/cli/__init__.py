@@ -14,6 +14,10 @@ import click
 # name -> (module:attribute, what it does)
 COMMANDS = {
     "bench": ("hvdtrain.cli.bench:bench", "Measure collectives and training throughput."),
+    "doctor": (
+        "hvdtrain.cli.doctor:doctor",
+        "Can this machine train? Probe it, and say the fixes.",
+    ),
     "install-horovod": (
         "hvdtrain.cli.install_horovod:install_horovod",
         "Build Horovod for the TensorFlow of this environment.",

