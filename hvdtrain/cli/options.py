@@ -90,7 +90,7 @@ def _click_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[.
     details: dict[str, Any] = {
         "cls": GroupedOption,
         "group": about.group,
-        "environment": about.environment,
+        "environment": (about.variable,) if about.heeds_variable else (),
         "help": _help(setting),
         "metavar": about.metavar,
         "default": "auto" if setting.field in _WITH_AUTO else setting.default or None,

@@ -51,7 +51,9 @@ class Option:
         least, most: bounds of a number, both included.
         needs: without which the option has no effect, and is refused.
         unset: what happens when the option is not given, for --help.
-        environment: variables beside HVDTRAIN_<NAME> that may set it.
+        variable: Horovod's environment variable for it.
+        heeds_variable: that variable is a default for the option; needed where hvdtrain has a
+            default of its own, which would overrule the user's variable.
     """
 
     group: str
@@ -65,7 +67,8 @@ class Option:
     most: float | None = None
     needs: tuple[Need, ...] = ()
     unset: str = ""
-    environment: tuple[str, ...] = ()
+    variable: str = ""
+    heeds_variable: bool = False
 
 
 @dataclass(frozen=True)

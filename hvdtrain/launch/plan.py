@@ -132,7 +132,8 @@ class LaunchPlan(Knobs):
             metavar="SECONDS",
             least=1,
             unset="30, and 2 more for each further host",
-            environment=("HOROVOD_START_TIMEOUT",),
+            variable="HOROVOD_START_TIMEOUT",
+            heeds_variable=True,
         ),
     ] = None
     disable_cache: Annotated[
