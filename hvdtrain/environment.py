@@ -29,3 +29,6 @@ TERMINAL = "HVDTRAIN_TERMINAL"
 
 EXIT_SIGNAL_BASE = 128
 """A process that a signal ended exits with this plus the signal's number, as shells report it."""
+
+RANK_CORES = "HVDTRAIN_RANK_CORES"
+"""The cores of this rank alone, where the launcher knows them (srun, which may have bound it to them)."""

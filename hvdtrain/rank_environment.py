@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hvdtrain.environment import STALL_DEFAULTS
+from hvdtrain.environment import RANK_CORES, STALL_DEFAULTS
 
 _LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -33,10 +33,12 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the variables to add to `environ`; none that is set there already.
 
     `cores` are those that all ranks of this host share. Each rank computes with an equal share, at
-    least one. More inter-op threads than cores cost time: with 2 in place of 1, two ranks on two
-    cores were 1.05 to 1.4 times slower on a small network. Collectives need no thread to wait in.
+    least one, or with as many as its launcher says are its own. More inter-op threads than cores
+    cost time: with 2 in place of 1, two ranks on two cores were 1.05 to 1.4 times slower on a small
+    network. Collectives need no thread to wait in.
     """
-    share = max(1, cores // max(1, _first_number(environ, _LOCAL_SIZE_VARIABLES, 1)))
+    equal = cores // max(1, _first_number(environ, _LOCAL_SIZE_VARIABLES, 1))
+    share = max(1, _first_number(environ, (RANK_CORES,), equal))
     defaults = {
         "TF_CPP_MIN_LOG_LEVEL": "1",
         "OMP_NUM_THREADS": str(share),

@@ -12,10 +12,13 @@ from hvdtrain.failure import Failure
 from hvdtrain.launch.process import Ending
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
-# horovodrun over Gloo.
+# horovodrun over Gloo, srun.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
 _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
+_SRUN_EXIT = re.compile(
+    r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
+)
 _TAIL_LINES = 20
 
 
@@ -35,7 +38,7 @@ def outcome_of(
     Args:
         ending: of the launch command.
         failures: what the ranks reported, in the order of arrival.
-        launcher_text: what horovodrun and mpirun said.
+        launcher_text: what horovodrun, mpirun or srun said.
         log_dir: named in the message.
     """
     if ending.received is not None:
@@ -52,7 +55,8 @@ def outcome_of(
         return Outcome(code, f"rank {rank} {_how(code)}\n{logs}")
     code = ending.returncode if ending.returncode > 0 else EXIT_SIGNAL_BASE - ending.returncode
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
-    return Outcome(code, f"horovodrun failed (exit code {code}):\n{tail}\n{logs}")
+    launcher = "srun" if tail.startswith("srun: ") else "horovodrun"
+    return Outcome(code, f"{launcher} failed (exit code {code}):\n{tail}\n{logs}")
 
 
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
@@ -99,4 +103,6 @@ def _ended_first(launcher_text: str) -> tuple[int, int] | None:
         return int(match[1]), EXIT_SIGNAL_BASE + int(match[2])
     if match := _MPI_EXIT.search(launcher_text) or _GLOO_EXIT.search(launcher_text):
         return int(match[1]), int(match[2]) or EXIT_FAILURE
+    if match := _SRUN_EXIT.search(launcher_text):
+        return int(match[1]), int(match[2] or EXIT_SIGNAL_BASE + signal.SIGKILL)
     return None

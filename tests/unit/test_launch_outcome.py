@@ -51,6 +51,25 @@ def test_only_consequences_are_better_than_nothing() -> None:
             Outcome(7, "rank 1 ended with exit code 7" + LOGS),
         ),
         (
+            3,
+            "srun: error: n1: task 1: Exited with exit code 3\nsrun: error: n2: tasks 2-3: Killed\n",
+            Outcome(3, "rank 1 ended with exit code 3" + LOGS),
+        ),
+        (
+            137,
+            "srun: error: n2: tasks 2-3: Out Of Memory\n",
+            Outcome(137, "rank 2 was killed by SIGKILL (was memory short?)" + LOGS),
+        ),
+        (
+            1,
+            "srun: error: Unable to create step for job 11: More processors requested\n",
+            Outcome(
+                1,
+                "srun failed (exit code 1):\nsrun: error: Unable to create step for job 11: "
+                "More processors requested" + LOGS,
+            ),
+        ),
+        (
             1,
             "could not connect to some hosts via ssh",
             Outcome(

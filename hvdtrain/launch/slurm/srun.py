@@ -1,0 +1,123 @@
+"""LaunchPlan -> the srun that starts its ranks in an allocation. Pure functions.
+
+srun needs no ssh between the nodes, and what it starts belongs to the job: `scancel` and the time
+limit end it on every node.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import rank_command
+from hvdtrain.launch.engine import Controller
+from hvdtrain.launch.horovodrun import horovodrun_options
+from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.plan import Launcher, LaunchPlan
+from hvdtrain.launch.slurm.allocation import Allocation
+
+
+def srun_command(plan: LaunchPlan, allocation: Allocation) -> list[str]:
+    """`python -m hvdtrain.start.srun ... -- HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
+
+    `hvdtrain.start.srun` takes what horovodrun takes, so that all its options mean the same here.
+    """
+    settings = {one.name: one.value for one in plan.env if one.value is not None}
+    return [
+        *(["env"] if settings else []),
+        *(f"{name}={value}" for name, value in settings.items()),
+        *(sys.executable, "-m", "hvdtrain.start.srun"),
+        *(word for one in plan.env for word in ("--env", one.name)),
+        "--",
+        *horovodrun_options(plan),
+        *srun_argv(plan, allocation),
+        *(plan.python, "-m", "hvdtrain.start.task"),
+        *rank_command(plan),
+    ]
+
+
+def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
+    """srun with its options: the ranks' places, and that the end of one is the end of all."""
+    hosts = used_hosts(plan.hosts, plan.np)
+    return [
+        "srun",
+        *_layout(hosts),
+        *_cores(hosts, allocation),
+        # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.srun does.
+        f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
+        "--export=ALL",
+        "--input=none",
+        "--kill-on-bad-exit=1",
+    ]
+
+
+def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> Launcher:
+    """srun where ranks run on other nodes of an allocation, else horovodrun; or what is wanted.
+
+    Raises UsageError if srun is wanted where it cannot work.
+    """
+    if wanted == "horovodrun":
+        return "horovodrun"
+    if allocation is None:
+        if wanted == "srun":
+            raise UsageError(
+                "--launcher srun works inside of a Slurm job, and this is none: start with sbatch, "
+                "salloc or hvdtrain submit"
+            )
+        return "horovodrun"
+    names = {host.name for host in hosts}
+    strangers = sorted(names - {host.name for host in allocation.hosts})
+    if wanted == "srun":
+        if strangers:
+            raise UsageError(
+                f"{', '.join(strangers)}: no node of job {allocation.job_id}, which has "
+                f"{', '.join(map(str, allocation.hosts))}: srun reaches only those"
+            )
+        return "srun"
+    return "horovodrun" if strangers or names <= {allocation.this_node} else "srun"
+
+
+def choose_srun_controller(wanted: str, built: frozenset[Controller]) -> Controller:
+    """What ranks that srun started coordinate through; `auto` takes Gloo.
+
+    Over Gloo nothing has to fit together. MPI needs a Slurm with PMIx and an MPI with the same PMIx.
+    """
+    if wanted == "auto":
+        return "gloo" if "gloo" in built else "mpi"
+    return "mpi" if wanted == "mpi" else "gloo"
+
+
+def used_hosts(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
+    """The hosts, filled in order, that `np` ranks use, with the ranks of each."""
+    used = []
+    for host in hosts:
+        if np > 0:
+            used.append(Host(host.name, min(host.slots, np)))
+        np -= host.slots
+    return tuple(used)
+
+
+def _layout(hosts: Sequence[Host]) -> list[str]:
+    """Which rank is where."""
+    tasks = sum(host.slots for host in hosts)
+    counts = {host.slots for host in hosts}
+    size = [f"--nodes={len(hosts)}", f"--ntasks={tasks}"]
+    if len(counts) == 1:
+        names = ",".join(host.name for host in hosts)
+        each = f"--ntasks-per-node={counts.pop()}"
+        return [*size, each, f"--nodelist={names}", "--distribution=block"]
+    # A node is named once for each of its tasks.
+    names = ",".join(host.name for host in hosts for _ in range(host.slots))
+    return [*size, f"--nodelist={names}", "--distribution=arbitrary"]
+
+
+def _cores(hosts: Sequence[Host], allocation: Allocation) -> list[str]:
+    """srun does not take over the job's cores per task, and refuses more tasks than there are cores."""
+    have = {
+        host.name: cores for host, cores in zip(allocation.hosts, allocation.cores, strict=True)
+    }
+    each = allocation.cores_per_task
+    if any(host.slots * (each or 1) > have.get(host.name, 0) for host in hosts):
+        return ["--overcommit"]
+    return [f"--cpus-per-task={each}"] if each else []

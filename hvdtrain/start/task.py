@@ -1,0 +1,126 @@
+"""One task of srun:
+
+    srun ... python -m hvdtrain.start.task COMMAND...
+
+tells COMMAND its place in Horovod's words, and marks what it writes with its rank as horovodrun and
+mpirun do. srun's own --label breaks unfinished lines, which progress bars are made of, and lines
+that are longer than its messages.
+
+The marks stand at line starts, and no line is longer than what srun passes on in one piece, so
+lines of several ranks never mix. `[0]<stdout+>:` marks a line whose end was not the rank's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.slurm.task import RENDEZVOUS_ADDRESS, task_environment
+from hvdtrain.rank_environment import available_cores
+
+LONGEST_PIECE = 900
+"""Bytes; srun sends lines of up to 1024 as they are."""
+INTERFACE = "HOROVOD_GLOO_IFACE"
+_SIOCGIFADDR = 0x8915
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
+
+
+def main() -> None:
+    # Slurm signals all processes of a task: this one stays, to pass on what the command then says.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        place = task_environment(os.environ, available_cores())
+    except HvdtrainError as error:
+        sys.exit(f"Error: {error}")
+    if RENDEZVOUS_ADDRESS in place and INTERFACE not in os.environ:
+        interface = interface_to(place[RENDEZVOUS_ADDRESS])
+        place |= {INTERFACE: interface} if interface else {}
+    sys.exit(run_marked(sys.argv[1:], {**os.environ, **place}, int(place["HOROVOD_RANK"])))
+
+
+def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
+    """Run the command and pass its output on with marks. Returns its exit code."""
+    process = subprocess.Popen(
+        argv,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=_default_signals,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with selectors.DefaultSelector() as selector:
+        for number, pipe in ((1, process.stdout), (2, process.stderr)):
+            selector.register(pipe, selectors.EVENT_READ, number)
+        # A process that the rank left behind may keep the pipes open: its end is enough.
+        while selector.get_map():
+            ready = selector.select(timeout=0.1)
+            for key, _ in ready:
+                data = os.read(key.fd, 65536)
+                if data:
+                    _write_all(key.data, marked(data, rank, key.data))
+                else:
+                    selector.unregister(key.fileobj)
+            if not ready and process.poll() is not None:
+                break
+    code = process.wait()
+    return code if code >= 0 else EXIT_SIGNAL_BASE - code
+
+
+def marked(data: bytes, rank: int, descriptor: int) -> bytes:
+    """`data`, which `rank` wrote, as marked lines of which none is too long."""
+    name = b"stdout" if descriptor == 1 else b"stderr"
+    pieces = []
+    for line in _LINE.findall(data):
+        for start in range(0, len(line), LONGEST_PIECE):
+            piece = line[start : start + LONGEST_PIECE]
+            ended = piece.endswith(b"\n")
+            mark = b"[%d]<%s%s>:" % (rank, name, b"" if ended else b"+")
+            pieces.append(mark + piece + (b"" if ended else b"\n"))
+    return b"".join(pieces)
+
+
+def interface_to(address: str) -> str | None:
+    """The network interface that reaches an IPv4 address; None if none has the route's address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # Sends nothing: it asks the kernel for the route.
+        ours = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            # Interfaces without an address are asked, too.
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == ours:
+                    return name
+    return None
+
+
+def _default_signals() -> None:
+    """In the command, signals end the process again, as usual.
+
+    Except SIGUSR1, the warning of a job that will end: until the rank listens for it, it is lost
+    and not deadly.
+    """
+    for number in set(_SIGNALS) - {signal.SIGUSR1}:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+if __name__ == "__main__":
+    main()

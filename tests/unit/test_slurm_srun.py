@@ -1,0 +1,171 @@
+"""srun's command for a plan in an allocation."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import Host, parse_hosts
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.slurm.allocation import Allocation
+from hvdtrain.launch.slurm.srun import (
+    choose_launcher,
+    choose_srun_controller,
+    srun_argv,
+    srun_command,
+    used_hosts,
+)
+from hvdtrain.launch.variables import EnvVar
+from hvdtrain.start.srun import environment_of_srun
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    return Path("train.py")
+
+
+def allocation(hosts: str = "n1:2,n2:2", **more: Any) -> Allocation:
+    named = parse_hosts(hosts)
+    values: dict[str, Any] = {
+        "job_id": "7",
+        "hosts": named,
+        "cores": tuple(host.slots for host in named),
+        "cores_per_task": None,
+        "gpus_per_node": 0,
+        "restart_count": 0,
+        "this_node": "n1",
+    }
+    return Allocation(**values | more)
+
+
+def plan(script: Path, hosts: str, np: int, **more: Any) -> LaunchPlan:
+    values: dict[str, Any] = {"controller": "gloo", "launcher": "srun", "python": "python3"}
+    return LaunchPlan(script=script, hosts=parse_hosts(hosts), np=np, **values | more)
+
+
+COMMON = "--export=ALL --input=none --kill-on-bad-exit=1"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "np", "cores", "options"),
+    [
+        (
+            "n1:2,n2:2",
+            4,
+            (2, 2),
+            "--nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block",
+        ),
+        (
+            "n1:2,n2:2",
+            2,
+            (2, 2),
+            "--nodes=1 --ntasks=2 --ntasks-per-node=2 --nodelist=n1 --distribution=block",
+        ),
+        (
+            "n1:2,n2:2",
+            3,
+            (2, 2),
+            "--nodes=2 --ntasks=3 --nodelist=n1,n1,n2 --distribution=arbitrary",
+        ),
+        (
+            "n2:4,n1:4",
+            8,
+            (4, 2),
+            "--nodes=2 --ntasks=8 --ntasks-per-node=4 --nodelist=n2,n1 --distribution=block "
+            "--overcommit",
+        ),
+    ],
+)
+def test_where_the_ranks_are(
+    script: Path, hosts: str, np: int, cores: tuple[int, ...], options: str
+) -> None:
+    argv = srun_argv(plan(script, hosts, np), allocation(cores=cores))
+    assert shlex.join(argv) == f"srun {options} --mpi=none {COMMON}"
+
+
+def test_cores_per_task_are_asked_for_again(script: Path) -> None:
+    wanted = plan(script, "n1:2,n2:2", 4)
+    assert "--cpus-per-task=3" in srun_argv(wanted, allocation(cores=(6, 6), cores_per_task=3))
+    argv = srun_argv(wanted, allocation(cores=(5, 5), cores_per_task=3))
+    assert "--overcommit" in argv and "--cpus-per-task=3" not in argv
+
+
+def test_mpi_goes_by_pmix(script: Path) -> None:
+    argv = srun_argv(plan(script, "n1:2,n2:2", 4, controller="mpi"), allocation())
+    assert "--mpi=pmix" in argv
+
+
+def test_the_whole_command(script: Path) -> None:
+    wanted = plan(
+        script,
+        "n1:2,n2:2",
+        4,
+        arguments=("--epochs", "3"),
+        fusion_threshold_mb=64,
+        env=(EnvVar("DATA", "/a b"), EnvVar("API_KEY")),
+    )
+    assert shlex.join(srun_command(wanted, allocation())) == (
+        f"env 'DATA=/a b' {sys.executable} -m hvdtrain.start.srun --env DATA --env API_KEY -- "
+        "-np 4 --gloo -H n1:2,n2:2 --start-timeout 32 --fusion-threshold-mb 64 "
+        "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 50 "
+        "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block "
+        f"--mpi=none {COMMON} "
+        "python3 -m hvdtrain.start.task python3 -m hvdtrain.worker train.py --epochs 3"
+    )
+
+
+ONE = parse_hosts("n1:2")
+TWO = parse_hosts("n1:2,n2:2")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "job", "hosts", "launcher"),
+    [
+        ("auto", None, TWO, "horovodrun"),
+        ("auto", allocation(), TWO, "srun"),
+        ("auto", allocation("n1:2"), ONE, "horovodrun"),
+        # salloc may leave the user on a login node.
+        ("auto", allocation("n1:2", this_node=None), ONE, "srun"),
+        # The user's own hosts, outside of the job.
+        ("auto", allocation(), parse_hosts("a:2,b:2"), "horovodrun"),
+        ("horovodrun", allocation(), TWO, "horovodrun"),
+        ("srun", allocation("n1:2"), ONE, "srun"),
+    ],
+)
+def test_the_launcher(
+    wanted: str, job: Allocation | None, hosts: Sequence[Host], launcher: str
+) -> None:
+    assert choose_launcher(wanted, job, hosts) == launcher
+
+
+def test_where_srun_cannot_work() -> None:
+    with pytest.raises(UsageError, match="works inside of a Slurm job, and this is none"):
+        choose_launcher("srun", None, TWO)
+    with pytest.raises(UsageError, match=r"x: no node of job 7, which has n1:2, n2:2"):
+        choose_launcher("srun", allocation(), parse_hosts("n1:1,x:1"))
+
+
+def test_the_controller_of_srun() -> None:
+    assert choose_srun_controller("auto", frozenset({"mpi", "gloo"})) == "gloo"
+    assert choose_srun_controller("auto", frozenset({"mpi"})) == "mpi"
+    assert choose_srun_controller("mpi", frozenset({"mpi", "gloo"})) == "mpi"
+
+
+def test_hosts_are_filled_in_order() -> None:
+    hosts = parse_hosts("a:2,b:2,c:2")
+    assert used_hosts(hosts, 3) == parse_hosts("a:2,b:1")
+    assert used_hosts(hosts, 6) == hosts
+
+
+def test_what_travels() -> None:
+    environ = {"PATH": "/bin", "HOME": "/root", "SLURM_CONF": "/c", "MY_TOKEN": "x", "DATA": "y"}
+    kept = environment_of_srun(environ, ["DATA"])
+    assert sorted(kept) == ["DATA", "HOME", "PATH", "SLURM_CONF"]

@@ -1,0 +1,185 @@
+"""One task of srun: its place in Horovod's words, and its output with marks."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.environment import RANK_CORES
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.slurm.task import task_environment
+from hvdtrain.launch.streams import TagReader
+from hvdtrain.rank_environment import rank_environment
+from hvdtrain.start.task import LONGEST_PIECE, interface_to, marked
+
+
+def task(rank: int, node: int, local: int, layout: str, **more: str) -> dict[str, str]:
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(local),
+        "SLURM_STEP_TASKS_PER_NODE": layout,
+        "SLURMD_NODENAME": f"n{node}",
+        **more,
+    }
+
+
+def test_the_places_of_an_uneven_job() -> None:
+    """Two ranks on n0, one on n1, two on n2: local rank 1 exists on two nodes only."""
+    tasks = [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 2, 0), (4, 2, 1)]
+    names = ["RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME"]
+    places = []
+    for one in tasks:
+        place = task_environment(task(*one, "2,1,2"), 8)
+        places.append(" ".join(place[f"HOROVOD_{name}"] for name in names))
+    assert places == [
+        "0 5 0 2 0 3 n0",
+        "1 5 1 2 0 2 n0",
+        "2 5 0 1 1 3 n1",
+        "3 5 0 2 2 3 n2",
+        "4 5 1 2 1 2 n2",
+    ]
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_places_agree_with_horovods_own(counts: list[int]) -> None:
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+
+    hosts = ",".join(f"n{node}:{count}" for node, count in enumerate(counts))
+    slots = get_host_assignments(parse_hosts(hosts), sum(counts))
+    assert len(slots) == sum(counts)
+    for slot in slots:
+        node = int(slot.hostname[1:])
+        layout = ",".join(map(str, counts))
+        place = task_environment(task(slot.rank, node, slot.local_rank, layout), 1)
+        assert place["HOROVOD_HOSTNAME"] == slot.hostname
+        for name in ("size", "local_size", "cross_rank", "cross_size"):
+            assert place[f"HOROVOD_{name.upper()}"] == str(getattr(slot, name))
+
+
+@pytest.mark.parametrize(
+    ("variables", "affinity", "share"),
+    [
+        ({}, 8, 4),  # Nothing known: the node's cores, shared.
+        ({"SLURM_CPUS_ON_NODE": "4"}, 64, 2),  # Not bound: the job has 4 of the node's 64 cores.
+        ({"SLURM_CPUS_ON_NODE": "8"}, 8, 4),  # The job is bound to its 8, its tasks share them.
+        ({"SLURM_CPUS_ON_NODE": "8"}, 4, 4),  # The task is bound to its own 4.
+        ({"SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "8"}, 8, 3),
+        ({"SLURM_CPUS_PER_TASK": "8"}, 2, 2),  # No more threads than it may run on.
+        ({"SLURM_CPUS_ON_NODE": "1"}, 8, 1),
+    ],
+)
+def test_the_cores_of_a_task(variables: dict[str, str], affinity: int, share: int) -> None:
+    environ = task(0, 0, 0, "2", **variables)
+    environ |= task_environment(environ, affinity)
+    assert environ[RANK_CORES] == str(share)
+    assert rank_environment(environ, affinity)["TF_NUM_INTRAOP_THREADS"] == str(share)
+
+
+def test_the_rendezvous_is_where_srun_is() -> None:
+    srun = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_SRUN_COMM_HOST": "10.0.0.8"}
+    name, port = "HOROVOD_GLOO_RENDEZVOUS_ADDR", {"HOROVOD_GLOO_RENDEZVOUS_PORT": "5000"}
+    assert task_environment(task(0, 0, 0, "1", **srun, **port), 1)[name] == "10.0.0.7"
+    assert name not in task_environment(task(0, 0, 0, "1", **srun), 1)
+    assert name not in task_environment(task(0, 0, 0, "1", **port, **srun, **{name: "x"}), 1)
+
+
+def test_outside_of_srun() -> None:
+    with pytest.raises(HvdtrainError, match="runs as a task of srun"):
+        task_environment({}, 1)
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_to("127.0.0.1") == "lo"
+
+
+OUTPUT = st.lists(
+    st.tuples(
+        st.integers(0, 3),
+        st.integers(1, 2),
+        st.one_of(
+            st.binary(max_size=40),
+            st.sampled_from([b"\n", b"50%\r", b"a\r\nb\n", b"x" * 3000, b"[1]<std", b"y" * 900]),
+        ),
+    )
+)
+
+
+@given(OUTPUT, st.randoms())
+def test_marked_output_is_taken_apart_again(
+    written: list[tuple[int, int, bytes]], chance: random.Random
+) -> None:
+    """Whole lines of several ranks mix in any order, as srun passes them on."""
+    expected: dict[tuple[int, str], bytes] = defaultdict(bytes)
+    queues: dict[int, list[bytes]] = defaultdict(list)
+    for rank, descriptor, data in written:
+        expected[rank, "stdout" if descriptor == 1 else "stderr"] += data
+        lines = marked(data, rank, descriptor).splitlines(keepends=True) if data else []
+        # A carriage return does not end a line for srun.
+        whole = b"".join(lines).split(b"\n")[:-1]
+        queues[rank] += [line + b"\n" for line in whole]
+    assert all(len(line) <= 1000 for lines in queues.values() for line in lines)
+    stream = b""
+    while any(queues.values()):
+        stream += queues[chance.choice([rank for rank in queues if queues[rank]])].pop(0)
+    found: dict[tuple[int | None, str], bytes] = defaultdict(bytes)
+    reader = TagReader("stdout")
+    for piece in [*reader.feed(stream), *reader.finish()]:
+        found[piece.rank, piece.stream] += piece.data
+    assert {key: data for key, data in found.items() if data} == {
+        key: data for key, data in expected.items() if data
+    }
+
+
+def run_task(code: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain.start.task", sys.executable, "-c", code],
+        env={**os.environ, "PYTHONUNBUFFERED": "", **task(3, 1, 1, "2,2"), **environment},
+        capture_output=True,
+        timeout=60,
+    )
+
+
+def test_a_task_runs_its_command() -> None:
+    code = (
+        "import os, sys\n"
+        "print(os.environ['HOROVOD_RANK'], 'of', os.environ['HOROVOD_SIZE'])\n"
+        f"os.write(2, b'z' * {LONGEST_PIECE + 1})\n"
+        "sys.exit(5)\n"
+    )
+    done = run_task(code)
+    assert done.returncode == 5
+    assert done.stdout == b"[3]<stdout>:3 of 4\n"
+    assert done.stderr == b"[3]<stderr+>:%s\n[3]<stderr+>:z\n" % (b"z" * LONGEST_PIECE)
+
+
+def test_a_killed_command_is_told_as_shells_do() -> None:
+    assert run_task("import os; os.kill(os.getpid(), 9)").returncode == 128 + signal.SIGKILL
+
+
+def test_a_process_that_the_rank_left_behind_is_not_waited_for() -> None:
+    code = "import subprocess; p = subprocess.Popen(['sleep', '5']); print(p.pid)"
+    done = run_task(code)
+    os.kill(int(done.stdout.split(b":")[1]), signal.SIGKILL)  # Still there: nobody waited for it.
+
+
+def test_signals_to_all_processes_leave_the_marker_alive() -> None:
+    """Slurm signals the whole task; what the command says last must still get out."""
+    code = (
+        "import os, signal, time\n"
+        "def stop(*_): print('bye', flush=True); os._exit(4)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "os.kill(os.getppid(), signal.SIGTERM); os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)  # Nobody listens: lost, not deadly.\n"
+        "time.sleep(0.2); os.kill(os.getpid(), signal.SIGTERM); time.sleep(9)\n"
+    )
+    done = run_task(code)
+    assert (done.returncode, done.stdout) == (4, b"[3]<stdout>:bye\n")
