@@ -60,7 +60,8 @@ def look_at_host(host: str, request: Request) -> Sequence[Finding]:
         return [name]
     if is_here(host):
         return [name, *_own_findings(request.interfaces)]
-    ours = wanted_interfaces(host_report.interfaces(), request.interfaces)
+    found = host_report.interfaces()
+    ours = wanted_interfaces(found, request.interfaces)
     with listening(list(ours.values())) as addresses:
         question = json.dumps({"addresses": addresses, "folder": str(Path.cwd())})
         said = request.ssh.run(
@@ -84,7 +85,7 @@ def look_at_host(host: str, request: Request) -> Sequence[Finding]:
         login,
         versions_finding(answer, own),
         folder_finding(answer),
-        network_finding(answer, ours, request.interfaces),
+        network_finding(answer, found, request.interfaces),
         clock_finding(answer["time"], said.started, finished),
     ]
 
@@ -148,10 +149,10 @@ def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[st
 
 
 def network_finding(
-    answer: Mapping[str, Any], ours: Mapping[str, str], named: Sequence[str]
+    answer: Mapping[str, Any], found: Mapping[str, str], named: Sequence[str]
 ) -> Finding:
     """The named interfaces are on both sides, and the host can connect to this machine, as its ranks will."""
-    missing = _missing(named, ours, "this machine") or _missing(
+    missing = _missing(named, found, "this machine") or _missing(
         named, answer["interfaces"], answer["host"]
     )
     if missing:
@@ -160,6 +161,7 @@ def network_finding(
         "open the firewall between the hosts (all TCP ports from 1024), or name the network that they share: "
         "--network-interfaces"
     )
+    ours = wanted_interfaces(found, named)
     if not ours:
         return fail(
             "network",

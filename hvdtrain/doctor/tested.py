@@ -39,7 +39,7 @@ class Range:
 
 def tested_python() -> Range:
     """The Python versions that hvdtrain was built and run on."""
-    return Range(importlib.metadata.metadata("hvdtrain")["Requires-Python"] or "")
+    return _range(importlib.metadata.metadata("hvdtrain")["Requires-Python"] or "")
 
 
 def tested_range(distribution: str) -> Range:
@@ -47,11 +47,7 @@ def tested_range(distribution: str) -> Range:
     for requirement in importlib.metadata.requires("hvdtrain") or ():
         match = _REQUIREMENT.match(requirement)
         if match and match["name"].lower() == distribution:
-            # pip sorts the bounds in its own way; a reader expects the lower one first.
-            bounds = sorted(
-                _BOUND.findall(match["range"]), key=lambda bound: bound[0].startswith("<")
-            )
-            return Range(",".join("".join(bound) for bound in bounds))
+            return _range(match["range"])
     return Range("")
 
 
@@ -66,6 +62,12 @@ def version_of(distribution: str) -> str | None:
 def minor(version: str) -> str:
     """`2.21` of `2.21.0`."""
     return ".".join(version.split(".")[:2])
+
+
+def _range(text: str) -> Range:
+    """The range of pip's record, which sorts bounds in its own way; a reader expects the lower one first."""
+    bounds = sorted(_BOUND.findall(text), key=lambda bound: bound[0].startswith("<"))
+    return Range(",".join("".join(bound) for bound in bounds))
 
 
 def _padded(*versions: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

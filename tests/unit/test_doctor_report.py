@@ -1,0 +1,259 @@
+"""How `hvdtrain doctor` runs its probes, and how it shows what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from fake_programs import path_with
+
+from hvdtrain.cli import doctor as command
+from hvdtrain.cli import main
+from hvdtrain.doctor import examination
+from hvdtrain.doctor.bounded import run
+from hvdtrain.doctor.checklist import Wanted, local_probes
+from hvdtrain.doctor.examination import Probe, examine
+from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
+from hvdtrain.doctor.report import as_json, lines_of, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def probe(
+    look: Callable[[], Sequence[Finding]], name: str = "x", lane: str = "", limit: float = 5
+) -> Probe:
+    return Probe("Group", name, look, limit, lane or name)
+
+
+def nothing(names: Sequence[str], seconds: float) -> None:
+    pass
+
+
+def test_lanes_run_beside_each_other_and_show_in_order() -> None:
+    barrier = threading.Barrier(2, timeout=5)
+
+    def look(name: str) -> Callable[[], Sequence[Finding]]:
+        def meet() -> Sequence[Finding]:
+            barrier.wait()
+            return [ok(name, "met")]
+
+        return meet
+
+    found = list(examine([probe(look("a"), "a"), probe(look("b"), "b")], nothing))
+    assert [findings[0].name for _, findings in found] == ["a", "b"]
+
+
+def test_one_lane_runs_in_turn() -> None:
+    running: list[str] = []
+
+    def look(name: str) -> Callable[[], Sequence[Finding]]:
+        def alone() -> Sequence[Finding]:
+            running.append(name)
+            time.sleep(0.05)
+            seen = ",".join(running)
+            running.remove(name)
+            return [ok(name, seen)]
+
+        return alone
+
+    probes = [probe(look(name), name, lane="one") for name in "abc"]
+    assert [f[0].seen for _, f in examine(probes, nothing)] == ["a", "b", "c"]
+
+
+def test_a_line_is_shown_while_later_ones_are_probed() -> None:
+    later = threading.Event()
+    named: list[Sequence[str]] = []
+
+    def wait() -> Sequence[Finding]:
+        later.wait(5)
+        return [ok("second", "")]
+
+    probes = [probe(lambda: [ok("first", "")], "first"), probe(wait, "second")]
+    found = examine(probes, lambda names, seconds: (named.append(names), later.set())[0])
+    assert next(found)[0].name == "first"
+    assert not later.is_set()
+    assert next(found)[0].name == "second"
+    assert named[0] == ["second"]
+
+
+def test_a_probe_that_hangs_is_a_red_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_SPARE_SECONDS", 0)
+    hang = threading.Event()
+    probes = [
+        probe(lambda: [ok("x", str(hang.wait(30)))], "stuck", lane="one", limit=0.2),
+        probe(lambda: [ok("next", "")], "next", lane="one"),
+    ]
+    (_, (red,)), (_, (green,)) = examine(probes, nothing)
+    hang.set()
+    assert (red.name, red.status, red.seen) == ("stuck", "fail", "took longer than 0.2 s")
+    assert "--timeout" in red.fix
+    assert green.status == "ok"
+
+
+def test_a_probe_that_breaks_is_a_red_line() -> None:
+    ((_, (red,)),) = examine([probe(lambda: [ok("x", str(1 // 0))])], nothing)
+    assert red.status == "fail"
+    assert "ZeroDivisionError" in red.seen
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    # The grandchild leaves the session and holds the pipe, as ranks do.
+    lines = f"setsid /bin/sh -c 'echo $$ > {tmp_path}/pid; exec /bin/sleep 60' & wait"
+    environ = path_with(tmp_path / "bin", {"slow": lines})
+    environ["PATH"] += os.pathsep + os.environ["PATH"]
+    start = time.monotonic()
+    said = run(["slow"], limit=0.5, environ=environ)
+    assert said is not None
+    assert said.returncode is None
+    assert time.monotonic() - start < 10
+    pid = int((tmp_path / "pid").read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_a_missing_command_is_none() -> None:
+    assert run(["no-such-program-here"], limit=1, environ={"PATH": "/nowhere"}) is None
+
+
+def test_lines_are_aligned_and_coloured() -> None:
+    green, red = lines_of(ok("Python", "3.11")), lines_of(fail("shared memory", "full", "empty it"))
+    assert "\x1b[32m" in green[0]
+    assert "\x1b[31m" in red[0]
+    plain = [re.sub(r"\x1b\[\d+m", "", line) for line in green + red]
+    assert plain[0].index("3.11") == plain[1].index("full") == plain[2].index("fix: empty it")
+
+
+def test_summary() -> None:
+    findings = [fail("a", "b", "c"), fail("a", "b", "c"), warn("a", "b", "c"), ok("a", "b")]
+    assert "2 failures, 1 warning (3 s)" in summary(findings, 3.2)
+    assert "all is well (1 s)" in summary([ok("a", "b"), skip("c", "d")], 1.0)
+
+
+def test_json_schema_is_stable() -> None:
+    """Programs read it: a change of names or meaning needs a new schema number."""
+    found = [("Software", ok("Keras", "3.15")), ("Machine", fail("cores", "none", "buy one"))]
+    assert json.loads(as_json(found, {"hvdtrain": "1.2"}, 2.345)) == {
+        "schema": 1,
+        "ok": False,
+        "failures": 1,
+        "warnings": 0,
+        "seconds": 2.3,
+        "hvdtrain": "1.2",
+        "findings": [
+            {"group": "Software", "name": "Keras", "status": "ok", "seen": "3.15", "fix": ""},
+            {
+                "group": "Machine",
+                "name": "cores",
+                "status": "fail",
+                "seen": "none",
+                "fix": "buy one",
+            },
+        ],
+    }
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, ["doctor", *args], prog_name="hvdtrain")
+
+
+@pytest.fixture
+def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
+    """The findings of the one probe that the command runs."""
+    listed = [ok("first", "good")]
+    monkeypatch.setattr(command, "local_probes", lambda wanted, environ: [probe(lambda: listed)])
+    return listed
+
+
+def test_exit_code_and_output(findings: list[Finding]) -> None:
+    good = call()
+    assert good.exit_code == 0
+    assert good.stdout.splitlines()[0] == "Group"
+    assert "all is well" in good.stdout
+    findings.append(fail("second", "bad", "mend it"))
+    bad = call()
+    assert bad.exit_code == 1
+    assert re.search(r"FAIL  second +bad\n +fix: mend it\n1 failure ", bad.stdout)
+    assert "\x1b" not in bad.stdout, "not a terminal"
+    answer = call("--json")
+    assert (answer.exit_code, json.loads(answer.stdout)["failures"]) == (1, 1)
+
+
+def test_hosts_and_their_joint_allreduce(
+    findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = {"a": ok("ssh", "fine"), "b": ok("ssh", "fine")}
+    seen: list[Wanted] = []
+
+    def hosts(wanted: Wanted, environ: object) -> list[Probe]:
+        seen.append(wanted)
+        return [
+            Probe(f"Host {name}", name, lambda name=name: [states[name]], 1, name)  # type: ignore[misc]
+            for name in wanted.hosts
+        ]
+
+    joint = Probe("All hosts", "joint", lambda: [ok("joint", "2 ranks")], 1, "hosts")
+    monkeypatch.setattr(command, "host_probes", hosts)
+    monkeypatch.setattr(command, "joint_probe", lambda wanted, environ: joint)
+    assert "2 ranks" in call("-H", "a:4,b", "--ssh-port", "2222").stdout
+    assert (seen[0].hosts, seen[0].ssh.port) == (("a", "b"), 2222)
+    states["b"] = fail("ssh", "closed", "open it")
+    result = call("--hosts", "a,b")
+    assert result.exit_code == 1
+    assert re.search(r"skip  joint +not before each host is well", result.stdout)
+
+
+def test_hostfile(findings: list[Finding], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=4 # first\n\nnode2 slots=2\n")
+    monkeypatch.setattr(command, "host_probes", lambda wanted, environ: [])
+    joint = Probe("All hosts", "joint", lambda: [ok("joint", "x")], 1, "hosts")
+    seen: list[Wanted] = []
+    monkeypatch.setattr(
+        command, "joint_probe", lambda wanted, environ: (seen.append(wanted), joint)[1]
+    )
+    assert call("--hostfile", str(tmp_path / "hosts")).exit_code == 0
+    assert seen[0].hosts == ("node1", "node2")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["-H", "a", "--hostfile", "b"], "give one of them"),
+        (["-H", "a b"], "cannot read 'a b:1'"),
+        (["-H", "a,a"], "host a is named twice"),
+        (["--ssh-identity-file", "/nowhere/key"], "does not exist"),
+        (["--ssh-port", "70000"], "not in the range"),
+        (["--timeout", "0"], "not in the range"),
+    ],
+)
+def test_wrong_usage(args: list[str], message: str) -> None:
+    result = call(*args)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_every_group_is_probed() -> None:
+    groups = [probe.group for probe in local_probes(Wanted(), os.environ)]
+    assert list(dict.fromkeys(groups)) == ["Software", "Machine", "Slurm", "Containers", "Horovod"]
+
+
+def test_the_doctor_itself_loads_no_tensorflow() -> None:
+    code = """
+import sys
+from hvdtrain.cli.doctor import doctor
+from hvdtrain.doctor.versions import look_at_versions
+look_at_versions()
+print(sorted({"tensorflow", "keras", "horovod", "numpy"} & set(sys.modules)))
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
