@@ -38,11 +38,11 @@ class SectionedCommand(click.Command):
     """A command whose --help shows its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        parameters = self.get_params(ctx)
+        options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         for group, title in GROUPS.items():
             rows = [
                 row
-                for one in parameters
+                for one in options
                 if getattr(one, "group", "about") == group and (row := one.get_help_record(ctx))
             ]
             if rows:

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.config import config_text, load_config, without_outranked
 from hvdtrain.cli.options import PATH, GroupedOption, SectionedCommand, launch_options
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command
@@ -19,6 +20,13 @@ from hvdtrain.launch.hosts import read_hostfile
 from hvdtrain.launch.passing import looks_secret, masked
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.session import View, run_launch
+from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
+from hvdtrain.launch.slurm.srun import (
+    choose_launcher,
+    choose_srun_controller,
+    srun_command,
+    used_hosts,
+)
 from hvdtrain.launch.variables import EnvVar
 
 
@@ -37,21 +45,50 @@ from hvdtrain.launch.variables import EnvVar
     help="Show the output of all workers, not only rank 0's.",
 )  # fmt: skip
 @click.option(
+    "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
+    is_eager=True, callback=load_config,
+    help="YAML file with options under their names here, script and arguments, or in the layout of "
+    "horovodrun --config-file. The command line and HVDTRAIN_<NAME> variables go before it.",
+)  # fmt: skip
+@click.option(
+    "--show-config", is_flag=True, cls=GroupedOption, group="about",
+    help="Print the options' values as such a file, and where each comes from.",
+)  # fmt: skip
+@click.option(
     "--dry-run", is_flag=True, cls=GroupedOption, group="about",
     help="Print the command, and do not run it.",
 )  # fmt: skip
 @click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(log_dir: Path | None, all_ranks: bool, dry_run: bool, **values: Any) -> None:
-    """Run SCRIPT on several workers, through horovodrun.
+@click.pass_context
+def run(
+    ctx: click.Context,
+    config: Path | None,
+    show_config: bool,
+    log_dir: Path | None,
+    all_ranks: bool,
+    dry_run: bool,
+    **values: Any,
+) -> None:
+    """Run SCRIPT on several workers, through horovodrun or, in a Slurm job of several nodes, srun.
+
+    In a Slurm job no numbers are needed: it runs a worker for each task of the job, or for each GPU
+    if the job did not ask for tasks.
 
     What follows SCRIPT is the script's own. Rank 0's output is shown as if the script ran alone;
     the output of all workers is kept in files. The exit code is that of the worker that failed
     first.
     """
+    if show_config:
+        click.echo(config_text(ctx))
+        return
     mpirun = find_mpirun()
-    plan = plan_of(values, mpirun)
-    argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+    allocation = read_allocation(os.environ)
+    plan = plan_of(without_outranked(ctx, values), mpirun, allocation)
+    if plan.launcher == "srun" and allocation is not None:
+        argv = srun_command(plan, allocation)
+    else:
+        argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
     if dry_run:
         click.echo(shlex.join(masked(argv)))
         return
@@ -60,22 +97,50 @@ def run(log_dir: Path | None, all_ranks: bool, dry_run: bool, **values: Any) -> 
     sys.exit(run_launch(argv, View(log_dir, all_ranks, plan.verbose)))
 
 
-def plan_of(values: dict[str, Any], mpirun: str | None) -> LaunchPlan:
-    """The plan that the options `values` ask for, on this machine. Raises UsageError."""
+def plan_of(
+    values: dict[str, Any], mpirun: str | None, allocation: Allocation | None
+) -> LaunchPlan:
+    """The plan that the options `values` ask for, here. Raises UsageError."""
     values = {name: value for name, value in values.items() if value is not None}
     hostfile = values.pop("hostfile", None)
     if hostfile is not None:
         if "hosts" in values:
             raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
         values["hosts"] = read_hostfile(hostfile)
-    wanted = values["controller"]
-    if wanted == "auto" and {"host_discovery_script", "min_np", "max_np"} & values.keys():
+    elastic = bool({"host_discovery_script", "min_np", "max_np"} & values.keys())
+    _choose_place(values, elastic, allocation)
+    engine, wanted = find_engine(), values["controller"]
+    if elastic and wanted == "auto":
         wanted = "gloo"
-    values["controller"] = choose_controller(wanted, find_engine().built, mpirun)
-    values["launcher"] = "horovodrun"
-    values["np"] = _number_of_ranks(values)
-    values["env"] = tuple(map(_without_secret, values["env"]))
+    if values["launcher"] == "srun":
+        # srun stands in for mpirun.
+        mpirun, wanted = "srun", choose_srun_controller(wanted, engine.built)
+    values["controller"] = choose_controller(wanted, engine.built, mpirun)
+    values["env"] = tuple(map(_without_secret, values.get("env", ())))
     return LaunchPlan(**values)
+
+
+def _choose_place(values: dict[str, Any], elastic: bool, allocation: Allocation | None) -> None:
+    """Set the number of ranks, their hosts and what starts them, as far as the user did not."""
+    wanted = values["launcher"]
+    if elastic:
+        if wanted == "srun":
+            raise UsageError("srun starts a fixed number of workers: elastic needs horovodrun")
+        allocation = None
+    own_hosts = "hosts" in values
+    if allocation is not None and not own_hosts:
+        here = len(allocation.hosts) == 1 and allocation.this_node is not None
+        slots = max(values.get("np", 0), allocation.hosts[0].slots)
+        alone = (replace(allocation.hosts[0], slots=slots),)
+        # More ranks than the job asked for have a place on its only node, but no order on several.
+        values["hosts"] = alone if here else allocation.hosts
+        values.setdefault("np", sum(host.slots for host in allocation.hosts))
+    values["np"] = _number_of_ranks(values)
+    hosts = used_hosts(values.get("hosts", ()), values["np"])
+    values["launcher"] = choose_launcher(wanted, allocation, hosts)
+    local = allocation is not None and {host.name for host in hosts} == {allocation.this_node}
+    if values["launcher"] == "horovodrun" and local and not own_hosts:
+        del values["hosts"]  # This machine; its name need not resolve here.
 
 
 def _number_of_ranks(values: dict[str, Any]) -> int:

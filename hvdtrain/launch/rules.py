@@ -72,6 +72,12 @@ CONDITIONS: dict[Need, Condition] = {
         "--env HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
     ),
 }
+# Of these only one can be given. (A hostfile is read before there is a plan.)
+RIVALS = {
+    ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
+    ("hierarchical_allreduce", "torus_allreduce"): "are two ways to do the same",
+    ("log_with_timestamp", "prefix_output_with_timestamp"): "exclude each other in horovodrun",
+}
 
 
 def check(plan: LaunchPlan) -> None:
@@ -186,20 +192,12 @@ def _check_exclusions(plan: LaunchPlan) -> None:
             "elastic training (--host-discovery-script, --min-np, --max-np) works over Gloo only: "
             "use --controller gloo"
         )
-    exclusions = (
-        (("hosts", "host_discovery_script"), "both name the hosts"),
-        (("hierarchical_allreduce", "torus_allreduce"), "are two ways to do the same"),
-        (
-            ("log_with_timestamp", "prefix_output_with_timestamp"),
-            "exclude each other in horovodrun",
-        ),
-    )
     names = {setting.field: setting.name for setting in settings_of(plan)}
-    for pair, why in exclusions:
-        if all(is_given(getattr(plan, field)) for field in pair):
-            raise UsageError(
-                f"{' and '.join(names[field] for field in pair)} {why}: give one of them"
-            )
+    for rivals, why in RIVALS.items():
+        given = [field for field in rivals if is_given(getattr(plan, field, None))]
+        if len(given) > 1:
+            named = " and ".join(names[field] for field in given)
+            raise UsageError(f"{named} {why}: give one of them")
     if plan.prefix_output_with_timestamp and plan.log_with_timestamp is False:
         raise UsageError(
             "--log-without-timestamp and --prefix-output-with-timestamp exclude each other in "

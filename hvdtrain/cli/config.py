@@ -1,0 +1,232 @@
+"""`--config FILE` and `--show-config`: where the values of a command's options come from.
+
+The command line goes before the environment (HVDTRAIN_<NAME>), that before the file, that before
+the defaults. The first three layers are Click's own; the file becomes Click's `default_map`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from hvdtrain.cli.options import HOSTS, NAMES, VARIABLE
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.config import Entry, read_config
+from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.options import Setting, settings_of
+from hvdtrain.launch.passing import looks_secret, masked
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rules import RIVALS, is_given
+from hvdtrain.launch.variables import EnvVar
+
+# Options about one call, which have no place in a file.
+NOT_IN_FILES = {"config", "show_config", "dry_run", "help"}
+_LAYERS = [
+    ParameterSource.DEFAULT,
+    ParameterSource.DEFAULT_MAP,
+    ParameterSource.ENVIRONMENT,
+    ParameterSource.COMMANDLINE,
+]
+
+
+def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
+    """Callback of an eager --config: the file's values become the command's defaults."""
+    if path is not None:
+        parameters = _configurable(ctx)
+        names = {name: field for field, one in parameters.items() for name in _key_names(one)}
+        ctx.default_map = {
+            field: _value(path, entry, parameters[field], ctx)
+            for field, entry in read_config(path, names).items()
+        }
+    return path
+
+
+def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """The values without those that a value from before them has made void.
+
+    With `controller: mpi` and `mpi-args: ...` in the file, `--controller gloo` is no mistake; nor
+    is `--hosts` with a hostfile in the file.
+    """
+    values = dict(values)
+
+    def rank(name: str) -> int:
+        return _LAYERS.index(ctx.get_parameter_source(name) or ParameterSource.DEFAULT)
+
+    for rivals in RIVALS:
+        given = [name for name in rivals if is_given(values.get(name))]
+        for name in given:
+            if rank(name) < max(map(rank, given)):
+                values[name] = None
+    for setting in settings_of(LaunchPlan):
+        switch = _switched_off_by(setting, values)
+        if switch and rank(setting.field) < rank(switch):
+            values[setting.field] = None
+    return values
+
+
+def _switched_off_by(setting: Setting, values: dict[str, Any]) -> str | None:
+    """The option that makes this one void, by its value."""
+    needs = setting.option.needs
+    if "autotune" in needs and values.get("autotune") is False:
+        return "autotune"
+    other = {"gloo": "mpi", "mpi": "gloo"}.get(values.get("controller", ""), "neither")
+    return "controller" if other in needs else None
+
+
+def config_text(ctx: click.Context) -> str:
+    """The values of the command's options as a configuration file, each with its source."""
+    lines = ["# What the run goes by, and where each value comes from. What is not here is unset."]
+    values = without_outranked(ctx, ctx.params)
+    for field, parameter in _configurable(ctx).items():
+        value = values.get(field)
+        # False, where it is not the default, was asked for.
+        is_default = ctx.get_parameter_source(field) is ParameterSource.DEFAULT
+        if value is None or (is_default and not is_given(value)):
+            continue
+        text = _yaml(_plain(field, value))
+        lines.append(f"{_key_names(parameter)[0]}: {text}  # {_source(ctx, parameter)}")
+    return "\n".join(lines)
+
+
+def _yaml(value: Any) -> str:
+    """A value in YAML, in the form that fits on one line."""
+    import yaml
+
+    text: str = yaml.safe_dump(
+        [value], default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False
+    )
+    return text.strip().removeprefix("[").removesuffix("]")
+
+
+def _configurable(ctx: click.Context) -> dict[str, click.Parameter]:
+    parameters = ctx.command.get_params(ctx)
+    found = {one.name: one for one in parameters if one.name and one.name not in NOT_IN_FILES}
+    order = [
+        "script",
+        "arguments",
+        *(name for name in found if name not in {"script", "arguments"}),
+    ]
+    return {name: found[name] for name in order if name in found}
+
+
+def _key_names(parameter: click.Parameter) -> list[str]:
+    """How the parameter may be called in a file: `np` for -np, else its long names."""
+    names = [str(parameter.name).replace("_", "-")]
+    names += [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
+    return list(dict.fromkeys(names))
+
+
+def _source(ctx: click.Context, parameter: click.Parameter) -> str:
+    match ctx.get_parameter_source(parameter.name or ""):
+        case ParameterSource.COMMANDLINE:
+            return "command line"
+        case ParameterSource.ENVIRONMENT:
+            variables = (
+                [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+            )
+            return f"environment: {next(name for name in variables or () if os.environ.get(name))}"
+        case ParameterSource.DEFAULT_MAP:
+            return str(ctx.params["config"])
+        case _:
+            return "default"
+
+
+def _plain(field: str, value: Any) -> Any:
+    """A value as YAML has it, without secrets."""
+    match value:
+        case Path():
+            return str(value)
+        case (Host(), *_):
+            return {host.name: host.slots for host in value}
+        case (EnvVar(), *_):
+            return {
+                one.name: None if looks_secret(one.name, one.value or "") else one.value
+                for one in value
+            }
+        case tuple() if field == "arguments":
+            return masked(value)
+        case tuple():
+            return list(value)
+        case str() if field in {"mpi_args", "binding_args"} and value != (hidden := _hidden(value)):
+            return hidden
+    return value
+
+
+def _hidden(options: str) -> str:
+    try:
+        words = shlex.split(options)
+    except ValueError:
+        return options
+    return options if masked(words) == words else shlex.join(masked(words))
+
+
+def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Context) -> Any:
+    """The value for Click of an entry, whose type must be right: YAML has types."""
+    try:
+        value = _typed(entry.value, parameter)
+        return parameter.type_cast_value(ctx, value)
+    except _WrongType as error:
+        raise UsageError(f"{path}: {entry.key}: {entry.value!r} is wrong: {error}") from None
+    except click.BadParameter as error:
+        raise UsageError(f"{path}: {entry.key}: {error.message}") from None
+
+
+class _WrongType(Exception):
+    """Says what to write instead."""
+
+
+def _typed(value: Any, parameter: click.Parameter) -> Any:
+    kind = parameter.type
+    if parameter.nargs == -1:
+        return [_text(item) for item in _list(value)]
+    if kind is VARIABLE:
+        return _assignments(value)
+    if parameter.nargs > 1:
+        items = _list(value)
+        if len(items) != parameter.nargs or not all(_is_integer(item) for item in items):
+            raise _WrongType(f"give {parameter.nargs} whole numbers, such as [10, 60]")
+        return items
+    if kind is HOSTS and isinstance(value, dict):
+        if not all(_is_integer(slots) for slots in value.values()):
+            raise _WrongType("give each host its slots, such as {node1: 4, node2: 4}")
+        return ",".join(f"{name}:{slots}" for name, slots in value.items())
+    if kind in (HOSTS, NAMES) and isinstance(value, list):
+        return ",".join(_text(item) for item in value)
+    if isinstance(kind, click.types.BoolParamType):
+        return _checked(value, isinstance(value, bool), "give true or false")
+    if isinstance(kind, click.types.IntParamType):
+        return _checked(value, _is_integer(value), "give a whole number")
+    if isinstance(kind, click.types.FloatParamType):
+        is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
+        return _checked(value, is_number, "give a number")  # PyYAML reads 1e-3 as text.
+    return _checked(value, isinstance(value, str), "give a text; put it in quotes")
+
+
+def _assignments(value: Any) -> list[str]:
+    """`NAME=VALUE` for each variable of a mapping, or of a list of these."""
+    if not isinstance(value, dict):
+        return [_text(item) for item in _list(value)]
+    return [str(name) if one is None else f"{name}={_text(one)}" for name, one in value.items()]
+
+
+def _list(value: Any) -> list[Any]:
+    return _checked(value, isinstance(value, list), "give a list, such as [a, b]")
+
+
+def _text(value: Any) -> str:
+    return str(_checked(value, isinstance(value, str), "put each text in quotes"))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked(value: Any, fits: bool, advice: str) -> Any:
+    if not fits:
+        raise _WrongType(advice)
+    return value

@@ -1,0 +1,190 @@
+"""Configuration files: YAML with the options' own names as keys, or in Horovod's layout.
+
+    script: train.py
+    arguments: [--epochs, 5]
+    np: 8
+    hosts: {node1: 4, node2: 4}
+    fusion-threshold-mb: 64       # or fusion_threshold_mb
+
+The sections of `horovodrun --config-file` (params, autotune, timeline, stall_check,
+library_options, logging) may stand beside these. A key that nobody knows is an error; horovodrun
+ignores it. Paths are relative to the working folder, as at the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+# Section of Horovod's layout -> key -> field of the plan.
+HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
+    "params": {
+        name: name
+        for name in (
+            "fusion_threshold_mb",
+            "cycle_time_ms",
+            "cache_capacity",
+            "hierarchical_allreduce",
+            "hierarchical_allgather",
+            "torus_allreduce",
+        )
+    },
+    "autotune": {
+        "enabled": "autotune",
+        "log_file": "autotune_log_file",
+        "warmup_samples": "autotune_warmup_samples",
+        "steps_per_sample": "autotune_steps_per_sample",
+        "bayes_opt_max_samples": "autotune_bayes_opt_max_samples",
+        "gaussian_process_noise": "autotune_gaussian_process_noise",
+    },
+    "timeline": {"filename": "timeline_filename", "mark_cycles": "timeline_mark_cycles"},
+    "stall_check": {
+        "enabled": "stall_check",
+        "warning_time_seconds": "stall_warning_seconds",
+        "shutdown_time_seconds": "stall_shutdown_seconds",
+    },
+    "library_options": {
+        name: name
+        for name in (
+            "mpi_threads_disable",
+            "num_nccl_streams",
+            "thread_affinity",
+            "gloo_timeout_seconds",
+        )
+    },
+    "logging": {"level": "log_level", "with_timestamp": "log_with_timestamp"},
+}
+# Texts for the script and the environment: 1.10 is not to become 1.1, nor no a truth value.
+_AS_WRITTEN = {"arguments", "env"}
+# A section's switch, and whether Horovod heeds the rest of the section when it is not given.
+_SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a configuration file.
+
+    Attributes:
+        key: as it is written there, with its section in front: `autotune.log_file`.
+        value: as YAML gives it; never None.
+    """
+
+    key: str
+    value: Any
+
+
+def read_config(path: Path, fields: Mapping[str, str]) -> dict[str, Entry]:
+    """The entries of a file by field. A key without value is as if it was not there.
+
+    Args:
+        fields: the field of every name that a key may have, written with `-`.
+
+    Raises:
+        UsageError: the file cannot be read, has unknown keys, or says something twice.
+    """
+    found: dict[str, Entry] = {}
+    for field, entry in _entries(path, _load(path), fields):
+        if field in found:
+            raise UsageError(f"{path}: {found[field].key} and {entry.key} are the same: give one")
+        found[field] = entry
+    return {field: entry for field, entry in found.items() if entry.value is not None}
+
+
+def _entries(
+    path: Path, content: Mapping[str, Any], fields: Mapping[str, str]
+) -> Iterator[tuple[str, Entry]]:
+    sections = {name.replace("_", "-"): name for name in HOROVOD_SECTIONS}
+    for key, value in content.items():
+        name = str(key).replace("_", "-")
+        if name in sections and (isinstance(value, dict) or name not in fields):
+            yield from _section_entries(path, key, sections[name], value)
+        elif name in fields:
+            yield fields[name], Entry(str(key), value)
+        else:
+            hint = _hint(name, [*fields, *sections])
+            raise UsageError(f"{path}: there is no option {key!r}.{hint}")
+
+
+def _section_entries(
+    path: Path, key: str, section: str, content: Any
+) -> Iterator[tuple[str, Entry]]:
+    """The entries of a section in Horovod's layout."""
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: {key} is a section: write its keys below it, indented")
+    known = HOROVOD_SECTIONS[section]
+    for name in content:
+        if name not in known:
+            raise UsageError(f"{path}: there is no key {name!r} in {key}.{_hint(name, known)}")
+    switch, otherwise = _SWITCHES.get(section, ("", True))
+    # As in Horovod: what a section says has no effect when the section is switched off.
+    active = bool(content.get(switch, otherwise)) or not switch
+    for name, value in content.items():
+        if active or name == switch:
+            yield known[name], Entry(f"{key}.{name}", value)
+
+
+def _hint(name: object, known: Iterable[str]) -> str:
+    close = get_close_matches(str(name), list(known))
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The file's mapping."""
+    import yaml  # Only who has a configuration file waits for it.
+
+    try:
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{path}: write one option on each line, such as np: 4")
+        _check_keys(path, root)
+        for key, node in root.value:
+            if key.value in _AS_WRITTEN:
+                _take_as_written(node)
+        content: dict[str, Any] = loader.construct_document(root)
+    except OSError as error:
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the configuration {path} is no text file (UTF-8)") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"the configuration {path} is no YAML: {_place(error)}") from error
+    return content
+
+
+def _check_keys(path: Path, node: Any) -> None:
+    """PyYAML would take the last of two equal keys, silently."""
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key.value, str):
+            raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key is one word")
+        if key.value in seen:
+            raise UsageError(f"{path}: {key.value!r} is given twice: give it once")
+        seen.add(key.value)
+        if isinstance(value.value, list) and value.id == "mapping":
+            _check_keys(path, value)
+
+
+def _take_as_written(node: Any) -> None:
+    """Make texts of a list's items or a mapping's values (not of missing ones)."""
+    if node.id == "scalar":
+        return
+    for item in node.value:
+        value = item[1] if node.id == "mapping" else item
+        if value.id == "scalar" and not value.tag.endswith(":null"):
+            value.tag = "tag:yaml.org,2002:str"
+
+
+def _place(error: Any) -> str:
+    """What PyYAML says, on one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + " ".join(str(problem or error).split())
