@@ -22,6 +22,7 @@ COMMANDS = {
         "hvdtrain.cli.install_horovod:install_horovod",
         "Build Horovod for the TensorFlow of this environment.",
     ),
+    "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
 }
 

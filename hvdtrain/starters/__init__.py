@@ -1,0 +1,74 @@
+"""Scripts to start from, as `hvdtrain new` copies them.
+
+Each script is there once: in `scripts/` of the sources, where people read and run it. `scripts/` beside this file
+holds symbolic links to them. setuptools puts what a link points to into a wheel or source archive, and an editable
+install follows the link. `run.yaml` is the configuration that goes with each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import HvdtrainError, UsageError
+
+CONFIG = "run.yaml"
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Starter:
+    """A script to copy: its name at the command line, and what it shows."""
+
+    name: str
+    shows: str
+
+    @property
+    def script(self) -> str:
+        """Name of the copy."""
+        return f"{self.name}.py"
+
+
+_ALL = (
+    Starter("mnist", "the Trainer with a convolutional network, on handwritten digits"),
+    Starter("tabular", "the Trainer on a million rows of NumPy arrays"),
+    Starter("custom-loop", "a training loop of your own, step by step"),
+    Starter("horovod-style", "model.fit with Horovod's callbacks, without the Trainer"),
+)
+STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
+
+
+def contents(starter: Starter) -> dict[str, str]:
+    """File name -> text of what a user gets. Raises HvdtrainError if the installation lacks the script."""
+    script = _FOLDER / "scripts" / starter.script
+    try:
+        text = script.read_text(encoding="utf-8")
+    except OSError as error:
+        raise HvdtrainError(
+            f"this installation of hvdtrain lacks {script}: {error.strerror}; install hvdtrain again"
+        ) from error
+    config = (_FOLDER / CONFIG).read_text(encoding="utf-8")
+    return {starter.script: text, CONFIG: config.replace("SCRIPT", starter.script)}
+
+
+def copy(starter: Starter, folder: Path, *, force: bool) -> list[Path]:
+    """Write the script and its configuration into `folder`, which is made if need be.
+
+    Returns what was written. Raises UsageError, and writes nothing, if a file is there already and not `force`, or if
+    the folder cannot be written.
+    """
+    texts = contents(starter)
+    there = [str(folder / name) for name in texts if (folder / name).exists()]
+    if there and not force:
+        verb = "is" if len(there) == 1 else "are"
+        raise UsageError(
+            f"{' and '.join(there)} {verb} there already: choose another folder, or overwrite with --force"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
+    return [folder / name for name in texts]

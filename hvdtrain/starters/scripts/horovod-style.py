@@ -1,0 +1,1 @@
+../../../scripts/horovod_style.py
