@@ -61,6 +61,7 @@ HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
 }
 # Texts for the script and the environment: 1.10 is not to become 1.1, nor no a truth value.
 _AS_WRITTEN = {"arguments", "env"}
+_TEXT = "tag:yaml.org,2002:str"
 # A section's switch, and whether Horovod heeds the rest of the section when it is not given.
 _SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
 
@@ -100,11 +101,11 @@ def _entries(
 ) -> Iterator[tuple[str, Entry]]:
     sections = {name.replace("_", "-"): name for name in HOROVOD_SECTIONS}
     for key, value in content.items():
-        name = str(key).replace("_", "-")
+        name = key.replace("_", "-")
         if name in sections and (isinstance(value, dict) or name not in fields):
             yield from _section_entries(path, key, sections[name], value)
         elif name in fields:
-            yield fields[name], Entry(str(key), value)
+            yield fields[name], Entry(key, value)
         else:
             hint = _hint(name, [*fields, *sections])
             raise UsageError(f"{path}: there is no option {key!r}.{hint}")
@@ -146,7 +147,7 @@ def _load(path: Path) -> dict[str, Any]:
             return {}
         if not isinstance(root, yaml.MappingNode):
             raise UsageError(f"{path}: write one option on each line, such as np: 4")
-        _check_keys(path, root)
+        _take_keys(path, root)
         for key, node in root.value:
             if key.value in _AS_WRITTEN:
                 _take_as_written(node)
@@ -160,8 +161,11 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_keys(path: Path, node: Any) -> None:
-    """PyYAML would take the last of two equal keys, silently."""
+def _take_keys(path: Path, node: Any) -> None:
+    """Names of options, hosts and variables are texts (`ON` too), each given once.
+
+    PyYAML would take the last of two equal keys, silently.
+    """
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key.value, str):
@@ -169,8 +173,9 @@ def _check_keys(path: Path, node: Any) -> None:
         if key.value in seen:
             raise UsageError(f"{path}: {key.value!r} is given twice: give it once")
         seen.add(key.value)
-        if isinstance(value.value, list) and value.id == "mapping":
-            _check_keys(path, value)
+        key.tag = _TEXT
+        if value.id == "mapping":
+            _take_keys(path, value)
 
 
 def _take_as_written(node: Any) -> None:
@@ -180,7 +185,7 @@ def _take_as_written(node: Any) -> None:
     for item in node.value:
         value = item[1] if node.id == "mapping" else item
         if value.id == "scalar" and not value.tag.endswith(":null"):
-            value.tag = "tag:yaml.org,2002:str"
+            value.tag = _TEXT
 
 
 def _place(error: Any) -> str:

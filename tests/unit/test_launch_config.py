@@ -1,0 +1,357 @@
+"""Configuration files: what is read, what is refused and how, and which layer goes before which."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from horovod.runner import launch as horovod_launch
+from horovod.runner.common.util import config_parser
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.cli import main
+from hvdtrain.launch.config import HOROVOD_SECTIONS
+from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.options import Setting, settings_of
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.variables import EnvVar
+
+HOROVOD_LAYOUT = """\
+controller: mpi
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 2.5
+  cache_capacity: 512
+  hierarchical_allreduce: true
+  hierarchical_allgather: false
+  torus_allreduce: false
+autotune:
+  enabled: true
+  log_file: autotune.csv
+  warmup_samples: 5
+  steps_per_sample: 20
+  bayes_opt_max_samples: 30
+  gaussian_process_noise: 0.5
+timeline:
+  filename: timeline.json
+  mark_cycles: true
+stall_check:
+  enabled: true
+  warning_time_seconds: 30
+  shutdown_time_seconds: 90
+library_options:
+  mpi_threads_disable: true
+  num_nccl_streams: 2
+  thread_affinity: 1
+  gloo_timeout_seconds: 60
+logging:
+  level: INFO
+  with_timestamp: true
+"""
+
+
+def call(*args: str, **env: str | None) -> Result:
+    return CliRunner().invoke(main, ["run", *args], prog_name="hvdtrain", env=env)
+
+
+def shown(*args: str, **env: str | None) -> dict[str, tuple[Any, str]]:
+    """What --show-config prints: key -> (value, source)."""
+    result = call("--show-config", *args, **env)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()[1:]
+    values = yaml.safe_load(result.stdout)
+    sources = [line.rpartition("  # ")[2] for line in lines]
+    return {key: (values[key], source) for key, source in zip(values, sources, strict=True)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        "script: train.py\n"
+        "arguments: [--lr, 0.10, --fast, no, --epochs, 5]\n"
+        "np: 4\n"
+        "hosts: {a: 2, b: 2}\n"
+        "network_interfaces: [eth0, ib0]\n"
+        "blacklist-cooldown-range: null\n"
+        "controller: gloo\n"
+        "env: {A: 1.10, ON: yes, FROM_HERE: }\n"
+        "tcp: true\n"
+    )
+    printed = call("--config", "run.yaml", "--dry-run", FROM_HERE="x").stdout
+    assert printed.endswith("hvdtrain.worker train.py --lr 0.10 --fast no --epochs 5\n")
+    assert "-np 4 --gloo -H a:2,b:2 --network-interfaces eth0,ib0 " in printed
+    assert printed.startswith("env A=1.10 ON=yes ")
+    assert "--env A --env ON --env FROM_HERE -- " in printed
+    assert " --tcp " in printed
+    other = call("--config", "run.yaml", "--dry-run", "train.py", "--epochs", "9").stdout
+    assert other.endswith("hvdtrain.worker train.py --epochs 9\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("controler: gloo", "there is no option 'controler'. Did you mean 'controller'?"),
+        ("fusion_treshold_mb: 1", "Did you mean 'fusion-threshold-mb'?"),
+        ("zzz: 1", "there is no option 'zzz'."),
+        ("dry-run: true", "there is no option 'dry-run'."),
+        ("autotune: {enable: true}", "no key 'enable' in autotune. Did you mean 'enabled'?"),
+        ("params: {autotune: true}", "no key 'autotune' in params."),
+        ("params: 3", "params is a section"),
+        ("np: 2\nnp: 3", "'np' is given twice"),
+        ("np: 2\nnum-proc: 3", "np and num-proc are the same"),
+        ("fusion_threshold_mb: 1\nparams: {fusion_threshold_mb: 1}", "are the same: give one"),
+        ("np: two", "np: 'two' is wrong: give a whole number"),
+        ("np: 2.5", "np: 2.5 is wrong: give a whole number"),
+        ("np: true", "np: True is wrong: give a whole number"),
+        ("tcp: 1", "tcp: 1 is wrong: give true or false"),
+        ("cycle-time-ms: fast", "cycle-time-ms: 'fast' is not a valid float"),
+        ("cycle-time-ms: [1]", "cycle-time-ms: [1] is wrong: give a number"),
+        ("controller: gluu", "controller: 'gluu' is not one of 'auto', 'mpi', 'gloo'"),
+        ("controller: 3", "controller: 3 is wrong: give a text"),
+        ("hosts: a", "hosts: cannot read 'a'"),
+        ("hosts: {a: many}", "hosts: {'a': 'many'} is wrong: give each host its slots"),
+        ("hosts: 4", "hosts: 4 is wrong"),
+        ("log-dir: [a]", "log-dir: ['a'] is wrong"),
+        ("arguments: --epochs 5", "arguments: '--epochs 5' is wrong: give a list"),
+        ("env: {A B: x}", "env: 'A B' is no name"),
+        ("env: {A: [1]}", "env: {'A': [1]} is wrong"),
+        ("env: A", "env: 'A' is wrong: give a list"),
+        ("blacklist-cooldown-range: [1]", "give 2 whole numbers"),
+        ("params:\n  cycle_time_ms: x", "params.cycle_time_ms: 'x' is not a valid float"),
+        ("- np", "write one option on each line"),
+        ("np 4", "write one option on each line"),
+        ("np: [", "is no YAML: line 1, column 6: "),
+        ("np: !!python/object:os.system x", "is no YAML: line 1, column 5: "),
+        ("? {a: 1}\n: 2", "line 1: a key is one word"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_place(
+    folder: Path, text: str, message: str
+) -> None:
+    (folder / "run.yaml").write_text(text)
+    result = call("--config", "run.yaml", "-np", "1", "train.py")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("Error: ")
+    assert "run.yaml" in result.stderr
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_files_that_cannot_be_read(folder: Path) -> None:
+    (folder / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, message in (
+        ("nothing.yaml", "cannot read the configuration nothing.yaml: No such file"),
+        (".", "cannot read the configuration .: Is a directory"),
+        ("binary", "is no text file"),
+    ):
+        result = call("--config", name, "train.py")
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
+def test_an_empty_file_says_nothing(folder: Path) -> None:
+    (folder / "run.yaml").write_text("# nothing yet\nnp:\nparams:\n")
+    with_file = shown("--config", "run.yaml", "-np", "1", "train.py")
+    assert with_file == shown("-np", "1", "train.py")
+
+
+def test_horovods_own_layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same file, given to horovodrun and to hvdtrain, makes the same environment."""
+    (folder / "run.yaml").write_text(HOROVOD_LAYOUT)
+    mine = {}
+    # horovodrun heeds Gloo's option with MPI and the other way round; here that is a mistake.
+    for controller, other in (("mpi", "gloo_timeout_seconds"), ("gloo", "mpi_threads_disable")):
+        content = yaml.safe_load(HOROVOD_LAYOUT)
+        content["controller"] = controller
+        del content["library_options"][other]
+        if controller == "gloo":
+            content["params"]["hierarchical_allreduce"] = None
+        (folder / "mine.yaml").write_text(yaml.safe_dump(content))
+        hosts = ["-H", "a:1,b:1"]
+        printed = call("--config", "mine.yaml", *hosts, "--dry-run", "train.py")
+        assert printed.exit_code == 0, printed.stderr
+        words = printed.stdout.split(" -- ")[1].split()
+        monkeypatch.setattr(sys, "argv", ["horovodrun", *words])
+        mine |= config_parser.set_env_from_args({}, horovod_launch.parse_args())
+    monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "--config-file", "run.yaml", "x"])
+    theirs = config_parser.set_env_from_args({}, horovod_launch.parse_args())
+    # Said by both: whether the stall check is on (hvdtrain says it only when it is off).
+    assert theirs.pop("HOROVOD_STALL_CHECK_DISABLE") == "0"
+    assert mine == theirs
+
+
+def test_horovods_keys_are_all_known() -> None:
+    asked: dict[str, set[str]] = {}
+
+    class Section(dict[str, Any]):
+        def __init__(self, name: str) -> None:
+            super().__init__(true=True)
+            self._name = name
+
+        def get(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
+            asked.setdefault(self._name, set()).add(key)
+            if self._name == "":
+                return "gloo" if key == "controller" else Section(key)
+            return default
+
+    class Args:
+        use_gloo = use_mpi = False
+
+    config_parser.set_args_from_config(Args(), Section(""), set())
+    assert asked.pop("") == {"controller", *HOROVOD_SECTIONS}
+    assert asked == {name: set(keys) for name, keys in HOROVOD_SECTIONS.items()}
+
+
+def test_a_section_that_is_off_has_no_effect(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        "autotune: {warmup_samples: 3}\ntimeline: {mark_cycles: true}\n"
+        "stall_check: {enabled: false, shutdown_time_seconds: 9}\n"
+    )
+    result = call("--config", "run.yaml", "-np", "1", "--dry-run", "train.py")
+    assert "autotune" not in result.stdout
+    assert "timeline" not in result.stdout
+    assert "--no-stall-check" in result.stdout
+    assert "shutdown-time" not in result.stdout
+
+
+def test_a_value_from_before_makes_void_what_hangs_on_the_one_behind(folder: Path) -> None:
+    (folder / "hostfile").write_text("a slots=2\n")
+    (folder / "run.yaml").write_text(
+        "controller: mpi\nmpi-args: -v\nautotune: true\nautotune-log-file: x\nhostfile: hostfile\n"
+    )
+    base = ["--config", "run.yaml", "--dry-run"]
+    printed = call(*base, "--controller", "gloo", "--no-autotune", "-H", "b:1", "train.py").stdout
+    assert " -np 1 --gloo -H b:1 --no-autotune " in printed
+    assert "mpi-args" not in printed
+    # At the command line itself it is a mistake.
+    wrong = call(*base, "--controller", "gloo", "--mpi-args=-v", "train.py")
+    assert "--mpi-args has no effect here: add --controller mpi" in wrong.stderr
+
+
+def test_secrets_are_not_shown(folder: Path) -> None:
+    (folder / "run.yaml").write_text("env: {API_TOKEN: hush, A: open}\n")
+    args = ["--config", "run.yaml", "-np", "1", "train.py", "--password", "hush"]
+    result = call("--show-config", *args)
+    assert "hush" not in result.output
+    assert "env: {API_TOKEN: null, A: open}" in result.stdout
+    printed = call("--dry-run", *args)
+    assert "hush" not in printed.output
+    assert "--env API_TOKEN" in printed.stdout
+
+
+# What decides over other options, and what comes in several forms, has its tests above.
+DECIDING = {
+    *("controller", "autotune", "env", "host_discovery_script"),
+    *("torus_allreduce", "prefix_output_with_timestamp"),
+}
+SETTINGS = [setting for setting in settings_of(LaunchPlan) if setting.field not in DECIDING]
+TEXT = st.text(
+    st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=9
+).filter(lambda text: text.strip() == text and not text.startswith("~"))
+NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True), min_size=1, max_size=3)
+
+
+def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values as YAML has them."""
+    kind = setting.type
+    if get_origin(kind) is not tuple and get_origin(kind) is not Literal and get_args(kind):
+        kind = next(one for one in get_args(kind) if one is not type(None))
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    least, most = int(setting.option.least or 0), int(setting.option.most or 10**6)
+    strategies: dict[Any, st.SearchStrategy[Any]] = {
+        bool: st.booleans(),
+        int: st.integers(least, most),
+        float: st.floats(least, most),
+        str: TEXT,
+        Path: TEXT.map(lambda text: str(Path(text))),
+        tuple[int, int]: st.lists(st.integers(least, most), min_size=2, max_size=2),
+        tuple[Host, ...]: st.dictionaries(
+            st.from_regex(r"[a-z][a-z0-9.-]{0,9}", fullmatch=True), st.integers(1, 99), min_size=1
+        ),
+        tuple[str, ...]: NAMES,
+    }
+    assert kind != tuple[EnvVar, ...]
+    return strategies[kind]
+
+
+def as_text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ",".join(f"{name}:{slots}" for name, slots in value.items())
+    if isinstance(value, list):
+        return (" " if isinstance(value[0], int) else ",").join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def as_words(setting: Setting, value: Any) -> list[str]:
+    name = setting.names[0]
+    if isinstance(value, bool):
+        on, _, off = name.partition("/")
+        if setting.default is False:
+            return [on] if value else []
+        return [on if value else off or f"--no-{on.removeprefix('--')}"]
+    if isinstance(value, list) and isinstance(value[0], int):
+        return [name, *map(str, value)]
+    return [f"{name}={as_text(value)}"] if name.startswith("--") else [name, as_text(value)]
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Some options, with values in the file, the environment and at the command line."""
+    chosen = draw(st.lists(st.sampled_from(SETTINGS), unique_by=lambda one: one.field, max_size=6))
+    found: list[dict[str, Any]] = [{}, {}, {}]
+    for setting in chosen:
+        for layer in found:
+            if draw(st.booleans()):
+                layer[setting.field] = draw(values_of(setting))
+    return found
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(layers=layers(), dashes=st.booleans())
+def test_command_line_before_environment_before_file_before_default(
+    folder: Path, layers: list[dict[str, Any]], dashes: bool
+) -> None:
+    in_file, in_environment, at_command_line = layers
+    by_field = {setting.field: setting for setting in SETTINGS}
+    separator = "-" if dashes else "_"
+    content = {field.replace("_", separator): value for field, value in in_file.items()}
+    (folder / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    words = [
+        word for name, value in at_command_line.items() for word in as_words(by_field[name], value)
+    ]
+    environment = {
+        f"HVDTRAIN_{name.upper()}": as_text(value) for name, value in in_environment.items()
+    }
+    seen = shown("--config", "run.yaml", *words, "train.py", **environment)
+    for field in in_file.keys() | in_environment.keys() | at_command_line.keys():
+        setting = by_field[field]
+        if field in at_command_line and as_words(setting, at_command_line[field]):
+            expected, source = at_command_line[field], "command line"
+        elif field in in_environment:
+            expected, source = in_environment[field], f"environment: HVDTRAIN_{field.upper()}"
+        elif field in in_file:
+            expected, source = in_file[field], "run.yaml"
+        else:
+            continue
+        assert seen[field.replace("_", "-")] == (expected, source)
+    # What was shown is a configuration file that says the same.
+    (folder / "again.yaml").write_text(
+        call("--show-config", "--config", "run.yaml", *words, "train.py", **environment).stdout,
+        encoding="utf-8",
+    )
+    again = shown("--config", "again.yaml")
+    assert {key: value for key, (value, _) in again.items()} == {
+        key: value for key, (value, _) in seen.items()
+    }
