@@ -68,11 +68,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._scale_velocities: Callable[[tf.Tensor], None] | None = None
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if not isinstance(self.model.optimizer.learning_rate, keras.Variable):
-            raise UsageError(
-                f"{type(self).__name__}: the optimizer's learning_rate is a schedule or function of its own and "
-                "cannot be set. Give the optimizer a number, or do without this callback"
-            )
+        require_settable(self.model.optimizer, type(self).__name__)
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
@@ -161,6 +157,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             print(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
             )
+
+
+def require_settable(optimizer: Any, what: str) -> None:
+    """Raise UsageError, naming what wants to set it, unless the learning rate is a number."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner._learning_rate, keras.Variable):
+        raise UsageError(
+            f"{what} needs a learning rate that is a number; this optimizer has a schedule: "
+            "scale and warm up inside the schedule"
+        )
 
 
 def _exponential(base: float, start_epoch: int) -> Multiplier:

@@ -299,20 +299,26 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.executing_eagerly():
         return tensor
-    begin = tf.raw_ops.ReadVariableOp(resource=_zero(), dtype=tf.int32)
-    whole = tf.slice(tf.reshape(tensor, [-1]), begin, [-1])
-    result = tf.reshape(whole, tf.shape(tensor))
+    if (
+        not tensor.shape.rank
+    ):  # A scalar has no place to cut at; an unknown rank no number of places.
+        return tf.reshape(anchored(tf.reshape(tensor, [-1])), tf.shape(tensor))
+    rank = tensor.shape.rank
+    begin = tf.raw_ops.ReadVariableOp(resource=_origin(rank), dtype=tf.int32)
+    result = tf.slice(tensor, begin, [-1] * rank)
     result.set_shape(tensor.shape)
     return result
 
 
 @functools.cache
-def _zero() -> tf.Tensor:
-    """The handle of a variable that is [0], for all graphs of this process.
+def _origin(rank: int) -> tf.Tensor:
+    """The handle of a variable that holds `rank` zeros, for all graphs of this process.
 
     A tf.Variable cannot be made in the later calls of a tf.function.
     """
     with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(dtype=tf.int32, shape=[1], shared_name="hvdtrain_zero")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.constant([0]))
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=tf.int32, shape=[rank], shared_name=f"hvdtrain_origin_{rank}"
+        )
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([rank], tf.int32))
     return handle

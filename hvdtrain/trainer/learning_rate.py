@@ -8,6 +8,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.learning_rate import require_settable
 
 SCALINGS = {"none": lambda workers: 1.0, "linear": float, "sqrt": math.sqrt}
 """Factor for a number of workers: linear after Goyal et al., square root after Krizhevsky 2014 (arXiv:1404.5997)."""
@@ -25,16 +26,6 @@ def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
     if factor != 1.0:
         require_settable(optimizer, f"learning_rate_scaling={scaling!r}")
         optimizer.learning_rate = float(optimizer.learning_rate) * factor
-
-
-def require_settable(optimizer: Any, option: str) -> None:
-    """Raise UsageError unless the learning rate is a number."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not isinstance(inner._learning_rate, keras.Variable):
-        raise UsageError(
-            f"{option} needs a learning rate that is a number; this optimizer has a schedule: "
-            "scale and warm up inside the schedule"
-        )
 
 
 class WarmUp(keras.callbacks.Callback):

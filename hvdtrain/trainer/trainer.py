@@ -27,6 +27,7 @@ from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.learning_rate import require_settable
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.keras.variables import (
@@ -47,7 +48,7 @@ from hvdtrain.metrics import (
 from hvdtrain.runtime import engine_errors, init
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
 from hvdtrain.trainer.gather import gather_predictions
-from hvdtrain.trainer.learning_rate import WarmUp, require_settable, scale_learning_rate
+from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
@@ -274,7 +275,7 @@ class Trainer:
         self._write_config(plan)
         logs: Logs = {}
         for epoch in range(first, plan.epochs):
-            logs = self._epoch(plan, epoch, callbacks, verbose)
+            logs = self._epoch(plan, epoch, callbacks, verbose, check_first_step=epoch == first)
             if any_rank(bool(self.model.stop_training), "stop"):
                 break
         if plan.epochs > first:
@@ -285,7 +286,12 @@ class Trainer:
         return self.model.history
 
     def _epoch(
-        self, plan: FitPlan, epoch: int, callbacks: keras.callbacks.CallbackList, verbose: int
+        self,
+        plan: FitPlan,
+        epoch: int,
+        callbacks: keras.callbacks.CallbackList,
+        verbose: int,
+        check_first_step: bool,
     ) -> Logs:
         """Train one epoch; return its logs, those of all workers."""
         assert self.steps is not None
@@ -303,7 +309,7 @@ class Trainer:
             if global_batches:
                 step_logs = self._global_step_logs(step_logs, share)
             callbacks.on_train_batch_end(step, step_logs)
-            if self._guard and step == 0 and epoch == 0:
+            if self._guard and step == 0 and check_first_step:
                 # Statistics of the step differ by nature; they are averaged when the epoch ends.
                 check_replicas(variables=trained_variables(self.model), when="after the first step")
             if global_batches and any_rank(bool(self.model.stop_training), "stop"):

@@ -27,6 +27,7 @@ def messages(results: Results, case: str) -> dict[str, str]:
     ("case", "variable", "when"),
     [
         ("case_reduction_removed", "/kernel'", "after the first step"),
+        ("case_reduction_removed_in_a_continued_run", "/kernel'", "after the first step"),
         ("case_reduction_of_one_variable_removed", "/bias'", "after the first step"),
         ("case_weight_changed_on_one_rank", "/kernel'", "after epoch 1"),
         ("case_optimizer_changed_on_one_rank", "/kernel'", "after the first step"),

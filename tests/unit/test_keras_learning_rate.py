@@ -132,7 +132,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(UsageError, match="initial_lr"):
         schedule(None, 0.5)
     decay = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
-    with pytest.raises(UsageError, match="schedule or function of its own"):
+    with pytest.raises(UsageError, match="this optimizer has a schedule"):
         fit(model_of(keras.optimizers.SGD(decay)), schedule(0.1, 0.5))
     callback = schedule(0.1, 0.5, staircase=False)
     callback.set_model(model_of("sgd"))

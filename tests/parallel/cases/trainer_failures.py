@@ -43,12 +43,16 @@ def message(run: Callable[[], None]) -> str:
     return "no error"
 
 
-def case_reduction_removed() -> str:
+def case_reduction_removed(**fit_arguments: Any) -> str:
     def not_reduced(self: Any, gradients: Any, *args: Any, **kwargs: Any) -> Any:
         return list(gradients)
 
     with mock.patch.object(GradientReducer, "__call__", not_reduced):
-        return message(lambda: fit(trainer()))
+        return message(lambda: fit(trainer(), **fit_arguments))
+
+
+def case_reduction_removed_in_a_continued_run() -> str:
+    return case_reduction_removed(initial_epoch=1)
 
 
 def case_reduction_of_one_variable_removed() -> str:

@@ -1,0 +1,158 @@
+"""How far the Trainer on any number of ranks is from plain Keras in one process: the models, the data, the measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from small import crossentropy, difference, layers, optimizers, weights
+
+import hvdtrain
+
+BATCH = 16
+EXAMPLES = 5 * BATCH + 1
+"""The last of 6 batches has a single example: every rank but one is idle."""
+EPOCHS = 5
+TOKENS = 20
+
+RNG = np.random.default_rng(0)
+IMAGES = RNG.normal(size=(EXAMPLES, 8, 8, 1)).astype("float32")
+WORDS = RNG.integers(1, TOKENS, (EXAMPLES, 6))
+PADDED = np.where(RNG.random(WORDS.shape) < 0.4, 0, WORDS)
+PADDED[:, 0] = 1
+Y = RNG.integers(0, 5, EXAMPLES)
+WEIGHT = RNG.uniform(0.2, 2, EXAMPLES).astype("float32")
+VALID = (IMAGES[:37], WORDS[:37])
+
+SGD = optimizers.SGD
+
+
+def momentum() -> Any:
+    return SGD(0.05, momentum=0.9)
+
+
+def inputs(words: np.ndarray = WORDS) -> dict[str, np.ndarray]:
+    return {"image": IMAGES, "words": words}
+
+
+def mixed_model(
+    mask: bool = False, penalties: bool = False, normalization: Callable[[], Any] | None = None
+) -> keras.Model:
+    """Convolution, embedding and dense layers."""
+    l2 = keras.regularizers.L2(1e-2) if penalties else None
+    image = layers.Input((8, 8, 1), name="image")
+    words = layers.Input((6,), dtype="int32", name="words")
+    conv = layers.Conv2D(4, 3, activation="relu", activity_regularizer=l2)(image)
+    word = layers.Embedding(TOKENS, 4, mask_zero=mask)(words)
+    if normalization is not None:
+        conv = normalization()(conv)
+    z = layers.Concatenate()([layers.Flatten()(conv), layers.GlobalAveragePooling1D()(word)])
+    z = layers.Dense(8, activation="tanh", kernel_regularizer=l2)(z)
+    return keras.Model({"image": image, "words": words}, layers.Dense(5)(z))
+
+
+def tagging_model() -> keras.Model:
+    """An output for each word: the padding's mask reaches the loss."""
+    words = layers.Input((6,), dtype="int32")
+    return keras.Model(words, layers.Dense(5)(layers.Embedding(TOKENS, 4, mask_zero=True)(words)))
+
+
+def one_process(
+    make: Callable[[], keras.Model],
+    optimizer: Any,
+    data: tuple,
+    fit: dict[str, Any],
+    compiled: dict[str, Any],
+) -> tuple[keras.Model, Any]:
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
+    x, y, *weight = data
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weight[0] if weight else None,
+        **{"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0} | fit,
+    )
+    return model, history.history
+
+
+def apart(
+    make: Callable[[], keras.Model],
+    make_optimizer: Callable[[], Any],
+    data: tuple,
+    *,
+    source: Callable[[], Any] | None = None,
+    fit: dict[str, Any] | None = None,
+    source_fit: dict[str, Any] | None = None,
+    trainer: dict[str, Any] | None = None,
+    compiled: Callable[[], dict[str, Any]] = dict,
+    reference: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """How far Trainer is from plain Keras in weights, histories, evaluation and predictions.
+
+    Args:
+        data: (x, y[, sample_weight]) for both.
+        source: what Trainer gets instead.
+        fit: arguments of fit for both; `source_fit`: for the Trainer alone.
+        trainer: more arguments of Trainer.
+        compiled: makes loss, metrics and so on for both.
+        reference: arguments of compile for plain Keras alone.
+    """
+    model, wanted = one_process(
+        make, make_optimizer(), data, fit or {}, compiled() | (reference or {})
+    )
+    trained = hvdtrain.Trainer(
+        make,
+        make_optimizer(),
+        **{"loss": crossentropy(), "global_batch_size": BATCH, "seed": 1}
+        | compiled()
+        | (trainer or {}),
+    )
+    given = source() if source else data
+    history = trained.fit(
+        given,
+        **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {}) | (source_fit or {}),
+    ).history
+    assert set(history) == set(wanted), (set(history), set(wanted))
+    x, y, *weight = data
+    evaluated = trained.evaluate(*data)
+    expected = model.evaluate(
+        x,
+        y,
+        sample_weight=weight[0] if weight else None,
+        batch_size=BATCH,
+        verbose=0,
+        return_dict=True,
+    )
+    predicted = tf.nest.flatten(trained.predict(x))
+    probable = tf.nest.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    return {
+        "weights": difference(weights(trained.model), weights(model)),
+        "history": max(relative(history[n], wanted[n]) for n in wanted),
+        "evaluate": max(relative(evaluated[n], expected[n]) for n in expected),
+        "predict": difference(predicted, probable),
+        "histories": history,
+    }
+
+
+def relative(a: Any, b: Any) -> float:
+    """Largest difference, relative above 1."""
+    a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
+    return float(np.max(np.abs(a - b) / np.maximum(1, np.abs(b))))
+
+
+def vectors() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(8)
+    return rng.normal(size=(EXAMPLES, 3)).astype("float32"), rng.normal(size=(EXAMPLES, 1)).astype(
+        "float32"
+    )
+
+
+def vector_model() -> keras.Model:
+    return keras.Sequential(
+        [layers.Input((3,)), layers.Dense(4, activation="tanh"), layers.Dense(1)]
+    )
