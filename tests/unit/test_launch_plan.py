@@ -11,7 +11,7 @@ from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import built_controllers, choose_controller
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.variables import EnvVar, parse_variable
 
 STARTER = (sys.executable, "-m", "hvdtrain.start.horovodrun")
 
@@ -25,6 +25,16 @@ def script(tmp_path: Path) -> Path:
 
 def plan_of(path: Path, **changes: Any) -> LaunchPlan:
     return LaunchPlan(**{"script": path, "np": 2, "controller": "gloo", **changes})
+
+
+HOSTS = (Host("a", 2), Host("b", 2))
+
+
+@pytest.fixture
+def discovery(tmp_path: Path) -> Path:
+    path = tmp_path / "discover.sh"
+    path.touch(mode=0o755)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -50,6 +60,138 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
     with pytest.raises(UsageError) as error:
         plan_of(script, **changes)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        # Elastic.
+        ({"min_np": 1, "hosts": HOSTS, "controller": "mpi"}, "works over Gloo only"),
+        ({"max_np": 4, "hosts": HOSTS, "controller": "mpi"}, "works over Gloo only"),
+        ({"min_np": 3, "hosts": HOSTS}, "--min-np 3 is more than -np 2"),
+        ({"max_np": 1, "hosts": HOSTS}, "--max-np 1 is less than -np 2"),
+        ({"max_np": 9, "hosts": HOSTS}, "--max-np 9 is more than the 4 slots of a:2, b:2"),
+        ({"min_np": 1}, "needs --host-discovery-script, or at least two hosts"),
+        ({"min_np": 1, "hosts": HOSTS[:1]}, "needs --host-discovery-script, or at least two"),
+        ({"min_np": 0, "hosts": HOSTS}, "--min-np 0: give at least 1"),
+        ({"elastic_timeout": 9}, "--elastic-timeout has no effect here: add --host-discovery"),
+        ({"reset_limit": 1, "hosts": HOSTS}, "--reset-limit has no effect here"),
+        ({"blacklist_cooldown_range": (1, 2)}, "--blacklist-cooldown-range has no effect here"),
+        ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (0, 2)}, "range 0: give a nu"),
+        ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (1, 3601)}, "from 1 to 3600"),
+        ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (9, 5)}, "the shorter time"),
+        ({"slots_per_host": 2, "min_np": 1, "hosts": HOSTS}, "--slots-per-host has no effect"),
+        ({"host_discovery_script": Path("no/where")}, "there is no file no/where"),
+        ({"host_discovery_script": Path(__file__)}, "cannot be executed: chmod +x"),
+        # What works with another option only.
+        *(
+            ({name: value}, f"--{name.replace('_', '-')} has no effect here: add --autotune")
+            for name, value in {
+                "autotune_log_file": Path("log"),
+                "autotune_warmup_samples": 0,
+                "autotune_steps_per_sample": 1,
+                "autotune_bayes_opt_max_samples": 1,
+                "autotune_gaussian_process_noise": 0.0,
+            }.items()
+        ),
+        ({"autotune": False, "autotune_warmup_samples": 1}, "has no effect here: add --autotune"),
+        ({"timeline_mark_cycles": True}, "has no effect here: add --timeline-filename"),
+        ({"gloo_timeout_seconds": 9, "controller": "mpi"}, "add --controller gloo"),
+        ({"mpi_args": "-v"}, "--mpi-args has no effect here: add --controller mpi"),
+        ({"binding_args": "-v"}, "--binding-args has no effect here: add --controller mpi"),
+        ({"mpi_threads_disable": True}, "add --controller mpi"),
+        ({"hierarchical_allreduce": True, "hosts": HOSTS}, "add --controller mpi"),
+        ({"hierarchical_allgather": True, "controller": "mpi"}, "name several hosts"),
+        ({"torus_allreduce": True}, "name several hosts"),
+        ({"thread_affinity": 0}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
+        ({"thread_affinity": 0, "hosts": HOSTS}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
+        # What excludes another.
+        (
+            {
+                "torus_allreduce": True,
+                "hierarchical_allreduce": True,
+                "hosts": HOSTS,
+                "controller": "mpi",
+            },
+            "--hierarchical-allreduce and --torus-allreduce are two ways to do the same",
+        ),
+        (
+            {"log_with_timestamp": True, "prefix_output_with_timestamp": True},
+            "--log-with-timestamp and --prefix-output-with-timestamp exclude each other",
+        ),
+        (
+            {"log_with_timestamp": False, "prefix_output_with_timestamp": True},
+            "--log-without-timestamp and --prefix-output-with-timestamp exclude each other",
+        ),
+        ({"env": (EnvVar("A"), EnvVar("A", "1"))}, "--env A is given twice"),
+        # Bounds.
+        ({"cycle_time_ms": float("nan")}, "--cycle-time-ms nan: give at least 0 milliseconds"),
+        ({"fusion_threshold_mb": -1}, "--fusion-threshold-mb -1: give at least 0"),
+        ({"autotune": True, "autotune_gaussian_process_noise": 1.5}, "a number from 0 to 1"),
+        ({"num_nccl_streams": 0}, "--num-nccl-streams 0"),
+        ({"gloo_timeout_seconds": 0}, "--gloo-timeout-seconds 0: give at least 1 seconds"),
+        ({"output_filename": Path(__file__)}, "is a file: name a folder"),
+        # What would reach a shell.
+        ({"mpi_args": "-x A; rm -rf b", "controller": "mpi"}, "';' has a meaning for the shell"),
+        ({"binding_args": "$(id)", "controller": "mpi"}, "'$' '(' ')' has a meaning for the"),
+        ({"mpi_args": "-v\n-w", "controller": "mpi"}, "has a meaning for the shell"),
+        ({"mpi_args": "-x 'A", "controller": "mpi"}, "no closing quotation"),
+        ({"network_interfaces": ("eth0;id",)}, "'eth0;id' is no name of an interface"),
+        ({"network_interfaces": ("",)}, "'' is no name of an interface"),
+        ({"network_interfaces": ("-x",)}, "'-x' is no name of an interface"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    script: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        plan_of(script, **changes)
+    assert message in str(error.value)
+
+
+def test_two_ways_to_name_the_hosts(script: Path, discovery: Path) -> None:
+    with pytest.raises(UsageError, match="--hosts and --host-discovery-script both name the hosts"):
+        plan_of(script, hosts=HOSTS, host_discovery_script=discovery)
+    assert plan_of(script, host_discovery_script=discovery, slots_per_host=2).elastic
+
+
+def test_paths_that_horovod_gives_to_a_shell(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("my key", "key;id", "$key", "key`id`"):
+        key = tmp_path / name
+        key.touch()
+        with pytest.raises(UsageError, match="move the key"):
+            plan_of(script, ssh_identity_file=key)
+    folder = tmp_path / "my experiments"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(UsageError, match="the working folder is"):
+        plan_of(script, hosts=HOSTS)
+    assert plan_of(script, hosts=(Host("localhost", 2),)).np == 2
+    assert plan_of(script, hosts=HOSTS, controller="mpi").np == 2
+
+
+def test_one_core_for_horovods_thread_needs_one_worker_a_host(script: Path) -> None:
+    hosts = (Host("a", 1), Host("b", 4))
+    assert plan_of(script, thread_affinity=0, hosts=hosts).thread_affinity == 0
+    with pytest.raises(UsageError):
+        plan_of(script, thread_affinity=0, hosts=hosts, np=3)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "A B", "1A", "A-B", "A;B", "HOROVOD_RANK", "HOROVOD_GLOO_IFACE", "PMI_RANK"]
+)
+def test_names_that_no_variable_can_have(name: str) -> None:
+    with pytest.raises(UsageError):
+        EnvVar(name, "x")
+
+
+def test_variables_are_read_and_not_shown() -> None:
+    assert parse_variable("A=b=c") == EnvVar("A", "b=c")
+    assert parse_variable("A=") == EnvVar("A", "")
+    assert parse_variable("A") == EnvVar("A", None)
+    assert "hush" not in repr(EnvVar("A", "hush"))
 
 
 def test_stalls_may_be_left_alone(script: Path) -> None:
