@@ -7,13 +7,26 @@ table.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import os
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 130 and 143 ended by Ctrl-C and SIGTERM; "
+    "else that of the worker that failed first (128 + the signal's number if a signal ended it)."
+)
 
 # name -> (module:attribute, what it does)
 COMMANDS = {
     "bench": ("hvdtrain.cli.bench:bench", "Measure collectives and training throughput."),
+    "completion": (
+        "hvdtrain.cli.completion:completion",
+        "Print the script that lets your shell complete hvdtrain.",
+    ),
     "doctor": (
         "hvdtrain.cli.doctor:doctor",
         "Can this machine train? Probe it, and say the fixes.",
@@ -44,6 +57,14 @@ class CommandTable(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete from the table: Click would import every command for its help."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -54,10 +75,15 @@ class CommandTable(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error of hvdtrain's own is one message and its exit code."""
+        from hvdtrain.environment import EXIT_INTERRUPTED
         from hvdtrain.errors import HvdtrainError
 
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Click's own answer would be exit code 1, which is a failure's.
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
         except HvdtrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
@@ -72,16 +98,20 @@ def _hint(name: str) -> str:
 
 def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from hvdtrain import __version__
+        from hvdtrain.cli.version import version_text
 
-        click.echo(f"hvdtrain {__version__}")
+        click.echo(version_text(os.environ))
         ctx.exit()
 
 
-@click.group(cls=CommandTable, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandTable,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-    help="Show the version and exit.",
+    help="Show the versions of hvdtrain and of all that it stands on, for a bug report, and exit.",
 )  # fmt: skip
 def main() -> None:
     """Multi-worker training for today's TensorFlow and Keras, on Horovod."""

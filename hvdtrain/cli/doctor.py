@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import click
 
 from hvdtrain import __version__
+from hvdtrain.doctor.bounded import end_all
 from hvdtrain.doctor.checklist import Wanted, host_probes, joint_probe, local_probes
 from hvdtrain.doctor.examination import examine
 from hvdtrain.doctor.finding import Finding, skip
 from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
 from hvdtrain.doctor.ssh import Ssh
-from hvdtrain.environment import EXIT_FAILURE
+from hvdtrain.environment import EXIT_FAILURE, EXIT_TERMINATED
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import parse_hosts, read_hostfile
 
@@ -81,15 +84,16 @@ def doctor(
     start = time.monotonic()
     wait = Wait(moves=sys.stdout.isatty() and not wants_json)
     found: list[tuple[str, Finding]] = []
-    for group, finding in _findings(wanted, wait.draw):
-        wait.clear()
-        if not wants_json:
-            if not found or found[-1][0] != group:
-                click.secho(group, bold=True)
-            for line in lines_of(finding):
-                click.echo(line)
-        found.append((group, finding))
-    wait.clear()
+    # Closed, whatever comes: then no probe starts any more, and those that run can be ended.
+    with _ending_commands(), closing(_findings(wanted, wait.draw)) as findings_by_group:
+        for group, finding in findings_by_group:
+            wait.clear()
+            if not wants_json:
+                if not found or found[-1][0] != group:
+                    click.secho(group, bold=True)
+                for line in lines_of(finding):
+                    click.echo(line)
+            found.append((group, finding))
     seconds = time.monotonic() - start
     findings = [finding for _, finding in found]
     if wants_json:
@@ -101,7 +105,7 @@ def doctor(
 
 def _findings(
     wanted: Wanted, waiting: Callable[[Sequence[str], float], None]
-) -> Iterator[tuple[str, Finding]]:
+) -> Generator[tuple[str, Finding], None, None]:
     """Group and finding, as they become known; the allreduce over the hosts only if each of them is well."""
     sick = False
     probes = [*local_probes(wanted, os.environ), *host_probes(wanted, os.environ)]
@@ -116,6 +120,21 @@ def _findings(
             return
         for probe, findings in examine([joint], waiting):
             yield from ((probe.group, finding) for finding in findings)
+
+
+@contextmanager
+def _ending_commands() -> Iterator[None]:
+    """SIGTERM takes the way of Ctrl-C, on which all that runs is ended."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        end_all()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:

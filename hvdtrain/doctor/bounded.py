@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,12 +10,14 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.launch.process import end_processes
 
 _GRACE_SECONDS = 6.0
 """`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""
+_TICK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,29 @@ def run(
     finally:
         _end(process, mark)
     return Ran(returncode, stdout, stderr, started, time.monotonic() - begin)
+
+
+def end_all() -> None:
+    """End all commands that run now: the user wants no more of them."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while children := _children():
+        late = time.monotonic() > deadline
+        for pid in children:
+            # Each leads a session; one that ends meanwhile is waited for by the thread that started it.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL if late else signal.SIGTERM)
+        if late:
+            return
+        time.sleep(_TICK_SECONDS)
+
+
+def _children() -> list[int]:
+    """Ids of this process's children, whichever thread started them."""
+    found = []
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in file.read_text().split()]
+    return found
 
 
 def _end(process: subprocess.Popen[str], mark: str) -> None:

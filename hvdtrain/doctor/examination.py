@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hvdtrain.doctor.finding import Finding, fail
 
 _TICK_SECONDS = 0.2
-_SPARE_SECONDS = 3.0
+_SPARE_SECONDS = 10.0
 """A probe ends its own commands when its time is over, and says more than we can here: let it."""
 
 
@@ -46,6 +46,7 @@ def examine(
     """
     start = time.monotonic()
     done: queue.SimpleQueue[tuple[int, Sequence[Finding]]] = queue.SimpleQueue()
+    stopped = threading.Event()
     running: dict[int, str] = {}
     lanes: dict[str, list[int]] = {}
     for number, probe in enumerate(probes):
@@ -53,6 +54,8 @@ def examine(
 
     def follow(numbers: Sequence[int]) -> None:
         for number in numbers:
+            if stopped.is_set():
+                return
             running[number] = probes[number].name
             findings = _within_limit(probes[number])
             del running[number]
@@ -62,15 +65,18 @@ def examine(
         threading.Thread(target=follow, args=(numbers,), daemon=True).start()
     known: dict[int, Sequence[Finding]] = {}
     shown = 0
-    while shown < len(probes):
-        try:
-            number, findings = done.get(timeout=_TICK_SECONDS)
-            known[number] = findings
-        except queue.Empty:
-            waiting([running[number] for number in sorted(running)], time.monotonic() - start)
-        while shown in known:
-            yield probes[shown], known[shown]
-            shown += 1
+    try:
+        while shown < len(probes):
+            try:
+                number, findings = done.get(timeout=_TICK_SECONDS)
+                known[number] = findings
+            except queue.Empty:
+                waiting([running[number] for number in sorted(running)], time.monotonic() - start)
+            while shown in known:
+                yield probes[shown], known[shown]
+                shown += 1
+    finally:
+        stopped.set()  # Nobody listens any more, after Ctrl-C for example: start no more probes.
 
 
 def _within_limit(probe: Probe) -> Sequence[Finding]:

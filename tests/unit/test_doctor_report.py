@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ from fake_programs import path_with
 from hvdtrain.cli import doctor as command
 from hvdtrain.cli import main
 from hvdtrain.doctor import examination
-from hvdtrain.doctor.bounded import run
+from hvdtrain.doctor.bounded import Ran, end_all, run
 from hvdtrain.doctor.checklist import Wanted, local_probes
 from hvdtrain.doctor.examination import Probe, examine
 from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
@@ -257,3 +258,37 @@ print(sorted({"tensorflow", "keras", "horovod", "numpy"} & set(sys.modules)))
         [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_commands_that_run_can_be_ended_at_once(tmp_path: Path) -> None:
+    environ = path_with(tmp_path, {"slow": "exec /bin/sleep 60"})
+    ended: list[Ran | None] = []
+    thread = threading.Thread(target=lambda: ended.append(run(["slow"], limit=60, environ=environ)))
+    thread.start()
+    while not children():
+        time.sleep(0.01)
+    end_all()
+    thread.join(5)
+    assert [said.returncode for said in ended if said] == [-signal.SIGTERM]
+
+
+def children() -> str:
+    return "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
+
+
+def test_no_probe_starts_once_nobody_listens() -> None:
+    started: list[str] = []
+    first = probe(lambda: [ok("a", "")], "a", lane="one")
+
+    def second() -> Sequence[Finding]:
+        started.append("b")
+        return [ok("b", "")]
+
+    hold = threading.Event()
+    slow = probe(lambda: [ok("x", str(hold.wait(5)))], "x", lane="one")
+    found = examine([first, slow, probe(second, "b", lane="one")], nothing)
+    next(found)
+    found.close()  # type: ignore[attr-defined]
+    hold.set()
+    time.sleep(0.2)
+    assert started == []
