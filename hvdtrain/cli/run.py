@@ -45,6 +45,10 @@ from hvdtrain.launch.variables import EnvVar
     help="Show the output of all workers, not only rank 0's.",
 )  # fmt: skip
 @click.option(
+    "--prefix-output-with-timestamp", "-prefix-timestamp", is_flag=True,
+    cls=GroupedOption, group="basic", help="The time in front of each line of the workers.",
+)  # fmt: skip
+@click.option(
     "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
     is_eager=True, callback=load_config,
     help="YAML file with options under their names here, script and arguments, or in the layout of "
@@ -67,6 +71,7 @@ def run(
     show_config: bool,
     log_dir: Path | None,
     all_ranks: bool,
+    prefix_output_with_timestamp: bool,
     dry_run: bool,
     **values: Any,
 ) -> None:
@@ -94,7 +99,8 @@ def run(
         return
     if plan.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
-    sys.exit(run_launch(argv, View(log_dir, all_ranks, plan.verbose)))
+    view = View(log_dir, all_ranks, plan.verbose, timestamps=prefix_output_with_timestamp)
+    sys.exit(run_launch(argv, view))
 
 
 def plan_of(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +34,7 @@ class Output:
         stdout, stderr: where the user looks.
         all_ranks: show every rank's output, each line with its rank in front.
         show_launcher: show what horovodrun and mpirun say as well.
+        stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
         failures: what ranks reported, in the order of arrival.
         launcher_text: the end of what horovodrun and mpirun said.
     """
@@ -42,6 +44,7 @@ class Output:
     stderr: BinaryIO
     all_ranks: bool = False
     show_launcher: bool = False
+    stamp: Callable[[], bytes] | None = None
     failures: list[Failure] = field(default_factory=list)
     launcher_text: bytes = b""
     _files: dict[tuple[int | None, Stream], BinaryIO] = field(default_factory=dict)
@@ -72,6 +75,7 @@ class Output:
         if not self.all_ranks:
             rest = self._pending.pop((0, "stderr"), b"")
             if rest and not is_noise(rest):
+                rest = self._stamped(0, "stderr", rest)
                 self._log(0, "stderr", rest)
                 self._mid_line.add(0)
                 self._write(self.stderr, rest)
@@ -88,7 +92,7 @@ class Output:
     def _take(self, piece: Piece) -> None:
         if piece.rank is None:
             self._take_launcher(piece)
-        elif piece.stream == "stdout" and not self.all_ranks:
+        elif piece.stream == "stdout" and not self.all_ranks and not self.stamp:
             self._log(piece.rank, "stdout", piece.data)
             if piece.rank == 0:
                 self._write(self.stdout, piece.data)
@@ -111,16 +115,25 @@ class Output:
             self.failures.append(failure)
             self._log(rank, "stderr", f"{failure.text}\n".encode())
             return
-        self._log(rank, stream, segment)
+        stamped = self._stamped(rank, stream, segment)
+        self._log(rank, stream, stamped)
         if self.all_ranks:
             if line and not (stream == "stderr" and is_noise(line)):
                 target = self.stdout if stream == "stdout" else self.stderr
-                self._write(target, b"[%d] %s\n" % (rank, line))
+                self._write(target, b"[%d] %s\n" % (rank, stamped.rstrip(b"\r\n")))
+        elif stream == "stdout":
+            if rank == 0:
+                self._write(self.stdout, stamped)
         elif rank in self._mid_line:
             self._mid_line.discard(rank)
             self._write(self.stderr, segment)
         elif not is_noise(line) and (rank == 0 or segment.endswith(b"\n")):
-            self._show_once(rank, line, segment)
+            self._show_once(rank, line, stamped)
+
+    def _stamped(self, rank: int, stream: Stream, segment: bytes) -> bytes:
+        """What was begun before (only rank 0's standard error is shown so) has its stamp."""
+        begun = stream == "stderr" and rank in self._mid_line
+        return segment if self.stamp is None or begun else self.stamp() + segment
 
     def _show_once(self, rank: int, line: bytes, segment: bytes) -> None:
         """The k-th time that any rank says this is shown; the k-th times of the others are not."""

@@ -7,6 +7,7 @@ see `options` for what stands at each field. Left out of horovodrun's options, o
 - `--hostfile`: read by `hosts.read_hostfile` and given on as `-H`; horovodrun's reader fails on
   comments and blank lines.
 - `--config-file`: read by `config`; horovodrun's reader ignores unknown keys.
+- `--prefix-output-with-timestamp`: `output` does it; mpirun's stamps may stand inside lines.
 - `--network-interface`, `--log-hide-timestamp`, `--no-log-hide-timestamp`: deprecated names.
 - `--check-build`, `--version`: `hvdtrain doctor` and `hvdtrain --version`.
 """
@@ -84,15 +85,6 @@ class LaunchPlan(Knobs):
             metavar="FOLDER",
         ),
     ] = None
-    prefix_output_with_timestamp: Annotated[
-        bool,
-        Option(
-            "basic",
-            "The time at each line of the workers' output.",
-            flag="--prefix-output-with-timestamp",
-            names=("--prefix-output-with-timestamp", "-prefix-timestamp"),
-        ),
-    ] = False
     verbose: Annotated[
         bool,
         Option(

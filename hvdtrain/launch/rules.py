@@ -76,7 +76,6 @@ CONDITIONS: dict[Need, Condition] = {
 RIVALS = {
     ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
     ("hierarchical_allreduce", "torus_allreduce"): "are two ways to do the same",
-    ("log_with_timestamp", "prefix_output_with_timestamp"): "exclude each other in horovodrun",
 }
 
 
@@ -198,11 +197,6 @@ def _check_exclusions(plan: LaunchPlan) -> None:
         if len(given) > 1:
             named = " and ".join(names[field] for field in given)
             raise UsageError(f"{named} {why}: give one of them")
-    if plan.prefix_output_with_timestamp and plan.log_with_timestamp is False:
-        raise UsageError(
-            "--log-without-timestamp and --prefix-output-with-timestamp exclude each other in "
-            "horovodrun: give one of them"
-        )
     variables = [variable.name for variable in plan.env]
     for name in variables:
         if variables.count(name) > 1:

@@ -26,11 +26,13 @@ class View:
         log_dir: folder of this run's files; None makes one under `.hvdtrain/logs`.
         all_ranks: show the output of all ranks.
         verbose: show what the launcher says.
+        timestamps: put the time in front of each line of the ranks.
     """
 
     log_dir: Path | None = None
     all_ranks: bool = False
     verbose: bool = False
+    timestamps: bool = False
 
 
 def run_launch(argv: Sequence[str], view: View) -> int:
@@ -48,6 +50,7 @@ def run_launch(argv: Sequence[str], view: View) -> int:
         sys.stderr.buffer,
         all_ranks=view.all_ranks,
         show_launcher=view.verbose,
+        stamp=_time_of_day if view.timestamps else None,
     )
     with output:
         ending = run_process(
@@ -57,6 +60,7 @@ def run_launch(argv: Sequence[str], view: View) -> int:
             on_output=output.feed,
             on_idle=output.settle,
             on_signal=_say_stopping,
+            on_warning=_say_warned,
             has_failed=lambda: bool(output.failures),
         )
         output.finish()
@@ -87,6 +91,14 @@ def make_log_dir(wanted: Path | None) -> Path:
             f"cannot make the log folder {path}: {error.strerror}; choose another with --log-dir"
         ) from error
     raise UsageError(f"too many log folders in {path.parent}: choose another with --log-dir")
+
+
+def _say_warned() -> None:
+    print("\nSIGUSR1: this job will be ended soon; all ranks are told", file=sys.stderr)
+
+
+def _time_of_day() -> bytes:
+    return time.strftime("%Y-%m-%d %H:%M:%S ").encode()
 
 
 def _say_stopping(received: signal.Signals) -> None:

@@ -251,10 +251,7 @@ def test_secrets_are_not_shown(folder: Path) -> None:
 
 
 # What decides over other options, and what comes in several forms, has its tests above.
-DECIDING = {
-    *("controller", "autotune", "env", "host_discovery_script"),
-    *("torus_allreduce", "prefix_output_with_timestamp"),
-}
+DECIDING = {"controller", "autotune", "env", "host_discovery_script", "torus_allreduce"}
 SETTINGS = [setting for setting in settings_of(LaunchPlan) if setting.field not in DECIDING]
 TEXT = st.text(
     st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=9

@@ -31,6 +31,7 @@ LEFT_OUT = {
     "--jsrun": "broken in horovodrun 0.28.1",
     "--hostfile": "read by hvdtrain and given as -H",
     "--config-file": "read by hvdtrain",
+    "--prefix-output-with-timestamp": "hvdtrain does it, for all launchers alike",
     "--network-interface": "deprecated",
     "--log-hide-timestamp": "deprecated",
     "--no-log-hide-timestamp": "deprecated",
@@ -91,12 +92,6 @@ EACH: list[tuple[dict[str, Any], dict[str, Any], list[str], dict[str, Any]]] = [
         {"output_filename": Path("-o")},
         ["--output-filename=-o"],
         {"output_filename": "-o"},
-    ),
-    (
-        {},
-        {"prefix_output_with_timestamp": True},
-        ["--prefix-output-with-timestamp"],
-        {"prefix_output_with_timestamp": True},
     ),
     ({}, MANY, ["-H", "a:2,b:2"], {"hosts": "a:2,b:2"}),
     (

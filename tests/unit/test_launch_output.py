@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,7 @@ def test_tags_inside_lines_and_the_launchers_own_words() -> None:
 class Terminal:
     """An Output with two buffers for a terminal."""
 
-    def __init__(self, log_dir: Path, **view: bool) -> None:
+    def __init__(self, log_dir: Path, **view: Any) -> None:
         self.out, self.err = io.BytesIO(), io.BytesIO()
         self.log_dir = log_dir
         self.output = Output(log_dir, self.out, self.err, **view)
@@ -175,3 +176,24 @@ def test_stamps_do_not_make_two_warnings() -> None:
     second = b"W0000 00:00:1795250393.1    5529 a.cc:1] careful"
     assert without_stamp(first) == without_stamp(second)
     assert without_stamp(first) != without_stamp(first + b"!")
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+def test_the_time_in_front_of_each_line(tmp_path: Path, all_ranks: bool) -> None:
+    times = iter(range(9))
+    terminal = Terminal(tmp_path, all_ranks=all_ranks, stamp=lambda: b"%d " % next(times))
+    with terminal.output as output:
+        output.feed("stdout", b"[1,0]<stdout>:o[1,0]<stdout>:ne\n[1,1]<stdout>:two\n")
+        output.feed("stderr", b"[1,0]<stderr>:thr")
+        output.settle()
+        output.feed("stderr", b"[1,0]<stderr>:ee\n")
+        output.finish()
+    if all_ranks:
+        assert terminal.out.getvalue() == b"[0] 0 one\n[1] 1 two\n"
+        assert terminal.err.getvalue() == b"[0] 2 three\n"
+    else:
+        assert terminal.out.getvalue() == b"0 one\n"
+        assert terminal.err.getvalue() == b"2 three\n"
+    assert (tmp_path / "rank.0/stdout").read_bytes() == b"0 one\n"
+    assert (tmp_path / "rank.1/stdout").read_bytes() == b"1 two\n"
+    assert (tmp_path / "rank.0/stderr").read_bytes() == b"2 three\n"

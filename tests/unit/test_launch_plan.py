@@ -115,14 +115,6 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
             },
             "--hierarchical-allreduce and --torus-allreduce are two ways to do the same",
         ),
-        (
-            {"log_with_timestamp": True, "prefix_output_with_timestamp": True},
-            "--log-with-timestamp and --prefix-output-with-timestamp exclude each other",
-        ),
-        (
-            {"log_with_timestamp": False, "prefix_output_with_timestamp": True},
-            "--log-without-timestamp and --prefix-output-with-timestamp exclude each other",
-        ),
         ({"env": (EnvVar("A"), EnvVar("A", "1"))}, "--env A is given twice"),
         # Bounds.
         ({"cycle_time_ms": float("nan")}, "--cycle-time-ms nan: give at least 0 milliseconds"),
