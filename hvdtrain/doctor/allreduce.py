@@ -22,13 +22,15 @@ _OTHER_WAYS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
 # What the launch says -> the fix; the first that fits.
 _FIXES = (
     (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    (r"orted: (command )?not found", "put mpirun's folder into PATH on every host, in ~/.bashrc, or use Gloo"),
     (r"not enough slots", "give each host the slots that it has: -H name:slots"),
     (r"No space left|Bus error|SIGBUS", "make room in /dev/shm and in the folder TMPDIR"),
     (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
     (r"cannot open shared object|undefined symbol", "hvdtrain install-horovod --force"),
     (r"Permission denied|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
 )  # fmt: skip
-_LOG_LINE = re.compile(r"^(logs of all ranks: .*|\s*)$")
+_NO_REASON = re.compile(r"^(logs of all ranks: .*|rank [^:]* failed:|\s*)$")
+_LAUNCHER_FAILED = re.compile(r"^\w+ failed \(exit code \d+\):", re.MULTILINE)
 
 
 def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
@@ -64,21 +66,31 @@ def allreduce(
     with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as logs:
         argv = run_argv(ranks, ["--log-dir", logs, *options])
         said = run(argv, limit=limit, environ={**kept, "TF_CPP_MIN_LOG_LEVEL": "3"})
-    return allreduce_finding(name, ranks, said, run_argv(ranks, options), limit)
+        log = Path(logs, "launcher.log")
+        launcher = log.read_text(errors="replace") if log.exists() else ""
+    return allreduce_finding(name, ranks, said, launcher, run_argv(ranks, options), limit)
 
 
 def allreduce_finding(
-    name: str, ranks: int, said: Ran | None, argv: Sequence[str], limit: float
+    name: str, ranks: int, said: Ran | None, launcher: str, argv: Sequence[str], limit: float
 ) -> Finding:
-    """Judge a launch; `argv` is what the user is told to try."""
+    """Judge a launch.
+
+    Args:
+        launcher: what horovodrun and mpirun said.
+        argv: what the user is told to try.
+    """
     assert said is not None, "this Python is there"
     again = shlex.join(argv)
     if said.returncode is None:
         return took_too_long(name, limit, f"see where it waits: {again}")
     if said.returncode == 0 and selftest.PASSED in said.stdout:
         return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
-    lines = [line for line in said.stderr.splitlines() if not _LOG_LINE.match(line)]
-    fix = next((fix for sign, fix in _FIXES if re.search(sign, said.text, re.IGNORECASE)), "")
+    # A rank's own word first; where no rank came so far, what the launcher said first, at length later.
+    own = [line for line in said.stderr.splitlines() if not _NO_REASON.match(line)]
+    lines = launcher.splitlines() if _LAUNCHER_FAILED.search(said.stderr) else own
+    text = said.text + launcher
+    fix = next((fix for sign, fix in _FIXES if re.search(sign, text, re.IGNORECASE)), "")
     return fail(name, reason(lines) or "ended without a result", fix or f"see all of it: {again}")
 
 

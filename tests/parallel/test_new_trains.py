@@ -19,10 +19,8 @@ def test_a_copied_folder_trains(tmp_path: Path) -> None:
     assert "arguments: []" in text
     config.write_text(text.replace("arguments: []", "arguments: [--epochs, 2]"))
     line = f"cd {folder} && {sys.executable} -m hvdtrain.cli run --config run.yaml"
-    trained = run_command(["/bin/sh", "-c", line])
+    trained = run_command(["/bin/sh", "-c", line], env={"HVDTRAIN_VERBOSE": "1"})
     assert trained.returncode == 0, trained.output
+    assert " -np 2 " in trained.output
     assert trained.output.count("validation accuracy") == 1
-    assert {path.name for path in (folder / ".hvdtrain/logs").glob("*/rank.*")} == {
-        "rank.0",
-        "rank.1",
-    }
+    assert len(list((folder / ".hvdtrain/logs").iterdir())) == 1

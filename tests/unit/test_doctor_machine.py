@@ -529,13 +529,24 @@ def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_an_allreduce_that_fails(said: Ran, seen: str, fix: str) -> None:
-    finding = allreduce_finding("allreduce", 2, said, ["hvdtrain", "run"], 60)
+    finding = allreduce_finding("allreduce", 2, said, "", ["hvdtrain", "run"], 60)
     assert (finding.status, finding.seen) == ("fail", seen)
     assert fix in finding.fix
 
 
+def test_a_launcher_that_fails_is_quoted_from_its_start() -> None:
+    """The message of `hvdtrain run` ends with the launcher's last lines, which are general advice."""
+    said = ran(127, stderr="horovodrun failed (exit code 127):\n* check your network\n-----\n")
+    log = "bash: line 1: orted: command not found\n-----\nORTE was unable ...\n* check your network"
+    finding = allreduce_finding("allreduce", 2, said, log, ["hvdtrain", "run"], 60)
+    assert finding.seen == "bash: line 1: orted: command not found"
+    assert "PATH on every host" in finding.fix
+
+
 def test_an_allreduce_that_works() -> None:
-    finding = allreduce_finding("allreduce", 2, ran(0, stdout=f"{selftest.PASSED}\n"), ["x"], 60)
+    finding = allreduce_finding(
+        "allreduce", 2, ran(0, stdout=f"{selftest.PASSED}\n"), "", ["x"], 60
+    )
     assert finding == Finding("allreduce", "ok", "2 ranks, 2.5 s")
 
 

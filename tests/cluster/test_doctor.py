@@ -1,0 +1,139 @@
+"""`hvdtrain doctor` on this machine and on hosts, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jobs import user_environment
+from namespaces import NamespaceHost
+
+SECONDS = 180
+Found = dict[str, dict[str, dict[str, Any]]]
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "hvdtrain.cli", "doctor", "--json", *options]
+
+
+def findings(text: str) -> Found:
+    """Group -> name -> finding."""
+    found: Found = {}
+    for finding in json.loads(text)["findings"]:
+        found.setdefault(finding["group"], {})[finding["name"]] = finding
+    return found
+
+
+def test_a_good_machine_is_all_green_within_a_minute(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(),
+        cwd=tmp_path,
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    answer = json.loads(done.stdout)
+    red = [finding for finding in answer["findings"] if finding["status"] == "fail"]
+    assert (red, done.returncode, answer["ok"]) == ([], 0, True)
+    found = findings(done.stdout)
+    for name in ("Horovod loads", "allreduce over gloo", "allreduce over mpi"):
+        assert found["Horovod"][name]["status"] == "ok"
+    assert {finding["status"] for finding in found["Software"].values()} == {"ok"}
+    assert answer["seconds"] < 60
+    assert not list(tmp_path.iterdir()), "it leaves nothing in the folder"
+
+
+@pytest.fixture(scope="module")
+def over_hosts(hosts: dict[str, NamespaceHost], tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the doctor on node1 says of good hosts and of bad ones, in one call."""
+    asked = "node1,node2:4,locked,bare,nowhere,nobody"
+    done = subprocess.run(
+        hosts["node1"].argv(command("-H", asked, "--network-interfaces", "eth0")),
+        cwd=tmp_path_factory.mktemp("doctor"),
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    for host in hosts.values():
+        assert host.left(5) == []
+    return findings(done.stdout)
+
+
+def test_a_host_that_is_well(over_hosts: Found) -> None:
+    found = over_hosts["Host node2"]
+    assert {name: finding["status"] for name, finding in found.items()} == dict.fromkeys(
+        ["name", "ssh", "versions", "folder", "network", "clock"], "ok"
+    )
+    assert found["name"]["seen"] == "10.77.0.2"
+    assert found["network"]["seen"] == "it connects to this machine's eth0 10.77.0.1"
+    assert over_hosts["Host node1"]["ssh"]["seen"] == "not needed: this machine"
+
+
+@pytest.mark.parametrize(
+    ("host", "name", "seen", "fix"),
+    [
+        ("locked", "ssh", "it does not accept the key", "ssh-copy-id locked"),
+        ("bare", "Python", "there is no ", "same path"),
+        ("nowhere", "ssh", "there is no way to it|no answer from port 22", "is the host up"),
+        ("nobody", "name", "nobody is not known here", "/etc/hosts"),
+    ],
+)
+def test_a_host_that_is_not(host: str, name: str, seen: str, fix: str, over_hosts: Found) -> None:
+    finding = over_hosts[f"Host {host}"][name]
+    assert finding["status"] == "fail"
+    assert any(words in finding["seen"] for words in seen.split("|")), finding
+    assert fix in finding["fix"]
+
+
+def test_sick_hosts_do_not_reduce(over_hosts: Found) -> None:
+    assert over_hosts["All hosts"]["allreduce over the hosts"]["status"] == "skip"
+
+
+def test_an_allreduce_over_good_hosts(hosts: dict[str, NamespaceHost], tmp_path: Path) -> None:
+    """Only this probe: those before it take half a minute, and are tested above."""
+    code = (
+        "import os\n"
+        "from hvdtrain.doctor.checklist import Wanted, joint_probe\n"
+        "wanted = Wanted(hosts=('node1', 'node2'), interfaces=('eth0',))\n"
+        "(finding,) = joint_probe(wanted, os.environ).look()\n"
+        "print(finding.status, finding.seen, finding.fix)"
+    )
+    done = subprocess.run(
+        hosts["node1"].argv([sys.executable, "-c", code]),
+        cwd=tmp_path,
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.stdout.startswith("ok 2 ranks, "), done.stdout + done.stderr
+    for host in hosts.values():
+        assert host.left(5) == []
+
+
+def test_a_closed_port(hosts: dict[str, NamespaceHost], tmp_path: Path) -> None:
+    code = (
+        "import os\n"
+        "from hvdtrain.doctor.hosts import Request, look_at_host\n"
+        "from hvdtrain.doctor.ssh import Ssh\n"
+        "request = Request(Ssh(port=2222), (), os.environ, 20)\n"
+        "print(look_at_host('node2', request)[-1])"
+    )
+    done = subprocess.run(
+        hosts["node1"].argv([sys.executable, "-c", code]),
+        cwd=tmp_path,
+        env={**os.environ, **user_environment()},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert "port 2222 is closed (connection refused)" in done.stdout, done.stderr
+    assert "--ssh-port" in done.stdout
