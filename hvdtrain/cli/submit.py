@@ -1,0 +1,196 @@
+"""`hvdtrain submit`: a training script as a Slurm job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hvdtrain.cli.options import PATH, VARIABLE
+from hvdtrain.environment import EXIT_INTERRUPTED
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
+from hvdtrain.launch.variables import EnvVar
+
+FOLDER = Path(".hvdtrain/jobs")
+_ASIDE = "such as --sbatch=--constraint=a100"
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-N", "--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
+@click.option(
+    "--tasks-per-node", "--ntasks-per-node", "tasks_per_node", type=int, metavar="N",
+    help="Workers on each node.  [default: one for each GPU, else one]",
+)  # fmt: skip
+@click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs on each node.")
+@click.option("-c", "--cpus-per-task", type=int, metavar="N", help="Cores for each worker.")
+@click.option("--mem", "memory", metavar="SIZE", help="Memory of each node, such as 64G.")
+@click.option(
+    "-t", "--time", "time_limit", metavar="TIME",
+    help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.",
+)  # fmt: skip
+@click.option("-p", "--partition", metavar="NAME", help="Where the job waits for nodes.")
+@click.option("-A", "--account", metavar="NAME", help="Who pays for it.")
+@click.option("--qos", metavar="NAME", help="Quality of service.")
+@click.option(
+    "-a", "--array", metavar="NUMBERS",
+    help="Run the job once for each of these, such as 0-3 or 0-99%4 (four at a time); the script "
+    "finds its number in SLURM_ARRAY_TASK_ID.",
+)  # fmt: skip
+@click.option("-J", "--job-name", metavar="NAME", help="[default: the script's]")
+@click.option(
+    "-o", "--output", metavar="FILE",
+    help="For what the job says, with Slurm's %-patterns.  [default: .hvdtrain/jobs/%x-%j.out]",
+)  # fmt: skip
+@click.option("--mail-type", metavar="EVENTS", help="When to write a mail, such as END,FAIL.")
+@click.option("--mail-user", metavar="ADDRESS", help="To whom.")
+@click.option(
+    "--sbatch", "directives", multiple=True, metavar="OPTION",
+    help=f"Any other option of sbatch, {_ASIDE}; again for each.",
+)  # fmt: skip
+@click.option(
+    "--warning", "warning_seconds", type=int, metavar="SECONDS",
+    help="SIGUSR1 to every worker this long before the time limit, or when the job is preempted.  "
+    "[default: 120 with --requeue, else none]",
+)  # fmt: skip
+@click.option(
+    "--requeue", is_flag=True,
+    help="Back into the queue when the time is over before the training; the script finds the "
+    "number of restarts in SLURM_RESTART_COUNT.",
+)  # fmt: skip
+@click.option("--config", type=PATH, metavar="FILE", help="Configuration for hvdtrain run.")
+@click.option(
+    "--env", type=VARIABLE, multiple=True, metavar="NAME[=VALUE]",
+    help="An environment variable for the workers on all nodes; again for each.",
+)  # fmt: skip
+@click.option(
+    "--script-file", type=PATH, metavar="FILE",
+    help="Where to write the batch script.  [default: .hvdtrain/jobs/NAME-TIME.sbatch]",
+)  # fmt: skip
+@click.option("--wait", is_flag=True, help="Show the job's output, and end as the job ends.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the batch script and the command, and submit nothing."
+)
+@click.argument("script", type=PATH)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def submit(
+    script: Path,
+    arguments: tuple[str, ...],
+    script_file: Path | None,
+    wait: bool,
+    dry_run: bool,
+    **asked: Any,
+) -> None:
+    """Run SCRIPT as a Slurm job: write a batch script and submit it.
+
+    What follows SCRIPT is the script's own. The job runs `hvdtrain run SCRIPT`, which starts a
+    worker for each task of the job. Standard output gets the job's number alone.
+    """
+    request = request_of(script, arguments, **asked)
+    text = batch_script(request)
+    path = script_file or _new_file(request.job_name)
+    if dry_run:
+        click.echo(f"{text}\n# {shlex.join(sbatch_argv(path))}")
+        return
+    _write(path, text, replacing=script_file is not None)
+    _make_folder(Path(request.output).parent)
+    job_id = submit_job(path)
+    click.echo(job_id)
+    click.echo(f"script: {path}\noutput: {request.output}", err=True)
+    if wait:
+        sys.exit(_follow(job_id))
+
+
+def request_of(
+    script: Path,
+    arguments: tuple[str, ...],
+    *,
+    config: Path | None,
+    env: tuple[EnvVar, ...],
+    time_limit: str | None,
+    job_name: str | None,
+    output: str | None,
+    array: str | None,
+    warning_seconds: int | None,
+    requeue: bool,
+    **resources: Any,
+) -> JobRequest:
+    """The job that the options ask for. Raises UsageError."""
+    if not script.is_file():
+        raise UsageError(f"no such script: {script} (in {Path.cwd()})")
+    if config is not None and not config.is_file():
+        raise UsageError(f"--config: there is no file {config}")
+    if requeue and warning_seconds is None:
+        warning_seconds = default_warning(time_limit)
+    options = ["--config", str(config)] if config else []
+    for variable in env:
+        options += ["--env", _without_secret(variable)]
+    pattern = "%x-%A_%a.out" if array else "%x-%j.out"
+    return JobRequest(
+        command=(*_hvdtrain(), "run", *options, str(script), *arguments),
+        job_name=job_name or script.stem,
+        output=output or str(FOLDER / pattern),
+        time=time_limit,
+        array=array,
+        warning_seconds=warning_seconds,
+        requeue=requeue,
+        **resources,
+    )
+
+
+def _hvdtrain() -> tuple[str, ...]:
+    """This hvdtrain, also where the environment is not activated."""
+    program = Path(sys.executable).parent / "hvdtrain"
+    return (str(program),) if program.is_file() else (sys.executable, "-m", "hvdtrain.cli")
+
+
+def _without_secret(variable: EnvVar) -> str:
+    """NAME=VALUE for the script; a secret travels in the job's environment, not in a file."""
+    if variable.value is None:
+        return variable.name
+    if looks_secret(variable.name, variable.value):
+        os.environ[variable.name] = variable.value
+        return variable.name
+    return f"{variable.name}={variable.value}"
+
+
+def _follow(job_id: str) -> int:
+    try:
+        return follow_job(job_id, sys.stdout.buffer, lambda text: click.echo(text, err=True))
+    except KeyboardInterrupt:
+        click.echo(f"\njob {job_id} goes on; to cancel it: scancel {job_id}", err=True)
+        return EXIT_INTERRUPTED
+
+
+def _new_file(job_name: str) -> Path:
+    stem = f"{job_name.replace(os.sep, '_')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path, number = FOLDER / f"{stem}.sbatch", 2
+    while path.exists():
+        path, number = FOLDER / f"{stem}-{number}.sbatch", number + 1
+    return path
+
+
+def _write(path: Path, text: str, replacing: bool) -> None:
+    _make_folder(path.parent)
+    try:
+        with path.open("w" if replacing else "x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UsageError(f"cannot write the batch script {path}: {error.strerror}") from error
+
+
+def _make_folder(folder: Path) -> None:
+    """Slurm makes no folder for a job's output: the job would fail without a word."""
+    if "%" in str(folder):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error

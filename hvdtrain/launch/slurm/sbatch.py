@@ -1,0 +1,230 @@
+"""JobRequest -> the batch script that runs it. Pure: the script's text depends on the request alone.
+
+A job that is warned before its end (the time limit, a job of higher priority) passes SIGUSR1 on to
+its ranks, and may put itself back into the queue:
+
+- Slurm warns only the script (`B:`), which passes the signal to `hvdtrain run`, and that to every
+  rank. srun would pass a signal to its step as well, but horovodrun has no step.
+- Training that ends by itself after the warning, and not with 0, stopped for it: the job goes back
+  into the queue. Training that goes on is stopped and goes back shortly before its time is over.
+  A failure that has nothing to do with the warning comes again after the restart, unwarned, and
+  ends the job.
+- SIGTERM means that Slurm is ending the job already: by `scancel`, which must stay the end of it, or
+  by a preemption, where Slurm itself puts the job back. The script then requeues nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from hvdtrain.errors import UsageError
+
+WARNING_SECONDS = 120
+MARGIN_SECONDS = 10
+"""How long before its end a job that still trains goes back into the queue."""
+
+_TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.ASCII)
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
+_MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII | re.IGNORECASE)
+_GPUS = re.compile(r"([\w.-]+:)*[1-9]\d*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRequest:
+    """A job for sbatch. Raises UsageError for what sbatch would refuse, or take for something else.
+
+    Attributes:
+        command: what runs on the first node: `hvdtrain run ...`.
+        nodes, tasks_per_node, cpus_per_task: at least 1; None leaves it to Slurm.
+        gpus_per_node: a number, or TYPE:NUMBER.
+        time: the limit as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS.
+        array: the tasks of a job array, such as 0-3 or 0-99%4; each runs the whole job once.
+        memory: for each node, such as 64G.
+        output: the file for what the job says, with Slurm's %-patterns.
+        mail_type, mail_user: when Slurm writes to whom, such as END,FAIL.
+        directives: further #SBATCH lines, such as --constraint=a100.
+        warning_seconds: SIGUSR1 to every rank this long before the time limit; None is never.
+        requeue: go back into the queue when the time is over before the training.
+    """
+
+    command: tuple[str, ...]
+    job_name: str
+    output: str
+    nodes: int = 1
+    tasks_per_node: int | None = None
+    gpus_per_node: str | None = None
+    cpus_per_task: int | None = None
+    time: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    array: str | None = None
+    memory: str | None = None
+    mail_type: str | None = None
+    mail_user: str | None = None
+    directives: tuple[str, ...] = ()
+    warning_seconds: int | None = None
+    requeue: bool = False
+
+    def __post_init__(self) -> None:
+        for name, number in (
+            ("--nodes", self.nodes),
+            ("--tasks-per-node", self.tasks_per_node),
+            ("--cpus-per-task", self.cpus_per_task),
+            ("--warning", self.warning_seconds),
+        ):
+            if number is not None and number < 1:
+                raise UsageError(f"{name} {number}: give at least 1")
+        for name, text, form, example in (
+            ("--time", self.time, _TIME, "minutes, H:MM:SS or D-HH:MM:SS, such as 1-12:00:00"),
+            ("--array", self.array, _ARRAY, "numbers and ranges, such as 0-3, 1,5,9 or 0-99%4"),
+            ("--mem", self.memory, _MEMORY, "a number with K, M, G or T, such as 64G"),
+            ("--gpus-per-node", self.gpus_per_node, _GPUS, "a number or TYPE:NUMBER, as a100:4"),
+        ):
+            if text is not None and not form.fullmatch(text):
+                raise UsageError(f"{name} {text!r}: expected {example}")
+        for line in self.directives:
+            if not re.match(r"--?[A-Za-z]", line):
+                raise UsageError(
+                    f"--sbatch {line!r}: expected an option of sbatch, such as --sbatch=--constraint=a100"
+                )
+        for value in (*_options(self).values(), *self.directives):
+            if value is not None and ("\n" in value or "\0" in value):
+                raise UsageError(f"{value!r} has an end of line in it: an #SBATCH line ends there")
+        limit = _seconds(self.time)
+        if self.warning_seconds is not None and limit is not None and self.warning_seconds >= limit:
+            raise UsageError(
+                f"--warning {self.warning_seconds} is not before the end of --time {self.time}, which "
+                f"is {limit} seconds: warn later (a smaller --warning), or ask for more time"
+            )
+
+
+def batch_script(request: JobRequest) -> str:
+    """The whole text of the script."""
+    lines = [
+        "#!/bin/bash",
+        *(
+            f"#SBATCH {name}={shlex.quote(value)}"
+            for name, value in _options(request).items()
+            if value is not None
+        ),
+        *(f"#SBATCH {line}" for line in request.directives),
+    ]
+    if request.requeue:
+        lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
+    command = shlex.join(request.command)
+    if request.warning_seconds is None:
+        return "\n".join([*lines, "", f"exec {command}", ""])
+    job = _NAME_OF_TASK if request.array else "$SLURM_JOB_ID"
+    parts = [*lines, "", *([f"job={job}", _REQUEUE_IN_TIME] if request.requeue else [])]
+    parts += [_WARN_AND_REQUEUE if request.requeue else _WARN, f"{command} &", _WAIT]
+    parts += [_REQUEUE] if request.requeue else []
+    return "\n".join([*parts, 'exit "$code"', ""])
+
+
+def default_warning(time: str | None) -> int:
+    """Seconds before the time limit, for those who did not say: enough to save a large model."""
+    limit = _seconds(time)
+    return WARNING_SECONDS if limit is None else max(1, min(WARNING_SECONDS, limit // 2))
+
+
+def _options(request: JobRequest) -> dict[str, str | None]:
+    """Option of sbatch -> its value; None: not asked for."""
+    numbers = {
+        "--nodes": request.nodes,
+        "--ntasks-per-node": request.tasks_per_node,
+        "--cpus-per-task": request.cpus_per_task,
+    }
+    warning = request.warning_seconds
+    return {
+        "--job-name": request.job_name,
+        **{name: None if number is None else str(number) for name, number in numbers.items()},
+        "--gpus-per-node": request.gpus_per_node,
+        "--mem": request.memory,
+        "--time": request.time,
+        "--partition": request.partition,
+        "--account": request.account,
+        "--qos": request.qos,
+        "--array": request.array,
+        "--output": request.output,
+        "--mail-type": request.mail_type,
+        "--mail-user": request.mail_user,
+        "--signal": None if warning is None else f"B:USR1@{warning}",
+    }
+
+
+def _seconds(time: str | None) -> int | None:
+    """The length of a time limit; None if there is none, or none that can be read."""
+    if time is None or time == "UNLIMITED" or not _TIME.fullmatch(time):
+        return None
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(part) for part in rest.split(":")]
+    # After a day hours come first; one number alone is minutes, two are minutes and seconds.
+    first = 3600 if dash or len(numbers) == 3 else 60
+    units = (first, first // 60, 1) if first == 3600 else (60, 1)
+    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+
+
+# To Slurm the number of an array's last task is that of the whole array.
+_NAME_OF_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+
+_WARN = """\
+# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank.
+warn() {
+    kill -USR1 "$run"
+}
+trap warn USR1
+"""
+
+_REQUEUE_IN_TIME = f"""\
+warned=
+ending=
+timer=
+
+# Training that has not ended shortly before the job's end goes back into the queue.
+requeue_in_time() {{
+    last=$(date --date="$(squeue --noheader --jobs="$job" --format=%e)" +%s)
+    left=$((last - {MARGIN_SECONDS} - $(date +%s)))
+    [ "$left" -gt 0 ] && sleep "$left"
+    scontrol requeue "$job"
+}}
+"""
+
+_WARN_AND_REQUEUE = """\
+# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank.
+warn() {
+    warned=yes
+    kill -USR1 "$run"
+    requeue_in_time &
+    timer=$!
+}
+
+# Slurm is ending the job, and tells its processes itself.
+end() {
+    ending=yes
+}
+
+trap warn USR1
+trap end TERM
+"""
+
+_WAIT = """\
+run=$!
+wait "$run"
+code=$?
+# A signal ends the waiting, not the training.
+while kill -0 "$run" 2>/dev/null; do
+    wait "$run"
+    code=$?
+done
+"""
+
+_REQUEUE = """\
+[ -n "$timer" ] && kill "$timer" 2>/dev/null
+# It stopped because it was warned: it goes on later. Not if Slurm was told to end it.
+if [ "$code" -ne 0 ] && [ -n "$warned" ] && [ -z "$ending" ]; then
+    scontrol requeue "$job"
+fi
+"""

@@ -1,0 +1,312 @@
+"""The batch scripts that `hvdtrain submit` writes: golden files, what is refused, how jobs are read.
+
+After a wanted change: HVDTRAIN_WRITE_GOLDEN=1 pytest tests/unit/test_slurm_sbatch.py, and read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.cli import main
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.slurm.jobs import follow_job, read_states, submit_job
+from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
+
+GOLDEN = Path(__file__).with_name("golden")
+REQUESTS: dict[str, dict[str, Any]] = {
+    "plain": {"nodes": 2, "tasks_per_node": 4},
+    "all": {
+        "command": ("hvdtrain", "run", "--env", "DATA=/a b", "train.py", "--name", "it's $HOME"),
+        "job_name": "big run",
+        "output": "logs/%x-%j.out",
+        "nodes": 4,
+        "tasks_per_node": 8,
+        "gpus_per_node": "a100:8",
+        "cpus_per_task": 12,
+        "time": "1-12:00:00",
+        "partition": "gpu",
+        "account": "proj7",
+        "qos": "long",
+        "memory": "480G",
+        "mail_type": "END,FAIL",
+        "mail_user": "me@example.org",
+        "directives": ("--constraint=nvlink", '--comment="two words"'),
+        "warning_seconds": 300,
+    },
+    "requeue": {"time": "24:00:00", "warning_seconds": 120, "requeue": True},
+    "array_requeue": {"array": "0-99%4", "warning_seconds": 60, "requeue": True},
+}
+
+
+def request_of(**changes: Any) -> JobRequest:
+    values = {
+        "command": ("hvdtrain", "run", "train.py"),
+        "job_name": "train",
+        "output": ".hvdtrain/jobs/%x-%j.out",
+    }
+    return JobRequest(**values | changes)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_golden_scripts(name: str) -> None:
+    text = batch_script(request_of(**REQUESTS[name]))
+    path = GOLDEN / f"{name}.sbatch"
+    if os.environ.get("HVDTRAIN_WRITE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+WORDS = st.lists(
+    st.text(alphabet="ab '\"$`\\;&|\n#{}%*~=-", min_size=1, max_size=8), min_size=1, max_size=4
+)
+
+
+@pytest.fixture(scope="module")
+def show(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that writes its arguments down."""
+    path = tmp_path_factory.mktemp("bin") / "show me"
+    path.write_text('#!/bin/bash\nprintf "%s\\0" "$@" >"$0.said"\n')
+    path.chmod(0o755)
+    return path
+
+
+@given(words=WORDS)
+def test_no_word_of_the_user_means_anything_to_the_shell(show: Path, words: list[str]) -> None:
+    for changes in ({}, {"warning_seconds": 60}, {"warning_seconds": 60, "requeue": True}):
+        script = batch_script(request_of(command=(str(show), *words), **changes))
+        done = subprocess.run(
+            ["bash", "-c", script], env={"PATH": "/bin:/usr/bin", "SLURM_JOB_ID": "1"}
+        )
+        assert done.returncode == 0
+        said = show.with_name("show me.said")
+        assert said.read_text().split("\0")[:-1] == words
+
+
+@given(st.text(min_size=1, max_size=20).filter(lambda text: not {"\n", "\0"} & set(text)))
+def test_values_are_one_word_to_sbatch(name: str) -> None:
+    line = next(
+        line
+        for line in batch_script(request_of(job_name=name)).split("\n")
+        if line.startswith("#SBATCH --job-name=")
+    )
+    assert shlex.split(line.removeprefix("#SBATCH ")) == [f"--job-name={name}"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"nodes": 0}, "--nodes 0: give at least 1"),
+        ({"time": "1h"}, "--time '1h': expected minutes, H:MM:SS or D-HH:MM:SS"),
+        ({"time": "1:2:3"}, "--time '1:2:3'"),
+        ({"array": "0..3"}, "--array '0..3': expected numbers and ranges"),
+        ({"memory": "64 GB"}, "--mem '64 GB'"),
+        ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100': expected a number or TYPE:NUMBER"),
+        ({"gpus_per_node": "0"}, "--gpus-per-node '0'"),
+        ({"directives": ("constraint=a",)}, "--sbatch 'constraint=a': expected an option of sbatch"),
+        ({"directives": ("--comment=a\nrm -rf x",)}, "has an end of line in it"),
+        ({"job_name": "a\n#SBATCH --exclusive"}, "has an end of line in it"),
+        (
+            {"time": "2", "warning_seconds": 120},
+            "--warning 120 is not before the end of --time 2, which is 120 seconds",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        request_of(**changes)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [
+        *(("1", 30), ("3:00", 90), ("0:01:00", 30), ("0-1", 120), ("1-00:00:00", 120)),
+        *((None, 120), ("UNLIMITED", 120)),
+    ],
+)
+def test_the_warning_fits_the_time(time: str | None, seconds: int) -> None:
+    assert default_warning(time) == seconds
+    request_of(time=time, warning_seconds=seconds)
+
+
+SHOWN = (
+    "JobId=7 JobName=a b UserId=root(0) JobState={state} Reason={reason} Requeue=1 Restarts={restarts} "
+    "ExitCode={code} Command=/x y/t.sh StdErr=/x y/out.7 StdOut=/x y/out.7 Power= \n"
+)
+
+
+def shown(state: str, code: str = "0:0", reason: str = "None", restarts: int = 0) -> str:
+    return SHOWN.format(state=state, code=code, reason=reason, restarts=restarts)
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "result"),
+    [
+        ("COMPLETED", "0:0", 0),
+        ("FAILED", "3:0", 3),
+        ("CANCELLED", "0:15", 143),
+        ("TIMEOUT", "0:0", 1),
+        ("OUT_OF_MEMORY", "0:125", 253),
+    ],
+)
+def test_how_jobs_end(state: str, code: str, result: int) -> None:
+    (job,) = read_states(shown(state, code))
+    assert (job.name, job.state, job.result) == ("7", state, result)
+    assert job.output == Path("/x y/out.7")
+
+
+def test_the_tasks_of_an_array() -> None:
+    text = (
+        "JobId=9 ArrayJobId=7 ArrayTaskId=0 JobState=RUNNING\n"
+        "JobId=7 ArrayJobId=7 ArrayTaskId=1-3 JobState=PENDING\n"
+    )
+    assert [job.name for job in read_states(text)] == ["7_0", "7_1-3"]
+    assert read_states("slurm_load_jobs error: Invalid job id specified\n") == []
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for programs that play Slurm; nothing else of Slurm is in PATH."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr("hvdtrain.launch.slurm.jobs.POLL_SECONDS", 0.01)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def play(slurm: Path, name: str, script: str) -> None:
+    path = slurm / name
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_a_job_is_followed_over_its_restart(
+    slurm: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    output = slurm / "out.7"
+    steps = [
+        shown("PENDING", reason="Resources"),
+        shown("RUNNING"),
+        shown("PREEMPTED", "0:15"),
+        shown("PENDING", reason="BeginTime", restarts=1),
+        shown("RUNNING", restarts=1),
+        *[shown("FAILED", "3:0", restarts=1)] * 2,
+    ]
+    for number, step in enumerate(steps):
+        (slurm / f"step{number}").write_text(step.replace("/x y/out.7", str(output)))
+    play(
+        slurm,
+        "scontrol",
+        f"cd {slurm}; n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) >n\n"
+        f"[ $n = 1 ] && echo first >>{output}; [ $n = 4 ] && printf 'sec\\xff' >>{output}\ncat step$n",
+    )
+    said: list[str] = []
+    with (slurm / "shown").open("wb") as target:
+        assert follow_job("7", target, said.append) == 3
+    assert (slurm / "shown").read_bytes() == b"first\nsec\xff"
+    assert said == [
+        "job 7: pending (Resources)",
+        "job 7: running",
+        "job 7: preempted, exit code 143",
+        "job 7: pending (BeginTime), restart 1",
+        "job 7: running, restart 1",
+        "job 7: failed, exit code 3, restart 1",
+    ]
+
+
+def test_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.launch.slurm.jobs.SILENCE_SECONDS", 0.05)
+    play(slurm, "scontrol", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
+    with pytest.raises(HvdtrainError, match=r"nothing about job 7 any more.*: slurm_load_jobs"):
+        follow_job("7", None, print)  # type: ignore[arg-type]
+
+
+def test_the_number_of_a_job(slurm: Path) -> None:
+    play(slurm, "sbatch", "echo '12;cluster2'")
+    assert submit_job(Path("x.sbatch")) == "12"
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, ["submit", *args], prog_name="hvdtrain")
+
+
+def test_the_options_of_submit_are_these() -> None:
+    """An option is a promise: add it here on purpose."""
+    from hvdtrain.cli.submit import submit
+
+    options = {option for parameter in submit.params for option in parameter.opts}
+    assert " ".join(sorted(option for option in options if option.startswith("--"))) == (
+        "--account --array --config --cpus-per-task --dry-run --env --gpus-per-node --job-name "
+        "--mail-type --mail-user --mem --nodes --ntasks-per-node --output --partition --qos "
+        "--requeue --sbatch --script-file --tasks-per-node --time --wait --warning"
+    )
+
+
+def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
+    play(slurm, "sbatch", 'cp "${@: -1}" given; echo 12')
+    args = ["--nodes", "2", "--requeue", "--time", "1:00:00", "train.py", "--epochs", "a b"]
+    dry = call("--dry-run", *args)
+    assert dry.exit_code == 0
+    script, _, command = dry.stdout.rpartition("\n# ")
+    assert command.startswith("sbatch --parsable .hvdtrain/jobs/train-")
+    assert not (slurm / ".hvdtrain").exists()
+    done = call(*args)
+    assert (done.exit_code, done.stdout) == (0, "12\n")
+    assert (slurm / "given").read_text() == script
+    assert "hvdtrain run train.py --epochs 'a b' &\n" in script
+    assert (slurm / ".hvdtrain/jobs").is_dir()
+
+
+def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("API_KEY", "old")
+    play(slurm, "sbatch", 'cp "${@: -1}" given; echo "$API_KEY" >key; echo 12')
+    assert call("--env", "API_KEY=s3cret", "--env", "DATA=/d", "train.py").exit_code == 0
+    assert "run --env API_KEY --env DATA=/d train.py" in (slurm / "given").read_text()
+    assert "s3cret" not in (slurm / "given").read_text()
+    assert (slurm / "key").read_text() == "s3cret\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "said"),
+    [
+        (["none.py"], 2, "no such script: none.py"),
+        (["--config", "none.yaml", "train.py"], 2, "--config: there is no file none.yaml"),
+        (["--time", "soon", "train.py"], 2, "--time 'soon': expected minutes"),
+        (["--script-file", "/proc/x/y", "train.py"], 2, "cannot make the folder /proc/x"),
+        (["train.py"], 1, "sbatch refused the job (.hvdtrain/jobs/train-"),
+    ],
+)
+def test_errors_of_submit(slurm: Path, args: list[str], exit_code: int, said: str) -> None:
+    play(slurm, "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
+    result = call(*args)
+    assert (result.exit_code, result.stdout) == (exit_code, "")
+    assert said in result.stderr
+    assert result.stderr.startswith("Error: ") and "Traceback" not in result.stderr
+
+
+def test_no_slurm_here(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(slurm))
+    result = call("train.py")
+    assert result.exit_code == 2
+    assert "cannot start sbatch: No such file or directory; submitting a job needs Slurm" in (
+        result.stderr
+    )
+
+
+def test_ctrl_c_while_waiting(slurm: Path) -> None:
+    play(slurm, "sbatch", "echo 12")
+    play(slurm, "scontrol", "kill -INT $PPID; sleep 1")
+    result = call("--wait", "train.py")
+    assert result.exit_code == 130
+    assert "job 12 goes on; to cancel it: scancel 12" in result.stderr
+    assert result.stdout == "12\n"
