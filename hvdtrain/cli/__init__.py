@@ -27,6 +27,7 @@ COMMANDS = {
         "hvdtrain.cli.completion:completion",
         "Print the script that lets your shell complete hvdtrain.",
     ),
+    "docker": ("hvdtrain.cli.docker:docker", "Run a training script on several workers in a container."),
     "doctor": (
         "hvdtrain.cli.doctor:doctor",
         "Can this machine train? Probe it, and say the fixes.",
@@ -37,6 +38,7 @@ COMMANDS = {
     ),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
+    "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
 }
 
 

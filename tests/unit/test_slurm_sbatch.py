@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli import main
@@ -80,6 +80,7 @@ def show(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@settings(deadline=None, max_examples=25)
 @given(words=WORDS)
 def test_no_word_of_the_user_means_anything_to_the_shell(show: Path, words: list[str]) -> None:
     for changes in ({}, {"warning_seconds": 60}, {"warning_seconds": 60, "requeue": True}):
