@@ -21,21 +21,42 @@ from hvdtrain.launch.variables import EnvVar, parse_variable
 
 # Fields whose command line has one more choice, which is made before there is a plan.
 _WITH_AUTO = {"controller", "launcher"}
+# horovodrun's name for what is called otherwise here.
+_HOROVODRUNS = {
+    "--gloo": "--controller gloo",
+    "--mpi": "--controller mpi",
+    "--stall-check-warning-time-seconds": "--stall-warning-seconds",
+    "--stall-check-shutdown-time-seconds": "--stall-shutdown-seconds",
+    "--config-file": "--config",
+    "--network-interface": "--network-interfaces",
+    "--log-hide-timestamp": "--log-without-timestamp",
+    "--no-log-hide-timestamp": "--log-with-timestamp",
+    "--check-build": "hvdtrain doctor",
+}
 
 
 class GroupedOption(click.Option):
     """An option that knows its section of --help. It may be set by HVDTRAIN_<NAME> too."""
 
-    def __init__(
-        self, *args: Any, group: str, environment: tuple[str, ...] = (), **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, group: str, environment: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.group = group
-        self.envvar = [f"HVDTRAIN_{(self.name or '').upper()}", *environment]
+        own = f"HVDTRAIN_{(self.name or '').upper()}"
+        self.envvar = [own, environment] if environment else [own]
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section."""
+    """A command whose --help shows its options by section, and which knows horovodrun's names."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name
+            if name not in _HOROVODRUNS:
+                raise
+            message = f"No such option '{name}'. Did you mean '{_HOROVODRUNS[name]}'?"
+            raise click.NoSuchOption(name, message, None, error.ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
@@ -90,7 +111,7 @@ def _click_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[.
     details: dict[str, Any] = {
         "cls": GroupedOption,
         "group": about.group,
-        "environment": (about.variable,) if about.heeds_variable else (),
+        "environment": about.environment,
         "help": _help(setting),
         "metavar": about.metavar,
         "default": "auto" if setting.field in _WITH_AUTO else setting.default or None,

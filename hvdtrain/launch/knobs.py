@@ -1,7 +1,6 @@
 """What Horovod does inside the ranks: tuning, autotuning, timeline, stall check, libraries, log.
 
-horovodrun turns these options into environment variables of the ranks; `horovod_variables` says
-which, for a launcher that does not know horovodrun's options.
+horovodrun turns these options into environment variables of the ranks.
 """
 
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
-from hvdtrain.launch.options import Option, settings_of
+from hvdtrain.launch.options import Option
 
 LogLevel = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
 
@@ -24,7 +23,6 @@ class Knobs:
             "tuning",
             "Tensors are put together for one collective up to this size; 0: never.",
             flag="--fusion-threshold-mb",
-            variable="HOROVOD_FUSION_THRESHOLD",
             metavar="MB",
             least=0,
             unset="128",
@@ -36,7 +34,6 @@ class Knobs:
             "tuning",
             "How often Horovod looks for tensors that are ready.",
             flag="--cycle-time-ms",
-            variable="HOROVOD_CYCLE_TIME",
             metavar="MILLISECONDS",
             least=0,
             unset="1; shorter where it pays",
@@ -48,7 +45,6 @@ class Knobs:
             "tuning",
             "Names of tensors to remember, which saves asking all workers again; 0: none.",
             flag="--cache-capacity",
-            variable="HOROVOD_CACHE_CAPACITY",
             metavar="N",
             least=0,
             unset="1024",
@@ -61,7 +57,6 @@ class Knobs:
             "Allreduce inside each host by NCCL, then between the hosts by MPI.",
             flag="--hierarchical-allreduce",
             off="--no-hierarchical-allreduce",
-            variable="HOROVOD_HIERARCHICAL_ALLREDUCE",
             needs=("mpi", "several hosts"),
         ),
     ] = None
@@ -72,7 +67,6 @@ class Knobs:
             "Allgather inside each host, then between the hosts by MPI.",
             flag="--hierarchical-allgather",
             off="--no-hierarchical-allgather",
-            variable="HOROVOD_HIERARCHICAL_ALLGATHER",
             needs=("mpi", "several hosts"),
         ),
     ] = None
@@ -83,7 +77,6 @@ class Knobs:
             "As --hierarchical-allreduce, but by NCCL between the hosts too.",
             flag="--torus-allreduce",
             off="--no-torus-allreduce",
-            variable="HOROVOD_TORUS_ALLREDUCE",
             needs=("several hosts",),
         ),
     ] = None
@@ -95,7 +88,6 @@ class Knobs:
             "Let Horovod try values of the tuning options that are not given.",
             flag="--autotune",
             off="--no-autotune",
-            variable="HOROVOD_AUTOTUNE",
         ),
     ] = None
     autotune_log_file: Annotated[
@@ -104,7 +96,6 @@ class Knobs:
             "autotune",
             "CSV file of the values tried and their scores; the last line is the best.",
             flag="--autotune-log-file",
-            variable="HOROVOD_AUTOTUNE_LOG",
             metavar="FILE",
             needs=("autotune",),
         ),
@@ -115,7 +106,6 @@ class Knobs:
             "autotune",
             "Samples that do not count, at the beginning.",
             flag="--autotune-warmup-samples",
-            variable="HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
             metavar="N",
             least=0,
             needs=("autotune",),
@@ -128,7 +118,6 @@ class Knobs:
             "autotune",
             "Training steps of a sample.",
             flag="--autotune-steps-per-sample",
-            variable="HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
             metavar="N",
             least=1,
             needs=("autotune",),
@@ -141,7 +130,6 @@ class Knobs:
             "autotune",
             "Samples after which the search ends.",
             flag="--autotune-bayes-opt-max-samples",
-            variable="HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
             metavar="N",
             least=1,
             needs=("autotune",),
@@ -154,7 +142,6 @@ class Knobs:
             "autotune",
             "How noisy samples are thought to be, 0 to 1.",
             flag="--autotune-gaussian-process-noise",
-            variable="HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
             metavar="NUMBER",
             least=0,
             most=1,
@@ -169,7 +156,6 @@ class Knobs:
             "timeline",
             "Record Horovod's events in this JSON file, for chrome://tracing. Costs time.",
             flag="--timeline-filename",
-            variable="HOROVOD_TIMELINE",
             metavar="FILE",
         ),
     ] = None
@@ -180,7 +166,6 @@ class Knobs:
             "Mark Horovod's cycles in the timeline.",
             flag="--timeline-mark-cycles",
             off="--no-timeline-mark-cycles",
-            variable="HOROVOD_TIMELINE_MARK_CYCLES",
             needs=("timeline",),
         ),
     ] = None
@@ -191,7 +176,6 @@ class Knobs:
             "stall",
             "Watch for workers that wait for others.",
             off="--no-stall-check",
-            variable="HOROVOD_STALL_CHECK_DISABLE",
         ),
     ] = True
     stall_warning_seconds: Annotated[
@@ -200,8 +184,7 @@ class Knobs:
             "stall",
             "Warn when some workers wait this long for the others.",
             flag="--stall-check-warning-time-seconds",
-            variable="HOROVOD_STALL_CHECK_TIME_SECONDS",
-            heeds_variable=True,
+            environment="HOROVOD_STALL_CHECK_TIME_SECONDS",
             metavar="SECONDS",
             least=1,
         ),
@@ -212,8 +195,7 @@ class Knobs:
             "stall",
             "End the job after this; 0: never.",
             flag="--stall-check-shutdown-time-seconds",
-            variable="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-            heeds_variable=True,
+            environment="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
             metavar="SECONDS",
             least=0,
         ),
@@ -225,7 +207,6 @@ class Knobs:
             "library",
             "Longest wait inside one of Gloo's operations.",
             flag="--gloo-timeout-seconds",
-            variable="HOROVOD_GLOO_TIMEOUT_SECONDS",
             metavar="SECONDS",
             least=1,
             needs=("gloo",),
@@ -239,7 +220,7 @@ class Knobs:
             "Further options for mpirun, in one word: --mpi-args='--mca btl_tcp_links 2'.",
             flag="--mpi-args",
             metavar="OPTIONS",
-            needs=("mpi",),
+            needs=("mpi", "horovodrun"),
         ),
     ] = None
     binding_args: Annotated[
@@ -249,7 +230,7 @@ class Knobs:
             "mpirun's options for binding processes to cores, in one word.",
             flag="--binding-args",
             metavar="OPTIONS",
-            needs=("mpi",),
+            needs=("mpi", "horovodrun"),
             unset="-bind-to none -map-by slot",
         ),
     ] = None
@@ -260,7 +241,6 @@ class Knobs:
             "Let MPI run without support for threads (mpi4py beside Horovod needs it).",
             flag="--mpi-threads-disable",
             off="--no-mpi-threads-disable",
-            variable="HOROVOD_MPI_THREADS_DISABLE",
             needs=("mpi",),
         ),
     ] = None
@@ -270,7 +250,6 @@ class Knobs:
             "library",
             "Communicate over TCP only: NCCL without InfiniBand.",
             flag="--tcp",
-            variable="NCCL_IB_DISABLE",
         ),
     ] = False
     num_nccl_streams: Annotated[
@@ -279,7 +258,6 @@ class Knobs:
             "library",
             "CUDA streams for NCCL.",
             flag="--num-nccl-streams",
-            variable="HOROVOD_NUM_NCCL_STREAMS",
             metavar="N",
             least=1,
             unset="1",
@@ -291,7 +269,6 @@ class Knobs:
             "library",
             "Bind Horovod's own thread to this core.",
             flag="--thread-affinity",
-            variable="HOROVOD_THREAD_AFFINITY",
             metavar="CORE",
             least=0,
             needs=("one worker a host",),
@@ -304,7 +281,6 @@ class Knobs:
             "logging",
             "What Horovod's core says on standard error.",
             flag="--log-level",
-            variable="HOROVOD_LOG_LEVEL",
             unset="WARNING",
         ),
     ] = None
@@ -315,32 +291,6 @@ class Knobs:
             "The time in each line of Horovod's log.",
             flag="--log-with-timestamp",
             off="--log-without-timestamp",
-            variable="HOROVOD_LOG_HIDE_TIME",
             names=("--log-with-timestamp/--log-without-timestamp",),
         ),
     ] = None
-
-
-def horovod_variables(knobs: Knobs) -> dict[str, str]:
-    """What horovodrun puts into the environment of the ranks for these options."""
-    variables: dict[str, str] = {}
-    for setting in settings_of(Knobs):
-        value, option = getattr(knobs, setting.field), setting.option
-        idle = value is None or (setting.is_switch and value == setting.default)
-        if idle or not option.variable or not _in_use(knobs, setting.field):
-            continue
-        match setting.field:
-            case "fusion_threshold_mb":
-                value *= 1024 * 1024
-            case "stall_check" | "log_with_timestamp":
-                value = not value  # Their variables say the opposite.
-        variables[option.variable] = str(int(value) if isinstance(value, bool) else value)
-    return variables
-
-
-def _in_use(knobs: Knobs, field: str) -> bool:
-    if field.startswith("autotune"):
-        return knobs.autotune is True
-    if field in {"stall_warning_seconds", "stall_shutdown_seconds"}:
-        return knobs.stall_check
-    return True

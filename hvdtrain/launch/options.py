@@ -32,6 +32,7 @@ Need = Literal[
     "timeline",
     "several hosts",
     "one worker a host",
+    "horovodrun",
 ]
 """What an option can depend on; `rules` says when each is met."""
 
@@ -51,8 +52,7 @@ class Option:
         least, most: bounds of a number, both included.
         needs: without which the option has no effect, and is refused.
         unset: what happens when the option is not given, for --help.
-        variable: Horovod's environment variable for it.
-        heeds_variable: that variable is a default for the option; needed where hvdtrain has a
+        environment: the variable of Horovod that may set it too. Needed where hvdtrain has a
             default of its own, which would overrule the user's variable.
     """
 
@@ -67,8 +67,7 @@ class Option:
     most: float | None = None
     needs: tuple[Need, ...] = ()
     unset: str = ""
-    variable: str = ""
-    heeds_variable: bool = False
+    environment: str = ""
 
 
 @dataclass(frozen=True)

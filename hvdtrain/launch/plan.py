@@ -83,6 +83,7 @@ class LaunchPlan(Knobs):
             "Folder in which the launcher keeps every worker's output, beside --log-dir.",
             flag="--output-filename",
             metavar="FOLDER",
+            needs=("horovodrun",),
         ),
     ] = None
     verbose: Annotated[
@@ -124,8 +125,7 @@ class LaunchPlan(Knobs):
             metavar="SECONDS",
             least=1,
             unset="30, and 2 more for each further host",
-            variable="HOROVOD_START_TIMEOUT",
-            heeds_variable=True,
+            environment="HOROVOD_START_TIMEOUT",
         ),
     ] = None
     disable_cache: Annotated[
@@ -134,6 +134,7 @@ class LaunchPlan(Knobs):
             "hosts",
             "Check the hosts again even if they were well less than an hour ago.",
             flag="--disable-cache",
+            needs=("horovodrun",),
         ),
     ] = False
 
@@ -147,6 +148,7 @@ class LaunchPlan(Knobs):
             metavar="PORT",
             least=1,
             most=65535,
+            needs=("horovodrun",),
         ),
     ] = None
     ssh_identity_file: Annotated[
@@ -157,6 +159,7 @@ class LaunchPlan(Knobs):
             flag="--ssh-identity-file",
             names=("--ssh-identity-file", "-i"),
             metavar="FILE",
+            needs=("horovodrun",),
         ),
     ] = None
 

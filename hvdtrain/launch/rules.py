@@ -71,6 +71,11 @@ CONDITIONS: dict[Need, Condition] = {
         "with several workers on a host give each its core: "
         "--env HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
     ),
+    "horovodrun": Condition(
+        ("launcher",),
+        lambda plan: plan.launcher == "horovodrun",
+        "srun starts the workers; leave it out, or add --launcher horovodrun",
+    ),
 }
 # Of these only one can be given. (A hostfile is read before there is a plan.)
 RIVALS = {

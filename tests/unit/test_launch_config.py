@@ -94,8 +94,8 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
     assert printed.startswith("env A=1.10 ON=yes ")
     assert "--env A --env ON --env FROM_HERE -- " in printed
     assert " --tcp " in printed
-    other = call("--config", "run.yaml", "--dry-run", "train.py", "--epochs", "9").stdout
-    assert other.endswith("hvdtrain.worker train.py --epochs 9\n")
+    other = call("--config", "run.yaml", "--dry-run", "train.py", "--epochs", "9", FROM_HERE="x")
+    assert other.stdout.endswith("hvdtrain.worker train.py --epochs 9\n")
 
 
 @pytest.mark.parametrize(

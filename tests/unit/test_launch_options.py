@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.knobs import horovod_variables
 from hvdtrain.launch.options import GROUPS, settings_of
 from hvdtrain.launch.plan import LaunchPlan
 
@@ -287,16 +286,54 @@ TUNED = st.fixed_dictionaries(
 )
 
 
+SAME_NAME = {
+    *("cache_capacity", "hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce"),
+    *("mpi_threads_disable", "num_nccl_streams", "log_level"),
+}
+OTHER_NAME = {
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "timeline_filename": "HOROVOD_TIMELINE",
+    "tcp": "NCCL_IB_DISABLE",
+    "stall_warning_seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "stall_shutdown_seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+}
+
+
+def meant_for_the_ranks(plan: LaunchPlan) -> dict[str, str]:
+    """The variables of Horovod's core that say what the plan says."""
+    names = {field: f"HOROVOD_{field.upper()}" for field in SAME_NAME} | OTHER_NAME
+    found = {variable: getattr(plan, field) for field, variable in names.items()}
+    found["NCCL_IB_DISABLE"] = plan.tcp or None
+    if plan.fusion_threshold_mb is not None:
+        found["HOROVOD_FUSION_THRESHOLD"] = plan.fusion_threshold_mb * 2**20
+    if plan.log_with_timestamp is not None:
+        found["HOROVOD_LOG_HIDE_TIME"] = not plan.log_with_timestamp
+    if not plan.stall_check:
+        found["HOROVOD_STALL_CHECK_DISABLE"] = True
+        del found["HOROVOD_STALL_CHECK_TIME_SECONDS"], found["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
+    if plan.autotune:
+        found |= {
+            "HOROVOD_AUTOTUNE": True,
+            "HOROVOD_AUTOTUNE_LOG": plan.autotune_log_file,
+            "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": plan.autotune_warmup_samples,
+            "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": plan.autotune_gaussian_process_noise,
+        }
+    return {
+        name: str(int(value) if isinstance(value, bool) else value)
+        for name, value in found.items()
+        if value is not None
+    }
+
+
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(knobs=KNOBS, tuned=st.one_of(st.just({}), st.just({"autotune": False}), TUNED))
 def test_what_the_ranks_get_in_their_environment(
     folder: Path, knobs: dict[str, Any], tuned: dict[str, Any]
 ) -> None:
-    """`horovod_variables` says the same as horovodrun does with the options that it is given."""
     plan = plan_of(controller="mpi", hosts=TWO_HOSTS, **knobs, **tuned)
     with pytest.MonkeyPatch.context() as patch:
         args = horovodrun_reads(horovodrun_options(plan), patch)
-    assert horovod_variables(plan) == environment_of(args)
+    assert environment_of(args) == meant_for_the_ranks(plan)
 
 
 def test_groups_are_those_of_the_help() -> None:

@@ -105,6 +105,17 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
         ({"torus_allreduce": True}, "name several hosts"),
         ({"thread_affinity": 0}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
         ({"thread_affinity": 0, "hosts": HOSTS}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
+        *(
+            ({name: value, "launcher": "srun", "controller": "mpi"}, "srun starts the workers")
+            for name, value in {
+                "output_filename": Path("o"),
+                "disable_cache": True,
+                "ssh_port": 22,
+                "ssh_identity_file": Path(__file__),
+                "mpi_args": "-v",
+                "binding_args": "-v",
+            }.items()
+        ),
         # What excludes another.
         (
             {
