@@ -14,7 +14,7 @@ import click
 
 from hvdtrain import __version__
 from hvdtrain.doctor.bounded import end_all
-from hvdtrain.doctor.checklist import Wanted, host_probes, joint_probe, local_probes
+from hvdtrain.doctor.checklist import JOINT, Wanted, host_probes, joint_probes, local_probes
 from hvdtrain.doctor.examination import examine
 from hvdtrain.doctor.finding import Finding, skip
 from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
@@ -113,13 +113,12 @@ def _findings(
         for finding in findings:
             sick |= finding.status == "fail" and probe.group.startswith("Host ")
             yield probe.group, finding
-    if wanted.hosts:
-        joint = joint_probe(wanted, os.environ)
-        if sick:
-            yield joint.group, skip(joint.name, "not before each host is well")
-            return
-        for probe, findings in examine([joint], waiting):
-            yield from ((probe.group, finding) for finding in findings)
+    joint = joint_probes(wanted, os.environ) if wanted.hosts else []
+    if joint and sick:
+        yield JOINT, skip("allreduce", "not before each host is well")
+        return
+    for probe, findings in examine(joint, waiting):
+        yield from ((probe.group, finding) for finding in findings)
 
 
 @contextmanager

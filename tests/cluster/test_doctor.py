@@ -94,17 +94,18 @@ def test_a_host_that_is_not(host: str, name: str, seen: str, fix: str, over_host
 
 
 def test_sick_hosts_do_not_reduce(over_hosts: Found) -> None:
-    assert over_hosts["All hosts"]["allreduce over the hosts"]["status"] == "skip"
+    assert over_hosts["All hosts"]["allreduce"]["status"] == "skip"
 
 
 def test_an_allreduce_over_good_hosts(hosts: dict[str, NamespaceHost], tmp_path: Path) -> None:
-    """Only this probe: those before it take half a minute, and are tested above."""
+    """Only these probes: those before them take half a minute, and are tested above."""
     code = (
         "import os\n"
-        "from hvdtrain.doctor.checklist import Wanted, joint_probe\n"
+        "from hvdtrain.doctor.checklist import Wanted, joint_probes\n"
         "wanted = Wanted(hosts=('node1', 'node2'), interfaces=('eth0',))\n"
-        "(finding,) = joint_probe(wanted, os.environ).look()\n"
-        "print(finding.status, finding.seen, finding.fix)"
+        "for probe in joint_probes(wanted, os.environ):\n"
+        "    for finding in probe.look():\n"
+        "        print(finding.name, finding.status, finding.seen, finding.fix, sep='|')"
     )
     done = subprocess.run(
         hosts["node1"].argv([sys.executable, "-c", code]),
@@ -114,7 +115,12 @@ def test_an_allreduce_over_good_hosts(hosts: dict[str, NamespaceHost], tmp_path:
         text=True,
         timeout=SECONDS,
     )
-    assert done.stdout.startswith("ok 2 ranks, "), done.stdout + done.stderr
+    found = [line.split("|")[:3] for line in done.stdout.splitlines()]
+    assert [line[:2] for line in found] == [
+        ["allreduce over gloo", "ok"],
+        ["allreduce over mpi", "ok"],
+    ], done.stdout + done.stderr
+    assert all(line[2].startswith("2 ranks, ") for line in found)
     for host in hosts.values():
         assert host.left(5) == []
 

@@ -162,7 +162,7 @@ def test_bash_completes_with_the_printed_script(tmp_path: Path) -> None:
     script = CliRunner().invoke(main, ["completion", "bash"], prog_name="hvdtrain").stdout
     (tmp_path / "completion").write_text(script)
     asked = (
-        f"source {tmp_path}/completion; COMP_WORDS=(hvdtrain doc); COMP_CWORD=1; "
+        f"source {tmp_path}/completion; COMP_WORDS=(hvdtrain ins); COMP_CWORD=1; "
         '_hvdtrain_completion hvdtrain; echo "${COMPREPLY[@]}"'
     )
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
@@ -172,7 +172,7 @@ def test_bash_completes_with_the_printed_script(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "doctor\n", done.stderr
+    assert done.stdout == "install-horovod\n", done.stderr
 
 
 def test_completion_for_an_unknown_shell() -> None:

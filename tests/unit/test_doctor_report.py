@@ -24,7 +24,7 @@ from hvdtrain.doctor.bounded import Ran, end_all, run
 from hvdtrain.doctor.checklist import Wanted, local_probes
 from hvdtrain.doctor.examination import Probe, examine
 from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
-from hvdtrain.doctor.report import as_json, lines_of, summary
+from hvdtrain.doctor.report import Wait, as_json, lines_of, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -202,13 +202,13 @@ def test_hosts_and_their_joint_allreduce(
 
     joint = Probe("All hosts", "joint", lambda: [ok("joint", "2 ranks")], 1, "hosts")
     monkeypatch.setattr(command, "host_probes", hosts)
-    monkeypatch.setattr(command, "joint_probe", lambda wanted, environ: joint)
+    monkeypatch.setattr(command, "joint_probes", lambda wanted, environ: [joint])
     assert "2 ranks" in call("-H", "a:4,b", "--ssh-port", "2222").stdout
     assert (seen[0].hosts, seen[0].ssh.port) == (("a", "b"), 2222)
     states["b"] = fail("ssh", "closed", "open it")
     result = call("--hosts", "a,b")
     assert result.exit_code == 1
-    assert re.search(r"skip  joint +not before each host is well", result.stdout)
+    assert re.search(r"skip  allreduce +not before each host is well", result.stdout)
 
 
 def test_hostfile(findings: list[Finding], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_hostfile(findings: list[Finding], monkeypatch: pytest.MonkeyPatch, tmp_
     joint = Probe("All hosts", "joint", lambda: [ok("joint", "x")], 1, "hosts")
     seen: list[Wanted] = []
     monkeypatch.setattr(
-        command, "joint_probe", lambda wanted, environ: (seen.append(wanted), joint)[1]
+        command, "joint_probes", lambda wanted, environ: (seen.append(wanted), [joint])[1]
     )
     assert call("--hostfile", str(tmp_path / "hosts")).exit_code == 0
     assert seen[0].hosts == ("node1", "node2")
@@ -292,3 +292,21 @@ def test_no_probe_starts_once_nobody_listens() -> None:
     hold.set()
     time.sleep(0.2)
     assert started == []
+
+
+def test_the_moving_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    wait = Wait(moves=True)
+    wait.draw(["allreduce over gloo", "Slurm"], 12.3)
+    shown = capsys.readouterr().out
+    assert shown.startswith("\r\x1b[K  ...   allreduce over gloo")
+    assert len(shown) == len("\r\x1b[K") + 29, "one line, or clearing it leaves a rest"
+    wait.clear()
+    assert capsys.readouterr().out == "\r\x1b[K"
+    wait.clear()
+    still = Wait(moves=False)
+    still.draw(["x"], 1.0)
+    still.clear()
+    assert capsys.readouterr().out == ""
