@@ -1,0 +1,121 @@
+#!/bin/bash
+# Entry point of hvdtrain's images. Runs as whatever user the container is given.
+#
+#   COMMAND...   runs it
+#   sshd         waits for the job's first host: an ssh server for this user, on port $HVDTRAIN_SSH_PORT (2222)
+#   keys         makes the keys of a job in $HVDTRAIN_SSH_KEYS, unless they are there
+#   health       the health check: the ssh server answers, where there is one
+#
+# Keys are in $HVDTRAIN_SSH_KEYS (/run/hvdtrain/ssh), a volume, under the names they have in ~/.ssh: id_ed25519,
+# authorized_keys, known_hosts; and ssh_host_ed25519_key, without which the server makes a host key of its own.
+set -euo pipefail
+
+readonly keys=${HVDTRAIN_SSH_KEYS:-/run/hvdtrain/ssh}
+readonly port=${HVDTRAIN_SSH_PORT:-2222}
+readonly server=/tmp/.hvdtrain-sshd # the server's own files
+
+fail() { echo "hvdtrain-entrypoint: $1" >&2; exit 1; }
+
+# ssh and others refuse a user without a name, which one from `docker run --user` is.
+give_user_a_name() {
+    local id folder
+    id=$(id -u)
+    ! getent passwd "$id" >/dev/null || return 0
+    [ -w "${HOME:-/}" ] && [ "${HOME:-/}" != / ] || export HOME=/tmp/home-$id
+    mkdir -p "$HOME"
+    folder=$(mktemp -d /tmp/.hvdtrain-user.XXXXXX)
+    { cat /etc/passwd; echo "user$id:x:$id:$(id -g)::$HOME:/bin/bash"; } >"$folder/passwd"
+    cp /etc/group "$folder/group"
+    export USER=user$id LD_PRELOAD=libnss_wrapper.so
+    export NSS_WRAPPER_PASSWD=$folder/passwd NSS_WRAPPER_GROUP=$folder/group
+}
+
+make_keys() {
+    local new
+    [ ! -e "$keys/id_ed25519" ] || return 0
+    [ -w "$keys" ] || fail "$keys is not writable for user $(id -u): mount a folder or a volume that is"
+    umask 077
+    # Complete or not at all: the private key, which is what others look for, comes last.
+    new=$(mktemp -d "$keys/.new.XXXXXX")
+    ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$new/id_ed25519"
+    ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$new/ssh_host_ed25519_key"
+    cp "$new/id_ed25519.pub" "$new/authorized_keys"
+    # One host key for all containers of the job, under any name and port.
+    echo "* $(cut -d ' ' -f 1,2 "$new/ssh_host_ed25519_key.pub")" >"$new/known_hosts"
+    mv "$new"/ssh_host_* "$new/authorized_keys" "$new/known_hosts" "$new/id_ed25519.pub" "$keys/"
+    mv "$new/id_ed25519" "$keys/"
+    rmdir "$new"
+}
+
+run_sshd() {
+    umask 077
+    mkdir -p "$server"
+    if [ -r "$keys/authorized_keys" ]; then
+        cp "$keys/authorized_keys" "$server/authorized_keys"
+    elif [ -r "$keys/id_ed25519.pub" ]; then
+        cp "$keys/id_ed25519.pub" "$server/authorized_keys"
+    else
+        fail "no key may log in: user $(id -u) finds no readable authorized_keys or id_ed25519.pub in $keys; mount the folder of the job's keys there"
+    fi
+    # Copies: sshd takes only key files that belong to it and that nobody else can read.
+    rm -f "$server/host_key"
+    if [ -r "$keys/ssh_host_ed25519_key" ]; then
+        cp "$keys/ssh_host_ed25519_key" "$server/host_key"
+    else
+        ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$server/host_key"
+    fi
+    # A login starts with an empty environment: it gets what programs need to be found, and nothing secret.
+    local setting=PATH=$PATH name
+    for name in LD_LIBRARY_PATH LD_PRELOAD NSS_WRAPPER_PASSWD NSS_WRAPPER_GROUP; do
+        [ -z "${!name:-}" ] || setting+=" $name=${!name}"
+    done
+    cat >"$server/config" <<END
+Port $port
+HostKey $server/host_key
+PidFile $server/pid
+AuthorizedKeysFile $server/authorized_keys
+StrictModes no
+PubkeyAuthentication yes
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitRootLogin prohibit-password
+AllowUsers $(id -un)
+UsePAM no
+AllowTcpForwarding no
+AllowAgentForwarding no
+X11Forwarding no
+PrintMotd no
+MaxStartups 200
+MaxSessions 200
+ClientAliveInterval 10
+ClientAliveCountMax 3
+SetEnv $setting
+END
+    [ "$(id -u)" != 0 ] || mkdir -p /run/sshd
+    start /usr/sbin/sshd -D -e -f "$server/config"
+}
+
+check_health() {
+    local banner
+    [ -e "$server/config" ] || return 0 # no server was asked for
+    exec 3<>"/dev/tcp/127.0.0.1/$port" || return 1
+    read -r -t 3 banner <&3
+    [[ $banner = SSH-* ]]
+}
+
+# As the first process, with tini before it, which passes signals on and buries orphans.
+start() {
+    if [ $$ = 1 ]; then
+        exec tini -- "$@"
+    else
+        exec "$@"
+    fi
+}
+
+case ${1:-} in
+    health) check_health ;;
+    keys) give_user_a_name; make_keys ;;
+    sshd) give_user_a_name; run_sshd ;;
+    '') fail 'no command' ;;
+    *) give_user_a_name; start "$@" ;;
+esac

@@ -1,0 +1,236 @@
+"""A launch in a container -> the `docker run` or `podman run` that does it. Pure functions.
+
+The container runs `hvdtrain run` on this machine's GPUs; where the job has several hosts, each of
+the others runs a container that only has an ssh server (`docker_argv` with the command `sshd`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.errors import UsageError
+
+EngineName = Literal["docker", "podman"]
+CPU_IMAGE = "hvdtrain:cpu"
+GPU_IMAGE = "hvdtrain:gpu"
+SSH_PORT = 2222
+SSH_KEYS = "/run/hvdtrain/ssh"
+"""Where the images look for the keys of a job."""
+SSHD = ("sshd",)
+"""The images' word for: an ssh server for the other hosts of a job."""
+
+_STACK_BYTES = 64 * 2**20
+"""NVIDIA's figure for training in containers."""
+_PREFIXES = ("HVDTRAIN_", "HOROVOD_", "TF_", "XLA_", "NCCL_", "UCX_", "OMPI_MCA_")
+# They name folders of this machine, or are about its own environment.
+_OF_THIS_MACHINE = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_LOG_DIR", "HVDTRAIN_LAUNCH_ID"}
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the command depends on, of the machine that it runs on.
+
+    Attributes:
+        engine: what runs containers.
+        rootless: whether the engine runs as an ordinary user.
+        uid, gid: of the user.
+        folder: the current folder, absolute.
+        terminal: whether standard input and output are a terminal.
+        rdma: whether it has InfiniBand or RoCE devices.
+        selinux: whether SELinux is enforcing.
+    """
+
+    engine: EngineName
+    rootless: bool
+    uid: int
+    gid: int
+    folder: Path
+    terminal: bool = False
+    rdma: bool = False
+    selinux: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """One container to run. Raises UsageError for what cannot work.
+
+    Attributes:
+        image: its image, made from docker/Dockerfile.cpu or .gpu, or on top of one.
+        command: what runs in it.
+        gpus: `none`, `all`, how many, or `device=0,2`.
+        several_hosts: whether ranks on other hosts take part: it gets the machine's network.
+        ssh_port: where the job's ssh servers listen, if it has several hosts.
+        ssh_keys: folder with the job's keys, read-only in the container.
+        shm_size: of its own /dev/shm, such as `8g`; None shares the machine's.
+        user: `UID[:GID]`; None is the user.
+        volumes: `FOLDER[:INSIDE[:OPTIONS]]`, beside the current folder.
+        env: names of the variables that it gets from the environment.
+        extra: more arguments for the engine.
+    """
+
+    image: str
+    command: tuple[str, ...]
+    gpus: str = "none"
+    several_hosts: bool = False
+    ssh_port: int = SSH_PORT
+    ssh_keys: Path | None = None
+    shm_size: str | None = None
+    user: str | None = None
+    volumes: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _GPUS.fullmatch(self.gpus):
+            raise UsageError(f"--gpus {self.gpus}: give all, none, a number, or device=0,2")
+        if not 1024 <= self.ssh_port <= 65535:
+            raise UsageError(
+                f"--ssh-port {self.ssh_port}: the containers' ssh server runs without root, so "
+                "choose a port from 1024 to 65535"
+            )
+        for name in self.env:
+            check_name(name)
+        if self.several_hosts and self.ssh_keys is None:
+            raise UsageError(
+                "several hosts need keys to reach each other by ssh: give their folder with --ssh-keys (id_ed25519, "
+                "authorized_keys, known_hosts, as in ~/.ssh; the same on all hosts)"
+            )
+        if self.ssh_keys is not None and not self.ssh_keys.is_dir():
+            raise UsageError(f"--ssh-keys: there is no folder {self.ssh_keys}")
+        for volume in self.volumes:
+            source = Path(volume.partition(":")[0])
+            if volume.startswith(("/", ".", "~")) and not source.exists():
+                raise UsageError(f"--volume {volume}: there is no {source}")
+
+
+def docker_argv(container: Container, machine: Machine) -> list[str]:
+    """The complete command. Values of environment variables are not in it: names only."""
+    return [
+        *(machine.engine, "run", "--rm"),
+        # Podman's --init needs a program that is often not installed; the image brings its own.
+        *(["--init"] if machine.engine == "docker" else []),
+        *(["--interactive", "--tty"] if machine.terminal else []),
+        *_gpus(container.gpus, machine.engine),
+        *_memory(container, machine),
+        *_network(container, machine),
+        *_user(container, machine),
+        *_files(container, machine),
+        *(word for name in container.env for word in ("--env", name)),
+        *container.extra,
+        container.image,
+        *container.command,
+    ]
+
+
+def _gpus(gpus: str, engine: EngineName) -> list[str]:
+    if gpus == "none":
+        return []
+    devices = gpus.removeprefix("device=")
+    if engine == "docker":
+        # Docker reads the value as CSV: without quotes in it a comma would end it.
+        return ["--gpus", f'"{gpus}"' if "," in gpus else gpus]
+    if devices == gpus and gpus != "all":
+        devices = ",".join(map(str, range(int(gpus))))
+    return [w for one in devices.split(",") for w in ("--device", f"nvidia.com/gpu={one}")]
+
+
+def _memory(container: Container, machine: Machine) -> list[str]:
+    """Shared memory and limits: NCCL, MPI and Gloo exchange data through /dev/shm, and lock it."""
+    shared = ["--shm-size", container.shm_size] if container.shm_size else ["--ipc=host"]
+    # An ordinary user's engine may not raise the limit.
+    locked = [] if machine.rootless else ["--ulimit", "memlock=-1:-1"]
+    return [*shared, *locked, "--ulimit", f"stack={_STACK_BYTES}:{_STACK_BYTES}"]
+
+
+def _network(container: Container, machine: Machine) -> list[str]:
+    if not container.several_hosts:
+        return []
+    rdma = ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"] if machine.rdma else []
+    return [
+        "--network=host",
+        *rdma,
+        *("--env", f"HVDTRAIN_SSH_PORT={container.ssh_port}"),
+    ]
+
+
+def _user(container: Container, machine: Machine) -> list[str]:
+    """What is written belongs to the user."""
+    if container.user is not None:
+        return ["--user", container.user]
+    if machine.rootless and machine.engine == "docker":
+        return ["--user", "0:0"]  # which is the user, outside.
+    keep = ["--userns=keep-id"] if machine.rootless else []
+    return [*keep, "--user", f"{machine.uid}:{machine.gid}"]
+
+
+def _files(container: Container, machine: Machine) -> list[str]:
+    volumes = [_same_place(machine.folder), *container.volumes]
+    if container.ssh_keys is not None:
+        volumes.append(f"{container.ssh_keys.absolute()}:{SSH_KEYS}:ro")
+    return [
+        *(word for volume in volumes for word in ("--volume", _with_place(volume))),
+        *("--workdir", str(machine.folder)),
+        # Files of the user's own do not have the label that SELinux wants for containers.
+        *(["--security-opt", "label=disable"] if machine.selinux else []),
+    ]
+
+
+def _same_place(folder: Path) -> str:
+    if ":" in str(folder):
+        raise UsageError(f"{folder} has a colon in its name, which no container engine can mount")
+    return str(folder)
+
+
+def _with_place(volume: str) -> str:
+    """A volume without a place in the container is at the same place there."""
+    if ":" in volume:
+        return volume
+    path = Path(volume).expanduser().absolute()
+    return f"{path}:{path}"
+
+
+def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
+    """Names of the variables that the container gets: those for the libraries, and what was asked for.
+
+    Raises UsageError if one that was asked for is not set.
+    """
+    asked = tuple(asked)
+    for name in asked:
+        check_name(name)
+        if name not in environ:
+            raise UsageError(f"--env {name}: it is not set here")
+    named = {n for n in environ if n.startswith(_PREFIXES) and n not in _OF_THIS_MACHINE}
+    return tuple(sorted(named | set(asked)))
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError unless it is a name, without a value."""
+    if not _NAME.fullmatch(name):
+        raise UsageError(
+            f"--env {name.partition('=')[0]}: give a name only, and set its value in the "
+            "environment: in the command everybody on this machine could read it"
+        )
+
+
+def check_reachable(paths: Iterable[Path], container: Container, machine: Machine) -> None:
+    """Raises UsageError if one of the paths, as seen from here, is not in the container.
+
+    Only the current folder and the volumes are.
+    """
+    places = [machine.folder.resolve()]
+    places += [
+        Path(volume.partition(":")[0]).expanduser().resolve() for volume in container.volumes
+    ]
+    for path in paths:
+        whole = (machine.folder / path.expanduser()).resolve()
+        if not any(whole.is_relative_to(place) for place in places):
+            raise UsageError(
+                f"{path} is not in the container, which has only {machine.folder}: start in a "
+                f"folder that contains it, or add --volume {whole.parent}"
+            )

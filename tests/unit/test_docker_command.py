@@ -1,0 +1,241 @@
+"""`hvdtrain docker`: what it prints is what docker or podman would run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvdtrain.cli import main
+from hvdtrain.cli.docker import docker as command
+from hvdtrain.cli.docker import split
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.container_engine import ContainerEngine, check_gpus, read_info
+from hvdtrain.launch.docker import Container, Machine, docker_argv, passed_names
+
+MACHINE = Machine(
+    engine="docker", rootless=False, uid=1000, gid=100, folder=Path("/home/ann/digits")
+)
+CONTAINER = Container(image="hvdtrain:cpu", command=("hvdtrain", "run", "-np", "2", "train.py"))
+STACK = "--ulimit stack=67108864:67108864"
+FOLDER = "--volume /home/ann/digits:/home/ann/digits --workdir /home/ann/digits"
+END = "hvdtrain:cpu hvdtrain run -np 2 train.py"
+
+
+def printed(container: Container, machine: Machine) -> str:
+    return shlex.join(docker_argv(container, machine))
+
+
+def test_the_whole_command_of_each_engine() -> None:
+    common = f"--ulimit memlock=-1:-1 {STACK} --user 1000:100 {FOLDER} {END}"
+    assert printed(CONTAINER, MACHINE) == f"docker run --rm --init --ipc=host {common}"
+    podman = replace(MACHINE, engine="podman")
+    assert printed(CONTAINER, podman) == f"podman run --rm --ipc=host {common}"
+
+
+def test_the_whole_command_of_one_of_several_hosts(tmp_path: Path) -> None:
+    container = replace(CONTAINER, gpus="all", several_hosts=True, ssh_port=2345, ssh_keys=tmp_path,
+                        env=("HF_TOKEN", "NCCL_DEBUG"), extra=("--cpus=4",))  # fmt: skip
+    assert printed(container, replace(MACHINE, rdma=True)) == (
+        f"docker run --rm --init --gpus all --ipc=host --ulimit memlock=-1:-1 {STACK} --network=host "
+        "--device /dev/infiniband --cap-add IPC_LOCK --env HVDTRAIN_SSH_PORT=2345 --user 1000:100 "
+        f"--volume /home/ann/digits:/home/ann/digits --volume {tmp_path}:/run/hvdtrain/ssh:ro "
+        f"--workdir /home/ann/digits --env HF_TOKEN --env NCCL_DEBUG --cpus=4 {END}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "docker", "podman"),
+    [
+        ("none", [], []),
+        ("all", ["--gpus", "all"], ["--device", "nvidia.com/gpu=all"]),
+        ("1", ["--gpus", "1"], ["--device", "nvidia.com/gpu=0"]),
+        ("2", ["--gpus", "2"], ["--device", "nvidia.com/gpu=0", "--device", "nvidia.com/gpu=1"]),
+        ("device=3", ["--gpus", "device=3"], ["--device", "nvidia.com/gpu=3"]),
+        (
+            "device=0,2",
+            ["--gpus", '"device=0,2"'],
+            ["--device", "nvidia.com/gpu=0", "--device", "nvidia.com/gpu=2"],
+        ),
+    ],
+)
+def test_gpus(gpus: str, docker: list[str], podman: list[str]) -> None:
+    for engine, words in (("docker", docker), ("podman", podman)):
+        machine = replace(MACHINE, engine=engine)
+        without = docker_argv(CONTAINER, machine)
+        at = without.index("--ipc=host")
+        expected = [*without[:at], *words, *without[at:]]
+        assert docker_argv(replace(CONTAINER, gpus=gpus), machine) == expected
+
+
+@pytest.mark.parametrize("engine", ["docker", "podman"])
+def test_what_a_rootless_engine_writes_belongs_to_the_user(engine: str) -> None:
+    machine = replace(MACHINE, engine=engine, rootless=True)
+    text = printed(CONTAINER, machine)
+    user = "--user 0:0" if engine == "docker" else "--userns=keep-id --user 1000:100"
+    assert f" {user} --volume" in text
+    assert "memlock" not in text  # An ordinary user may not raise it.
+    chosen = printed(replace(CONTAINER, user="5:6"), machine)
+    assert " --user 5:6 " in chosen and "keep-id" not in chosen
+
+
+def test_smaller_choices(tmp_path: Path) -> None:
+    own = printed(replace(CONTAINER, shm_size="8g"), MACHINE)
+    assert "--shm-size 8g" in own and "--ipc" not in own
+    terminal = printed(CONTAINER, replace(MACHINE, terminal=True))
+    assert terminal.startswith("docker run --rm --init --interactive --tty --ipc=host")
+    volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
+    assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
+    labelled = printed(CONTAINER, replace(MACHINE, selinux=True))
+    assert f"--workdir /home/ann/digits --security-opt label=disable {END}" in labelled
+    assert "infiniband" not in printed(CONTAINER, replace(MACHINE, rdma=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gpus": "some"}, "--gpus some: give all, none, a number, or device=0,2"),
+        ({"gpus": "0"}, "--gpus 0: give all"),
+        ({"ssh_port": 22}, "--ssh-port 22: .* from 1024 to 65535"),
+        ({"several_hosts": True}, "several hosts need keys .* --ssh-keys"),
+        ({"ssh_keys": Path("/no/keys")}, "there is no folder /no/keys"),
+        ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
+        ({"env": ("A=b",)}, "--env A: give a name only"),
+    ],
+)
+def test_what_cannot_work_is_said(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        replace(CONTAINER, **change)
+
+
+def test_a_folder_that_cannot_be_mounted() -> None:
+    with pytest.raises(UsageError, match="has a colon in its name"):
+        docker_argv(CONTAINER, replace(MACHINE, folder=Path("/a:b")))
+
+
+def test_variables_by_name() -> None:
+    environ = dict.fromkeys(("NCCL_DEBUG", "HVDTRAIN_NP", "HVDTRAIN_CACHE", "TOKEN", "HOME"), "x")
+    assert passed_names(environ, ()) == ("HVDTRAIN_NP", "NCCL_DEBUG")
+    assert passed_names(environ, ("TOKEN", "NCCL_DEBUG")) == ("HVDTRAIN_NP", "NCCL_DEBUG", "TOKEN")
+    with pytest.raises(UsageError, match="--env OTHER: it is not set here"):
+        passed_names(environ, ("OTHER",))
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "run", "script"),
+    [
+        ("-np 4 train.py", "", "-np 4 train.py", "train.py"),
+        ("--image a:b -np 4 --shm-size=1g t.py -x 1", "--image a:b --shm-size=1g", "-np 4 t.py -x 1", "t.py"),
+        ("-np 2 --dry-run t.py --dry-run --image x", "--dry-run", "-np 2 t.py --dry-run --image x", "t.py"),
+        ("--all-ranks --gpus 2 -H a:1,b:1 t.py", "--gpus 2", "--all-ranks -H a:1,b:1 t.py", "t.py"),
+        ("--config=run.yaml --docker-arg=--cpus=2", "--docker-arg=--cpus=2", "--config=run.yaml", None),
+        ("--unknown --env A -- t.py", "--env A", "--unknown -- t.py", "t.py"),
+        ("--help", "--help", "", None),
+    ],
+)  # fmt: skip
+def test_the_two_parts_of_the_line(line: str, own: str, run: str, script: str | None) -> None:
+    own_words, part = split(line.split(), command)
+    assert (" ".join(own_words), " ".join(part.words), part.script) == (own, run, script)
+
+
+def test_the_options_are_these() -> None:
+    """Each is a promise: none comes or goes by accident."""
+    assert " ".join(name for one in command.params for name in one.opts) == (
+        "--image --engine --gpus --shm-size --volume --env --user --ssh-keys --ssh-port --sshd --docker-arg --dry-run"
+    )
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script, where programs are found only in `bin`."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "train.py").write_text("")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for name in os.environ:
+        if name.startswith(("HVDTRAIN_", "HOROVOD_", "TF_", "NCCL_")):
+            monkeypatch.delenv(name)
+    return folder
+
+
+def add_engine(work: Path, name: str, script: str) -> None:
+    program = work.parent / "bin" / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+def call(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["docker", "--gpus", "none", *words])
+    return done.exit_code, done.output
+
+
+def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s3cret")
+    keys = work / "keys"
+    keys.mkdir()
+    code, text = call("--dry-run", "--engine", "docker", "--ssh-keys", "keys", "--env", "SECRET",
+                      "-H", "a:2,b:2", "--ssh-port", "2300", "train.py", "--lr", "1")  # fmt: skip
+    assert code == 0
+    assert "s3cret" not in text
+    assert f" --volume {work}:{work} --volume {keys}:/run/hvdtrain/ssh:ro " in text
+    assert text.endswith(
+        " --env SECRET hvdtrain:cpu hvdtrain run --ssh-port 2300 --env SECRET -H a:2,b:2 train.py --lr 1\n"
+    )
+    code, text = call("--dry-run", "--engine", "docker", "--ssh-keys", "keys", "--sshd")
+    assert code == 0
+    assert "--network=host" in text and text.endswith(" hvdtrain:cpu sshd\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-np", "2", "other.py"], "no such script: other.py"),
+        (["-np", "2", "../away.py"], "../away.py is not in the container"),
+        (["--config", "/etc/run.yaml"], "/etc/run.yaml is not in the container"),
+        (["-np", "2"], "which script?"),
+        (["-H", "a:1,b:1", "train.py"], "several hosts need keys"),
+        (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd runs no script: leave train.py out"),
+        (["--env", "A=1", "train.py"], "--env A: give a name only"),
+    ],
+)
+def test_mistakes_are_said_before_anything_starts(
+    work: Path, words: list[str], message: str
+) -> None:
+    code, text = call("--dry-run", "--engine", "docker", *words)
+    assert (code, message in text) == (2, True), text
+
+
+def test_which_engine(work: Path) -> None:
+    code, text = call("-np", "2", "train.py")
+    assert code == 1
+    assert "docker is not installed\n  podman is not installed" in text
+    add_engine(work, "docker", "echo 'Cannot connect to the daemon' >&2; exit 1")
+    assert "docker does not answer: Cannot connect to the daemon" in call("train.py")[1]
+    # Docker's client without its daemon is no engine.
+    add_engine(work, "podman", 'echo \'{"host": {"security": {"rootless": true}}}\'')
+    code, text = call("--dry-run", "-np", "2", "train.py")
+    assert code == 0
+    assert text.startswith("podman run --rm ") and "--userns=keep-id" in text
+
+
+def test_an_image_that_was_not_built(work: Path) -> None:
+    add_engine(work, "docker", '[ "$1" = info ] && echo "{}"')
+    code, text = call("-np", "2", "train.py")
+    assert code == 1
+    assert "  docker build --file docker/Dockerfile.cpu --tag hvdtrain:cpu .\n" in text
+
+
+def test_an_engine_without_gpus(tmp_path: Path) -> None:
+    said = '{"Runtimes": {"runc": {}, "nvidia": {}}, "SecurityOptions": ["name=rootless"]}'
+    assert read_info("docker", said) == ContainerEngine("docker", rootless=True, has_gpus=True)
+    check_gpus(read_info("docker", said))
+    for name in ("docker", "podman"):
+        with pytest.raises(HvdtrainError, match=f"{name} cannot give GPUs .* nvidia-ctk"):
+            check_gpus(ContainerEngine(name, rootless=False, has_gpus=False))
