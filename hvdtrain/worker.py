@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
+from hvdtrain import warning
+from hvdtrain.delivery import delivered
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.failure import Failure, is_secondary
@@ -35,6 +37,8 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker SCRIPT [ARGUMENTS]...")
     script = sys.argv[1]
+    warning.listen(rank_of(os.environ))
+    _take_delivery()
     os.environ.update(rank_environment(os.environ, available_cores()))
     _prepare_output()
     sys.argv = sys.argv[1:]
@@ -51,6 +55,18 @@ def main() -> None:
         _fail(error.exit_code, is_secondary(error), str(error))
     except BaseException as error:
         _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+
+
+def _take_delivery() -> None:
+    """Take the variables that were brought to this host; what is set already stays."""
+    launch_id = os.environ.get(LAUNCH_ID)
+    if launch_id is None:
+        return
+    try:
+        for name, value in delivered(launch_id).items():
+            os.environ.setdefault(name, value)
+    except (HvdtrainError, OSError, ValueError) as error:
+        _fail(EXIT_FAILURE, False, f"cannot read the secret variables for this host: {error}")
 
 
 def script_traceback(error: BaseException) -> str:

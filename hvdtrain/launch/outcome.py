@@ -19,6 +19,8 @@ _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
 )
+# What hvdtrain.start.horovodrun says itself: about other hosts, in whole sentences.
+_STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
 
 
@@ -48,15 +50,25 @@ def outcome_of(
     logs = f"logs of all ranks: {log_dir}"
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
+    told = "\n".join(_STARTER.findall(launcher_text))
+    if told and (cause is None or cause.secondary):
+        return Outcome(_code_of(ending), f"{told}\n{logs}" if failures or ended else told)
     if cause is not None:
         return Outcome(cause.exit_code, f"{_describe(cause, failures)}\n{logs}")
     if ended is not None:
         rank, code = ended
         return Outcome(code, f"rank {rank} {_how(code)}\n{logs}")
-    code = ending.returncode if ending.returncode > 0 else EXIT_SIGNAL_BASE - ending.returncode
+    code = _code_of(ending)
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = "srun" if tail.startswith("srun: ") else "horovodrun"
     return Outcome(code, f"{launcher} failed (exit code {code}):\n{tail}\n{logs}")
+
+
+def _code_of(ending: Ending) -> int:
+    """As a shell reports it; 1 for a command that claims success."""
+    if ending.returncode < 0:
+        return EXIT_SIGNAL_BASE - ending.returncode
+    return ending.returncode or EXIT_FAILURE
 
 
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:

@@ -47,6 +47,7 @@ def run_process(
     on_output: Callable[[Stream, bytes], None],
     on_idle: Callable[[], None],
     on_signal: Callable[[signal.Signals], None],
+    on_warning: Callable[[], None],
     has_failed: Callable[[], bool],
 ) -> Ending:
     """Run `argv` to its end, or until a signal comes; leave no process of it.
@@ -57,9 +58,10 @@ def run_process(
         on_output: gets what the command writes.
         on_idle: called when nothing was written for a tick.
         on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace.
+        on_warning: told about each SIGUSR1; the run goes on.
         has_failed: whether a rank reported a failure, so that the job has to end.
     """
-    with _recorded_signals() as received, _guarded(launch_id):
+    with _recorded_signals() as (received, warnings), _guarded(launch_id):
         process = subprocess.Popen(
             argv,
             env={**environment, LAUNCH_ID: launch_id},
@@ -71,7 +73,8 @@ def run_process(
         with process:
             try:
                 watch = _Watch(process, launch_id, received, on_signal, has_failed)
-                _read(process, watch, on_output, on_idle)
+                passing = _WarningsOn(process, warnings, on_warning)
+                _read(process, watch, passing, on_output, on_idle)
             finally:
                 end_processes(launch_id, signal.SIGKILL)
         return Ending(process.wait(), received[0] if received else None)
@@ -80,6 +83,7 @@ def run_process(
 def _read(
     process: subprocess.Popen[bytes],
     watch: _Watch,
+    passing: _WarningsOn,
     on_output: Callable[[Stream, bytes], None],
     on_idle: Callable[[], None],
 ) -> None:
@@ -89,6 +93,7 @@ def _read(
         selector.register(process.stdout, selectors.EVENT_READ, "stdout")
         selector.register(process.stderr, selectors.EVENT_READ, "stderr")
         while not watch.is_over(reading=bool(selector.get_map())):
+            passing.tick()
             ready = selector.select(TICK_SECONDS)
             for key, _ in ready:
                 data = os.read(key.fd, 65536)
@@ -143,6 +148,53 @@ class _Watch:
         end_processes(self._launch_id, signal.SIGTERM)
 
 
+class _WarningsOn:
+    """Passes SIGUSR1 on to the command, which warns its ranks, once it is prepared for it."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        warnings: list[signal.Signals],
+        on_warning: Callable[[], None],
+    ) -> None:
+        self._process = process
+        self._warnings = warnings
+        self._on_warning = on_warning
+        self._passed_on = 0
+
+    def tick(self) -> None:
+        if self._passed_on == len(self._warnings) or self._process.poll() is not None:
+            return
+        with contextlib.suppress(OSError):
+            if signal.SIGUSR1 in state_of(self._process.pid).caught:
+                self._passed_on = len(self._warnings)
+                self._on_warning()
+                self._process.send_signal(signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """What /proc tells of one process: its parent's id, and the signals that it has handlers for."""
+
+    parent: int
+    caught: frozenset[int]
+
+
+def parse_status(text: str) -> ProcessState:
+    """The state in /proc/PID/status."""
+    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    bits = int(fields["SigCgt"], 16)
+    return ProcessState(
+        int(fields["PPid"]),
+        frozenset(number for number in range(1, 65) if bits >> (number - 1) & 1),
+    )
+
+
+def state_of(pid: int) -> ProcessState:
+    """Raises OSError for a process that has ended, and without /proc."""
+    return parse_status((Path("/proc") / str(pid) / "status").read_text())
+
+
 def processes_of(launch_id: str) -> list[int]:
     """The ids of all processes of this user that belong to the launch; none without /proc."""
     mark = f"{LAUNCH_ID}={launch_id}".encode()
@@ -195,16 +247,18 @@ def _guarded(launch_id: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[signal.Signals]]:
-    """Signals to this process are noted in the list instead of ending it."""
+def _recorded_signals() -> Iterator[tuple[list[signal.Signals], list[signal.Signals]]]:
+    """Signals to this process are noted in two lists instead of ending it: those that end the run,
+    and warnings."""
     received: list[signal.Signals] = []
+    warnings: list[signal.Signals] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(signal.Signals(number))
+        (warnings if number == signal.SIGUSR1 else received).append(signal.Signals(number))
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in (*_SIGNALS, signal.SIGUSR1)}
     try:
-        yield received
+        yield received, warnings
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -90,11 +90,14 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
 
     for number in _SIGNALS:
         signal.signal(number, pass_on)
+    # srun takes a signal that came before it listens, where it would be ended by one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     try:
         process = subprocess.Popen(argv, env=environment)
     except OSError as error:
         print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
         return 127
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for missed in early:
         process.send_signal(missed)
     code = process.wait()

@@ -64,13 +64,13 @@ class NamespaceHost:
 
     def processes(self) -> dict[int, str]:
         """Process id (as seen from outside) -> command line, of all that run on this host."""
-        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        space = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = {}
         for entry in Path("/proc").glob("[0-9]*"):
             # Processes end while we look; one that has ended has no command line any more.
             with contextlib.suppress(OSError):
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                if line and os.readlink(entry / "ns/pid") == space:
+                if line and (entry / "ns/pid").readlink() == space:
                     found[int(entry.name)] = line
         return found
 

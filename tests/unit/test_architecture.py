@@ -15,7 +15,10 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
 LAUNCH = {"launch"}
-GROUND = {"errors", "environment", "failure", "rank_environment", "scheduling"}
+GROUND = {
+    *("delivery", "environment", "errors", "failure", "rank_environment", "scheduling"),
+    "warning",
+}
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
     "keras": {"runtime", "agreement"},

@@ -83,6 +83,17 @@ def test_what_only_the_launcher_saw(code: int, launcher: str, expected: Outcome)
     assert judge(code, launcher=launcher) == expected
 
 
+def test_what_the_starter_says_of_other_hosts() -> None:
+    said = "noise\nhvdtrain: host b: it cannot be reached\nhvdtrain: host c: no Python\n"
+    assert judge(1, launcher=said) == Outcome(1, "host b: it cannot be reached\nhost c: no Python")
+    lost = "hvdtrain: the connection to host b broke\nProcess 1 exit with status code 255.\n"
+    expected = Outcome(1, "the connection to host b broke" + LOGS)
+    assert judge(1, launcher=lost) == expected
+    assert judge(1, LOST, launcher=lost) == expected
+    assert judge(-15, LOST, launcher=lost).exit_code == 143
+    assert judge(1, BUG, launcher=lost).message.startswith("rank 1 failed:")
+
+
 def test_a_killed_rank_counts_more_than_those_it_left() -> None:
     assert judge(137, LOST, launcher=KILLED).exit_code == 137
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ class Seen:
         self.id = uuid.uuid4().hex
         self.output: dict[Stream, bytes] = {"stdout": b"", "stderr": b""}
         self.signals: list[signal.Signals] = []
+        self.warnings: list[float] = []
 
     def take(self, stream: Stream, data: bytes) -> None:
         self.output[stream] += data
@@ -34,6 +36,7 @@ class Seen:
                 "on_output": self.take,
                 "on_idle": lambda: None,
                 "on_signal": self.signals.append,
+                "on_warning": lambda: self.warnings.append(time.monotonic()),
                 "has_failed": lambda: False,
                 **changes,
             },
@@ -85,6 +88,24 @@ def test_a_reader_that_fails_ends_the_command(seen: Seen) -> None:
     with pytest.raises(BrokenPipeError):
         seen.run("echo out; sleep 600", on_output=closed)
     assert processes_of(seen.id) == []
+
+
+PREPARED = """
+import os, signal, time
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+signal.signal(signal.SIGUSR1, signal.default_int_handler)
+print("warned by", signal.sigtimedwait({signal.SIGUSR1}, 10).si_signo, flush=True)
+"""
+
+
+def test_a_warning_is_passed_on_and_the_run_goes_on(seen: Seen) -> None:
+    """Also when it comes before the command is prepared, which it would end."""
+    warning = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    warning.start()
+    ending = in_time(10, lambda: seen.run(f"sleep 0.5; exec {sys.executable} -c '{PREPARED}'"))
+    assert ending == Ending(0, None)
+    assert seen.output["stdout"] == f"warned by {int(signal.SIGUSR1)}\n".encode()
+    assert (len(seen.warnings), seen.signals) == (1, [])
 
 
 def test_signals_are_as_before(seen: Seen) -> None:

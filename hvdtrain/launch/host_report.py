@@ -1,0 +1,151 @@
+"""What another host tells about itself before a launch, and why it could not. Pure functions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+THIS_HOST = ""
+"""Stands for the launcher's own host among the names of hosts."""
+
+Interfaces = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What a host says about itself.
+
+    Attributes:
+        hvdtrain: version of hvdtrain there.
+        python: version of Python there.
+        interfaces: its network interfaces with their IPv4 addresses.
+        reached: its address that ssh reached, and the address ssh came from; empty if unknown.
+    """
+
+    hvdtrain: str
+    python: str
+    interfaces: Interfaces
+    reached: str = ""
+    origin: str = ""
+
+    def to_line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def from_line(line: str) -> HostReport | None:
+    """The report that `line` carries; None if it is any other text, such as a greeting."""
+    try:
+        return HostReport(**json.loads(line))
+    except (ValueError, TypeError):
+        return None
+
+
+# What ssh says -> what it means. {host}, {said}.
+_SSH_PROBLEMS = (
+    (
+        r"could not resolve hostname",
+        "its name is not known here: look for a typing error, or add it to DNS or /etc/hosts",
+    ),
+    (
+        r"permission denied|too many authentication failures",
+        "it refuses your ssh key ({said}): add your public key to ~/.ssh/authorized_keys there, "
+        "or name the right key with --ssh-identity-file; `ssh -o BatchMode=yes {host} true` "
+        "must work without a question",
+    ),
+    (
+        r"host key verification failed|remote host identification has changed",
+        "its host key is not the known one ({said}): remove the old one with "
+        "`ssh-keygen -R {host}` if the host was set up anew",
+    ),
+    (
+        r"connection refused",
+        "no ssh server answers there ({said}): start sshd, or give its port with --ssh-port",
+    ),
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached ({said}): is it running, and in this network?",
+    ),
+    (r"identity file .* not accessible", "{said}: give the right file with --ssh-identity-file"),
+)
+_NO_PYTHON = re.compile(r"no such file or directory|not found|permission denied", re.IGNORECASE)
+_NO_MODULE = re.compile(r"No module named '?(?P<name>[\w.]+)")
+
+
+def ssh_problem(host: str, exit_code: int, stderr: str, python: str) -> str:
+    """Why a host did not report, and what to do.
+
+    Args:
+        host: its name.
+        exit_code: of ssh: 255 is ssh's own failure, others are the remote command's.
+        stderr: what ssh and the remote command said.
+        python: the interpreter that the ranks are to run with.
+    """
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    said = lines[-1] if lines else f"exit code {exit_code}, without a word"
+    if exit_code == 255:
+        for pattern, text in _SSH_PROBLEMS:
+            if re.search(pattern, stderr, re.IGNORECASE):
+                return f"host {host}: {text.format(host=host, said=said)}"
+        return f"host {host}: ssh failed: {said}"
+    if exit_code in (126, 127) and _NO_PYTHON.search(stderr):
+        return (
+            f"host {host}: there is no Python at {python}: every host needs the same environment at "
+            "the same path (a shared folder, or an installation on each)"
+        )
+    module = _NO_MODULE.search(stderr)
+    if module:
+        return (
+            f"host {host}: {python} has no module {module['name']} there: install the same "
+            "environment on every host"
+        )
+    return f"host {host}: {python} failed there: {said}"
+
+
+def late(host: str, seconds: float) -> str:
+    """A host that answers ssh, or not even that, but does not report in time."""
+    return (
+        f"host {host}: no answer over ssh within {seconds:g} s: is it overloaded, or its network "
+        "slow? --start-timeout gives it longer"
+    )
+
+
+def differences(host: str, report: HostReport, own: HostReport) -> str:
+    """What makes a host unfit to run ranks together with this one; empty if nothing does."""
+    if report.hvdtrain != own.hvdtrain:
+        return (
+            f"host {host} has hvdtrain {report.hvdtrain}, this one has {own.hvdtrain}: "
+            "install the same version on every host"
+        )
+    if report.python.split(".")[:2] != own.python.split(".")[:2]:
+        return (
+            f"host {host} has Python {report.python}, this one has {own.python}: "
+            "install the same version on every host"
+        )
+    return ""
+
+
+def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport]) -> str:
+    """Which hosts have none of the wanted interfaces, and what they have; empty if all have one."""
+    problems = [
+        f"{'this host' if host == THIS_HOST else f'host {host}'} has no network interface {' or '.join(wanted)}: it has "
+        + (", ".join(sorted(name for name in report.interfaces if name != "lo")) or "none")
+        for host, report in reports.items()
+        if not any(report.interfaces.get(name) for name in wanted)
+    ]
+    return "\n".join(problems) and "\n".join(
+        [*problems, "give interfaces that every host has with --network-interfaces"]
+    )
+
+
+def common_interface(own: HostReport, others: Sequence[HostReport]) -> str:
+    """The interface over which ssh reaches every host, if it has the same name everywhere; else
+    empty, and Horovod must look itself."""
+    names = {_interface_of(report.interfaces, report.reached) for report in others}
+    names |= {_interface_of(own.interfaces, report.origin) for report in others}
+    return names.pop() if len(names) == 1 else ""
+
+
+def _interface_of(interfaces: Interfaces, address: str) -> str:
+    return next((name for name, has in interfaces.items() if address in has), "")

@@ -1,0 +1,61 @@
+"""The ranks of a launch on this host, and how they are warned.
+
+Every process of a launch carries the launch's id in its environment; a rank also carries its
+number, and so do the processes that it has started. The ranks are the topmost of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvdtrain.launch.process import ProcessState, processes_of, state_of
+
+_RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=", b"PMIX_RANK=")
+
+
+def topmost(parents: Mapping[int, int]) -> set[int]:
+    """Of process id -> parent's id: those whose parent is none of them."""
+    return {pid for pid, parent in parents.items() if parent not in parents}
+
+
+def ranks_of(launch_id: str) -> dict[int, ProcessState]:
+    """The ranks of the launch that run on this host, by process id."""
+    states = {}
+    for pid in processes_of(launch_id):
+        with contextlib.suppress(OSError, ValueError):
+            environ = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+            if any(entry.startswith(_RANK_VARIABLES) for entry in environ):
+                states[pid] = state_of(pid)
+    return {pid: states[pid] for pid in topmost({p: s.parent for p, s in states.items()})}
+
+
+class Warner:
+    """Passes a warning on to the ranks of this host, each once and none before it is prepared.
+
+    Before a rank has its handler the signal would end it. So a warning stands: call `tick` again
+    and again, also for ranks that start later.
+    """
+
+    def __init__(self, launch_id: str) -> None:
+        self._launch_id = launch_id
+        self._standing = False
+        self._told: set[int] = set()
+
+    def warn(self) -> None:
+        """A (new) warning came."""
+        self._standing = True
+        self._told.clear()
+
+    def tick(self) -> None:
+        """Tell the ranks that have not been told yet."""
+        if not self._standing:
+            return
+        for pid, state in ranks_of(self._launch_id).items():
+            if pid not in self._told and signal.SIGUSR1 in state.caught:
+                self._told.add(pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)

@@ -1,0 +1,80 @@
+"""Stand by a launcher until it ends: signals go on to it, warnings to all ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from hvdtrain.launch.ranks import Warner
+from hvdtrain.start.keepers import Keepers
+
+ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+WATCHED = ENDING | {signal.SIGUSR1, signal.SIGCHLD}
+TICK_SECONDS = 0.5
+
+
+def listen_for_warnings() -> None:
+    """Call this first: a warning that comes early waits until `supervise` takes it.
+
+    The handler never runs; it shows in /proc that a warning does not end this process. The mask
+    does not: it is lifted while `supervise` waits.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+
+
+def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
+    """Run `run` in a process of its own, which may become another program; returns its exit code.
+
+    SIGUSR1 to this process warns the ranks on all hosts, and the run goes on. SIGINT, SIGTERM and
+    SIGHUP end the run on all hosts.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    child = os.fork()
+    if child == 0:
+        _be_the_launcher(run, before - {signal.SIGUSR1})
+    warner = Warner(launch_id)
+    ending = False
+    while True:
+        received = signal.sigtimedwait(WATCHED, TICK_SECONDS)
+        number = received.si_signo if received else None
+        if number == signal.SIGUSR1:
+            warner.warn()
+            keepers.warn()
+        elif number in ENDING:
+            ending = True
+            keepers.end()
+            os.kill(child, number or signal.SIGTERM)
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else EXIT_SIGNAL_BASE - code
+        warner.tick()
+        keepers.beat()
+        lost = [] if ending else keepers.lost()
+        if lost:
+            ending = True
+            print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
+            os.kill(child, signal.SIGTERM)
+
+
+def _be_the_launcher(run: Callable[[], int], mask: set[signal.Signals | int]) -> None:
+    """In the new process: run, and exit. Its programs must not be ended by a warning to all."""
+    code = EXIT_FAILURE
+    try:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = run()
+    except KeyboardInterrupt:
+        code = EXIT_SIGNAL_BASE + signal.SIGINT
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else EXIT_FAILURE
+    finally:
+        atexit._run_exitfuncs()  # Those of multiprocessing; the caller's frames are not for here.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

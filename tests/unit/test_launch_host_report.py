@@ -1,0 +1,88 @@
+"""Why a host cannot run ranks, in one message that names it; and the interface that all share."""
+
+from dataclasses import replace
+
+import pytest
+
+from hvdtrain.launch.host_report import (
+    THIS_HOST,
+    HostReport,
+    common_interface,
+    differences,
+    from_line,
+    missing_interfaces,
+    ssh_problem,
+)
+
+HERE = HostReport("1.0", "3.11.7", {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"]})
+THERE = replace(
+    HERE,
+    interfaces={"lo": ["127.0.0.1"], "eth0": ["10.0.0.2"], "down0": []},
+    reached="10.0.0.2",
+    origin="10.0.0.1",
+)
+
+
+def test_reports_travel_as_one_line() -> None:
+    assert "\n" not in THERE.to_line()
+    assert from_line(THERE.to_line()) == THERE
+    for other in ("Welcome to node1!", "{}", "[]", "", THERE.to_line()[:-1]):
+        assert from_line(other) is None
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "stderr", "expected"),
+    [
+        (255, "ssh: Could not resolve hostname a: Name or service not known", "is not known here"),
+        (255, "u@a: Permission denied (publickey).", "refuses your ssh key (u@a: Permission"),
+        (255, "Host key verification failed.", "ssh-keygen -R a"),
+        (255, "ssh: connect to host a port 22: Connection refused", "start sshd"),
+        (255, "ssh: connect to host a port 22: Connection timed out", "cannot be reached"),
+        (255, "ssh: connect to host a port 22: No route to host", "cannot be reached"),
+        (255, "kex_exchange_identification: bad", "ssh failed: kex_exchange_identification: bad"),
+        (255, "", "ssh failed: exit code 255, without a word"),
+        (127, "env: '/v/python': No such file or directory", "there is no Python at /v/python"),
+        (127, "bash: line 1: env: command not found", "there is no Python at /v/python"),
+        (1, "/v/python: Error while finding module specification\nModuleNotFoundError: "
+            "No module named 'hvdtrain'", "/v/python has no module hvdtrain there"),
+        (1, "Traceback:\nHvdtrainError: cannot keep", "failed there: HvdtrainError: cannot keep"),
+    ],
+)  # fmt: skip
+def test_what_ssh_says_and_means(exit_code: int, stderr: str, expected: str) -> None:
+    problem = ssh_problem("a", exit_code, stderr, "/v/python")
+    assert problem.startswith("host a: ")
+    assert expected in problem
+    assert "\n" not in problem
+
+
+def test_versions_must_agree() -> None:
+    assert differences("b", THERE, HERE) == ""
+    assert differences("b", replace(THERE, python="3.11.9"), HERE) == ""
+    assert "host b has hvdtrain 0.9, this one has 1.0" in differences(
+        "b", replace(THERE, hvdtrain="0.9"), HERE
+    )
+    assert "host b has Python 3.12.7, this one has 3.11.7" in differences(
+        "b", replace(THERE, python="3.12.7"), HERE
+    )
+
+
+def test_interfaces_that_a_host_lacks() -> None:
+    reports = {"a": HERE, "b": THERE}
+    assert missing_interfaces(["eth0"], reports) == ""
+    assert missing_interfaces(["eth0", "ib0"], reports) == ""
+    wrong = missing_interfaces(["ib0"], reports)
+    assert wrong.startswith("host b has no network interface ib0: it has down0, eth0\n")
+    assert "host a" not in wrong
+    own = missing_interfaces(["ib1"], {THIS_HOST: HERE})
+    assert own.startswith("this host has no network interface ib1: it has eth0, ib0\n")
+    assert missing_interfaces(["down0"], reports).count("has no network interface down0") == 2
+
+
+def test_the_interface_that_ssh_uses_everywhere() -> None:
+    assert common_interface(HERE, [THERE, THERE]) == "eth0"
+    renamed = replace(THERE, interfaces={"ens3": ["10.0.0.2"]})
+    assert common_interface(HERE, [THERE, renamed]) == ""
+    # Through a gateway that translates addresses.
+    assert common_interface(HERE, [replace(THERE, reached="172.17.0.2")]) == ""
+    assert common_interface(HERE, [replace(THERE, origin="172.17.0.2")]) == ""
+    assert common_interface(HERE, [replace(THERE, reached="", origin="")]) == ""
