@@ -11,9 +11,9 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
-_HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d+)", re.ASCII)
+_HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,9})", re.ASCII)
 _LINE = re.compile(
-    r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d+)(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
+    r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d{1,9})(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
 )
 
 

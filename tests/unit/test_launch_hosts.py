@@ -4,6 +4,7 @@ place."""
 from pathlib import Path
 
 import pytest
+from horovod.runner.common.util import hosts as horovod_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,24 +15,34 @@ NAMES = st.from_regex(r"[a-z0-9][a-z0-9_.-]{0,20}", fullmatch=True)
 HOSTS = st.lists(
     st.builds(Host, NAMES, st.integers(1, 10_000)), min_size=1, unique_by=lambda host: host.name
 ).map(tuple)
-COMMENTS = st.sampled_from(["", "# rack 7", "   ", "#"])
+COMMENTS = st.sampled_from(["", "# rack 7", "   ", "#", "\t# a slots=9"])
+LIMITS = st.sampled_from(["", " max_slots=64", "\tmax-slots = 9", " # slots=7", "#"])
+SPACES = st.sampled_from(["", " ", "  ", "\t"])
+
+
+@given(HOSTS, SPACES)
+def test_written_hosts_are_read_back(hosts: tuple[Host, ...], space: str) -> None:
+    assert parse_hosts(f"{space},{space}".join(map(str, hosts))) == hosts
 
 
 @given(HOSTS)
-def test_written_hosts_are_read_back(hosts: tuple[Host, ...]) -> None:
-    assert parse_hosts(",".join(map(str, hosts))) == hosts
+def test_horovod_reads_the_same(hosts: tuple[Host, ...]) -> None:
+    names, slots = horovod_hosts.parse_hosts_and_slots(",".join(map(str, hosts)))
+    assert tuple(Host(name, slots[name]) for name in names) == hosts
 
 
-@given(hosts=HOSTS, comments=st.lists(COMMENTS, min_size=1))
+@given(hosts=HOSTS, data=st.data())
 def test_written_hostfiles_are_read_back(
-    tmp_path_factory: pytest.TempPathFactory, hosts: tuple[Host, ...], comments: list[str]
+    tmp_path_factory: pytest.TempPathFactory, hosts: tuple[Host, ...], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("hosts") / "hostfile"
-    lines = [
-        f"{comments[i % len(comments)]}\n {host.name}  slots = {host.slots} # as ordered\n"
-        for i, host in enumerate(hosts)
-    ]
-    path.write_text("".join(lines))
+    end = data.draw(st.sampled_from(["\n", "\r\n"]))
+    lines = []
+    for host in hosts:
+        lines += data.draw(st.lists(COMMENTS, max_size=2))
+        before, between, limit = data.draw(SPACES), data.draw(SPACES), data.draw(LIMITS)
+        lines.append(f"{before}{host.name} slots{between}={between}{host.slots}{limit}")
+    path.write_bytes(end.join([*lines, ""]).encode())
     assert read_hostfile(path) == hosts
 
 
@@ -56,6 +67,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         ("-x:2", "'-x'"),
         ("a;b:2", "'a;b'"),
         ("a:1,b:2,a:3", "a is named twice"),
+        ("a:" + "9" * 5000, "cannot read"),
     ],
 )
 def test_wrong_hosts_are_named(text: str, what: str) -> None:
