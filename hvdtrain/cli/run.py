@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.concealment import conceal_secrets
 from hvdtrain.cli.config import config_text, load_config, without_outranked
 from hvdtrain.cli.options import PATH, GroupedOption, SectionedCommand, launch_options
 from hvdtrain.errors import UsageError
@@ -97,6 +98,7 @@ def run(
     if dry_run:
         click.echo(shlex.join(masked(argv)))
         return
+    conceal_secrets(values.get("env") or (), plan.arguments)
     if plan.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
     view = View(log_dir, all_ranks, plan.verbose, timestamps=prefix_output_with_timestamp)
@@ -122,7 +124,7 @@ def plan_of(
         # srun stands in for mpirun.
         mpirun, wanted = "srun", choose_srun_controller(wanted, engine.built)
     values["controller"] = choose_controller(wanted, engine.built, mpirun)
-    values["env"] = tuple(map(_without_secret, values.get("env", ())))
+    values["env"] = tuple(map(_variable_to_pass, values.get("env", ())))
     return LaunchPlan(**values)
 
 
@@ -159,8 +161,13 @@ def _number_of_ranks(values: dict[str, Any]) -> int:
     raise UsageError("how many workers? Give -np N, or the hosts with their slots")
 
 
-def _without_secret(variable: EnvVar) -> EnvVar:
+def _variable_to_pass(variable: EnvVar) -> EnvVar:
     """A secret's value goes into this process's environment, and stays out of the command."""
+    if variable.value is None and variable.name not in os.environ:
+        raise UsageError(
+            f"--env {variable.name}: there is no such variable here: set it, or give "
+            f"--env {variable.name}=VALUE"
+        )
     if variable.value is None or not looks_secret(variable.name, variable.value):
         return variable
     os.environ[variable.name] = variable.value
