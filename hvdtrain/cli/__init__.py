@@ -27,7 +27,10 @@ COMMANDS = {
         "hvdtrain.cli.completion:completion",
         "Print the script that lets your shell complete hvdtrain.",
     ),
-    "docker": ("hvdtrain.cli.docker:docker", "Run a training script on several workers in a container."),
+    "docker": (
+        "hvdtrain.cli.docker:docker",
+        "Run a training script on several workers in a container.",
+    ),
     "doctor": (
         "hvdtrain.cli.doctor:doctor",
         "Can this machine train? Probe it, and say the fixes.",
@@ -80,6 +83,8 @@ class CommandTable(click.Group):
         from hvdtrain.environment import EXIT_INTERRUPTED
         from hvdtrain.errors import HvdtrainError
 
+        if os.environ.get("NO_COLOR"):  # no-color.org; Click itself does not look.
+            ctx.color = False
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:

@@ -12,6 +12,8 @@ from hvdtrain.doctor.finding import Finding, Status
 
 SCHEMA = 1
 _NAME_WIDTH = 22
+_CLEAR = "\r\033[K"
+"""Empties a terminal's line. No colour: click.echo is to pass it on where colours are off, too."""
 _WORDS: dict[Status, tuple[str, str]] = {
     "ok": ("ok", "green"),
     "warn": ("warn", "yellow"),
@@ -88,10 +90,10 @@ class Wait:
         if self._moves:
             text = f"  ...   {', '.join(names)} ({seconds:.0f} s)"
             width = shutil.get_terminal_size().columns - 1
-            click.echo(f"\r\033[K{text[:width]}", nl=False)
+            click.echo(f"{_CLEAR}{text[:width]}", nl=False, color=True)
             self._drawn = True
 
     def clear(self) -> None:
         if self._drawn:
-            click.echo("\r\033[K", nl=False)
+            click.echo(_CLEAR, nl=False, color=True)
             self._drawn = False

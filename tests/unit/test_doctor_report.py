@@ -310,3 +310,15 @@ def test_the_moving_line(
     still.draw(["x"], 1.0)
     still.clear()
     assert capsys.readouterr().out == ""
+
+
+def test_colours_on_a_terminal_unless_no_color_is_set(
+    findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown() -> str:
+        # `color` stands for a terminal: what is written there is not stripped.
+        return CliRunner().invoke(main, ["doctor"], color=True).stdout
+
+    assert "\x1b[32m" in shown()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown()
