@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from hvdtrain.bench.scaling import Pass, measure
+from hvdtrain.bench.startup import StartPass, measure_startup, median
 from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
@@ -84,6 +85,37 @@ def scaling(
     )
     click.echo(
         f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}"
+    )
+
+
+@bench.command()
+@click.option(
+    "-np",
+    "--num-proc",
+    "np",
+    type=click.IntRange(1),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Workers.",
+)
+@click.option(
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
+)
+@click.option(
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
+)
+def startup(np: int, controller: str, passes: int) -> None:
+    """Time to the first worker's first line, against bare horovodrun, in turn."""
+    chosen = choose_controller(controller, find_engine().built, find_mpirun())
+    click.echo(f"{np} workers over {chosen}; {_machine()}")
+    done: list[StartPass] = []
+    for one in measure_startup(np, chosen, passes):
+        done.append(one)
+        click.echo(f"  hvdtrain run {one.ours:6.2f} s   horovodrun {one.bare:6.2f} s")
+    middle = median(done)
+    click.echo(
+        f"median of {passes}: hvdtrain run {middle.ours:.2f} s, horovodrun {middle.bare:.2f} s"
     )
 
 

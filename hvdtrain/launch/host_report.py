@@ -129,7 +129,8 @@ def differences(host: str, report: HostReport, own: HostReport) -> str:
 def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport]) -> str:
     """Which hosts have none of the wanted interfaces, and what they have; empty if all have one."""
     problems = [
-        f"{'this host' if host == THIS_HOST else f'host {host}'} has no network interface {' or '.join(wanted)}: it has "
+        f"{f'host {host}' if host else 'this host'} has no network interface "
+        f"{' or '.join(wanted)}: it has "
         + (", ".join(sorted(name for name in report.interfaces if name != "lo")) or "none")
         for host, report in reports.items()
         if not any(report.interfaces.get(name) for name in wanted)
