@@ -132,7 +132,7 @@ class LaunchPlan(Knobs):
         bool,
         Option(
             "hosts",
-            "Check the hosts again even if they were well less than an hour ago.",
+            "Do not go by what horovodrun remembers of the hosts from the last hour.",
             flag="--disable-cache",
             needs=("horovodrun",),
         ),
