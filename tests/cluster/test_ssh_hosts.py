@@ -1,0 +1,284 @@
+"""Launches over ssh on several hosts: they train alike, say what is wrong, hide what is secret, and
+leave nothing on any host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import RANK, REPOSITORY, SECONDS, user_environment
+from namespaces import NamespaceHost, child_of
+
+Hosts = dict[str, NamespaceHost]
+END_SECONDS = 8
+"""A launch's keepers end what is left within a few seconds."""
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """A `hvdtrain run` on node1; `pid` is its process as seen from outside the hosts."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def pid(self) -> int:
+        return child_of(self.process.pid)
+
+    def wait_for(self, name: str, count: int) -> list[dict[str, str]]:
+        """What `count` ranks have written to their files `name.RANK`, in the order of ranks."""
+        deadline = time.monotonic() + SECONDS
+        while len(list(self.folder.glob(f"{name}.?"))) < count:
+            assert time.monotonic() < deadline, f"only {list(self.folder.iterdir())}"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.05)
+        return [json.loads((self.folder / f"{name}.{rank}").read_text()) for rank in range(count)]
+
+    def end(self) -> tuple[str, str]:
+        return self.process.communicate(timeout=SECONDS)
+
+
+Launch = Callable[..., HostJob]
+
+
+@pytest.fixture
+def launch(hosts: Hosts, tmp_path: Path) -> Iterator[Launch]:
+    """launch(*arguments, **environment) -> HostJob: `hvdtrain run ARGUMENTS` on node1."""
+    jobs: list[HostJob] = []
+
+    def begin(*arguments: str, **environment: str) -> HostJob:
+        command = [sys.executable, "-m", "hvdtrain.cli", "run", *arguments]
+        process = subprocess.Popen(
+            hosts["node1"].argv(command),
+            cwd=tmp_path,
+            env=user_environment(HOME=str(tmp_path), **environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        jobs.append(HostJob(process, tmp_path))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        if job.process.poll() is None:  # Only a failed test leaves one.
+            os.kill(job.pid, signal.SIGKILL)
+            job.process.wait()
+    assert left(hosts, END_SECONDS) == {}
+
+
+def left(hosts: Hosts, seconds: float) -> dict[str, list[str]]:
+    """What still runs on each host, after waiting for it to end."""
+    found = {name: host.left(seconds) for name, host in hosts.items()}
+    return {name: lines for name, lines in found.items() if lines}
+
+
+def weights(path: Path) -> list[np.ndarray]:
+    """All variables of the layers of a saved Keras model, in the order of their names."""
+    import h5py
+
+    arrays: list[np.ndarray] = []
+
+    def keep(name: str, item: object) -> None:
+        if isinstance(item, h5py.Dataset) and name.startswith("layers/"):
+            arrays.append(item[()])
+
+    with zipfile.ZipFile(path) as model, model.open("model.weights.h5") as file:
+        h5py.File(file, "r").visititems(keep)
+    assert len(arrays) == 6
+    return arrays
+
+
+MNIST = (str(REPOSITORY / "scripts/train_mnist.py"), "--epochs", "1", "--run-dir")
+
+
+@pytest.fixture(scope="module")
+def local_weights(tmp_path_factory: pytest.TempPathFactory) -> list[np.ndarray]:
+    folder = tmp_path_factory.mktemp("local")
+    subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cli", "run", "-np", "4", *MNIST, "run"],
+        cwd=folder,
+        env=user_environment(),
+        check=True,
+        timeout=SECONDS,
+    )
+    return weights(folder / "run/model.keras")
+
+
+def test_hosts_train_to_the_weights_of_local_ranks(
+    launch: Launch, controller: str, local_weights: list[np.ndarray]
+) -> None:
+    """The ranks' shares are the same; the order in which four gradients are summed is not, which
+    changes the last bits of a sum. 45 steps of Adam at 2e-3 made less than TOLERANCE of that."""
+    job = launch("-H", "node1:2,node2:2", "--controller", controller, *MNIST, "run")
+    stdout, stderr = job.end()
+    assert job.process.returncode == 0, stderr
+    assert "validation accuracy" in stdout
+    trained = weights(job.folder / "run/model.keras")
+    for ours, local in zip(trained, local_weights, strict=True):
+        np.testing.assert_allclose(ours, local, rtol=0, atol=2e-5)
+
+
+PROBLEMS = {
+    "nobody there": ("node1:1,nowhere:1", (), "host nowhere: it cannot be reached ("),
+    "wrong key": ("locked:1,node2:1", (), "host locked: it refuses your ssh key ("),
+    "no Python": ("node1:1,bare:1", (), f"host bare: there is no Python at {sys.executable}: "),
+    "no such name": ("node1:1,nohost:1", (), "host nohost: its name is not known here: "),
+    "wrong interface": (
+        "node1:1,node2:1",
+        ("--network-interfaces", "ib7"),
+        "this host has no network interface ib7: it has eth0\n"
+        "host node2 has no network interface ib7: it has eth0\n",
+    ),
+    "wrong port": ("node1:1,node2:1", ("--ssh-port", "23"), "host node2: no ssh server answers"),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_a_host_that_cannot_run_ranks(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str, case: str
+) -> None:
+    named, options, message = PROBLEMS[case]
+    (tmp_path / "train.py").write_text("open('started', 'w')\n")
+    started = time.monotonic()
+    job = launch(
+        *("-H", named, "--controller", controller, "--start-timeout", "8", *options, "train.py")
+    )
+    stdout, stderr = job.end()
+    assert time.monotonic() - started < 12
+    assert (job.process.returncode, stdout, stderr[: len(message)]) == (1, "", message), stderr
+    assert "Traceback" not in stderr
+    assert left(hosts, 0) == {}
+    assert not (tmp_path / "started").exists()
+
+
+STAY = (
+    RANK
+    + """
+import json
+from hvdtrain.warning import warned
+def tell(name, value):
+    with open(f"{name}.part.{rank}", "w") as file:
+        json.dump(value, file)
+    os.rename(f"{name}.part.{rank}", f"{name}.{rank}")
+tell("environ", dict(os.environ))
+while not warned():
+    time.sleep(0.05)
+tell("warned", {})
+time.sleep(600)
+"""
+)
+
+
+@dataclass
+class Sampler:
+    """Reads all command lines of all hosts again and again, as `ps` does."""
+
+    seen: set[bytes]
+    _end: threading.Event
+
+    def run(self) -> None:
+        while not self._end.wait(0.01):
+            for entry in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    self.seen.add(entry.read_bytes())
+                except OSError:
+                    continue
+
+
+@pytest.fixture
+def sampler() -> Iterator[Sampler]:
+    one = Sampler(set(), threading.Event())
+    thread = threading.Thread(target=one.run)
+    thread.start()
+    yield one
+    one._end.set()
+    thread.join()
+
+
+def test_variables_warning_and_ctrl_c(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str, sampler: Sampler
+) -> None:
+    (tmp_path / "train.py").write_text(STAY)
+    job = launch(
+        *("-H", "node1:1,node2:1", "--controller", controller, "--all-ranks"),
+        *("--env", "WANTED", "--env", "SET=set-6 e", "--env", "WANTED_TOKEN", "train.py"),
+        WANTED="wanted-1",
+        WANTED_TOKEN="token-2 'é'",
+        TF_TOKEN="token-3",
+        UNWANTED="unwanted-4",
+        UNWANTED_KEY="key-5",
+    )
+    here, there = job.wait_for("environ", 2)
+    for environ in (here, there):
+        assert environ["WANTED"] == "wanted-1"
+        assert environ["SET"] == "set-6 e"
+        assert environ["WANTED_TOKEN"] == "token-2 'é'"
+        assert environ["TF_TOKEN"] == "token-3"
+    # The launcher's own host has the user's whole environment, other hosts what was asked for.
+    assert (here["UNWANTED"], here["UNWANTED_KEY"]) == ("unwanted-4", "key-5")
+    assert {"UNWANTED", "UNWANTED_KEY"}.isdisjoint(there)
+
+    os.kill(job.pid, signal.SIGUSR1)
+    job.wait_for("warned", 2)
+    assert job.process.poll() is None
+
+    os.kill(job.pid, signal.SIGINT)
+    _, stderr = job.end()
+    assert job.process.returncode in (130, -signal.SIGINT)
+    assert left(hosts, END_SECONDS) == {}
+    for rank in (0, 1):
+        line = f"rank {rank}: warned by SIGUSR1: this job will be ended soon\n"
+        assert stderr.count(line) == 1
+    assert stderr.count("SIGUSR1: this job will be ended soon; all ranks are told") == 1
+    assert not Path(f"/tmp/hvdtrain-{os.getuid()}").exists()
+
+    shown = b"\n".join(sampler.seen)
+    assert b"hvdtrain.worker" in shown and b"ssh" in shown
+    for value in (b"token-2", b"token-3", b"unwanted-4", b"key-5"):
+        assert value not in shown
+
+
+def test_ranks_of_other_hosts_do_not_outlive_a_killed_launcher(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str
+) -> None:
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAY
+    (tmp_path / "train.py").write_text(deaf)
+    job = launch("-H", "node1:1,node2:1", "--controller", controller, "train.py")
+    job.wait_for("environ", 2)
+    assert any("hvdtrain.worker" in line for line in hosts["node2"].left())
+    os.kill(job.pid, signal.SIGKILL)
+    job.end()
+    assert left(hosts, END_SECONDS) == {}
+
+
+def test_a_host_that_is_cut_off(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str
+) -> None:
+    """Both sides notice within half a minute: the launch ends with an error that names the host,
+    and the host's ranks end."""
+    (tmp_path / "train.py").write_text(STAY)
+    job = launch("-H", "node1:1,node2:1", "--controller", controller, "train.py")
+    job.wait_for("environ", 2)
+    hosts["node2"].run("ip", "link", "set", "eth0", "down")
+    cut = time.monotonic()
+    try:
+        _, stderr = job.end()
+        assert time.monotonic() - cut < 45
+        assert job.process.returncode != 0
+        assert "the connection to host node2 broke" in stderr
+        assert left({"node2": hosts["node2"]}, 45 - (time.monotonic() - cut)) == {}
+    finally:
+        hosts["node2"].run("ip", "link", "set", "eth0", "up")
