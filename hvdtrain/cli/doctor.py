@@ -45,7 +45,9 @@ from hvdtrain.launch.hosts import parse_hosts, read_hostfile
     help="Key to reach the hosts with.",
 )
 @click.option(
-    "--network-interfaces", metavar="NAME,...", help="Interfaces that must connect the hosts."
+    "--network-interfaces",
+    metavar="NAME,...",
+    help="Each host has one of these interfaces, and connects over it.",
 )
 @click.option(
     "--timeout",

@@ -17,8 +17,8 @@ from hvdtrain.install import selftest
 from hvdtrain.launch.engine import Controller, find_engine, find_mpirun
 
 SCRIPT = Path(selftest.__file__)
-# They would choose another way than the one that is probed.
-_OTHER_WAYS = ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
+# Variables that would choose another way than the one that is probed: HVDTRAIN_ are the options of `hvdtrain run`.
+_OTHER_WAYS = ("HVDTRAIN_", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS")
 # What the launch says -> the fix; the first that fits.
 _FIXES = (
     (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
@@ -43,7 +43,7 @@ def look_at_local_allreduce(
     controller: Controller, environ: Mapping[str, str], limit: float
 ) -> Sequence[Finding]:
     """Two ranks of this machine, on its CPUs."""
-    where = ["-H", f"localhost:{selftest.RANKS}"]
+    where = ["--launcher", "horovodrun", "-H", f"localhost:{selftest.RANKS}"]
     cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
     return look_at_allreduce(controller, selftest.RANKS, where, cpu, limit)
 
@@ -73,7 +73,7 @@ def allreduce(
     name: str, ranks: int, options: Sequence[str], environ: Mapping[str, str], limit: float
 ) -> Finding:
     """One launch and its finding."""
-    kept = {key: value for key, value in environ.items() if key not in _OTHER_WAYS}
+    kept = {key: value for key, value in environ.items() if not key.startswith(_OTHER_WAYS)}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as logs:
         argv = run_argv(ranks, ["--log-dir", logs, *options])
         said = run(argv, limit=limit, environ={**kept, "TF_CPP_MIN_LOG_LEVEL": "3"})

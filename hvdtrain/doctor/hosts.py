@@ -30,7 +30,7 @@ class Request:
 
     Attributes:
         ssh: how to reach them.
-        interfaces: network interfaces that must be there and connect; empty: one that connects.
+        interfaces: network interfaces of which one must be on each side, and connect; empty: any.
         environ: of the commands.
         limit: seconds for the ssh.
     """
@@ -151,7 +151,7 @@ def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[st
 def network_finding(
     answer: Mapping[str, Any], found: Mapping[str, str], named: Sequence[str]
 ) -> Finding:
-    """The named interfaces are on both sides, and the host can connect to this machine, as its ranks will."""
+    """One of the named interfaces is on each side, and the host can connect to this machine, as its ranks will."""
     missing = _missing(named, found, "this machine") or _missing(
         named, answer["interfaces"], answer["host"]
     )
@@ -170,7 +170,7 @@ def network_finding(
         )
     reached = {name: address for name, address in ours.items() if address in answer["reached"]}
     closed = [f"{name} {address}" for name, address in ours.items() if name not in reached]
-    if not reached or (named and closed):
+    if not reached:
         return fail("network", f"it cannot connect to this machine's {', '.join(closed)}", open_fix)
     seen = ", ".join(f"{name} {address}" for name, address in reached.items())
     return ok("network", f"it connects to this machine's {seen}")
@@ -208,10 +208,9 @@ def _own_findings(named: Sequence[str]) -> list[Finding]:
 
 
 def _missing(named: Sequence[str], found: Mapping[str, str], where: str) -> Finding | None:
-    absent = [name for name in named if name not in found]
-    if not absent:
+    if not named or any(name in found for name in named):
         return None
     seen = (
-        f"{where} has no interface {', '.join(absent)} with an address; it has {', '.join(found)}"
+        f"{where} has no interface {' or '.join(named)} with an address; it has {', '.join(found)}"
     )
     return fail("network", seen, "name one that all hosts have: --network-interfaces")

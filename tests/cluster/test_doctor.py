@@ -143,3 +143,17 @@ def test_a_closed_port(hosts: dict[str, NamespaceHost], tmp_path: Path) -> None:
     )
     assert "port 2222 is closed (connection refused)" in done.stdout, done.stderr
     assert "--ssh-port" in done.stdout
+
+
+def test_a_full_shared_memory(hosts: dict[str, NamespaceHost]) -> None:
+    code = (
+        "import os; from pathlib import Path\n"
+        "from hvdtrain.doctor.memory import look_at_shared_memory\n"
+        "print(look_at_shared_memory(Path('/dev/shm'), os.statvfs)[0])"
+    )
+    # A mount of its own, which ends with the shell.
+    small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    argv = ["unshare", "--mount", "sh", "-c", small, "sh", sys.executable, "-c", code]
+    done = hosts["node1"].run(*argv, env=user_environment())
+    assert "status='fail', seen='/dev/shm: 1 MB free of 1 MB'" in done.stdout
+    assert "--shm-size=1g" in done.stdout
