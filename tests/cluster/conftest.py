@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 from jobs import Job, user_environment
+from mnist import local_weights as local_weights
 from namespaces import NamespaceHost, running_hosts
+from slurm_cluster import slurm as slurm
 
 
 @pytest.fixture(params=["mpi", "gloo"])

@@ -1,7 +1,8 @@
-"""A real Slurm for the tests: munged, slurmctld and a slurmd for each node, all on this machine.
+"""A real Slurm for the tests: munged, slurmctld and a slurmd for each node.
 
-The nodes share the machine's network and differ in port and name, as Slurm allows for tests of itself.
-Two partitions: `main`, whose jobs a job in `high` preempts.
+The nodes are hosts of `namespaces`, so each has its own network and process table. The first one is
+the login node as well: all commands of Slurm's run there. Two partitions: `main`, whose jobs a job in
+`high` preempts.
 """
 
 from __future__ import annotations
@@ -9,30 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from jobs import user_environment
+from namespaces import NamespaceHost, running_hosts
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
 PACKAGES = "slurm-wlm slurm-client munge libpmi2-0 libpmi0"
 SECONDS = 100
 CONFIGURATION = """\
 ClusterName=hvdtrain-test
-SlurmctldHost={machine}(127.0.0.1)
+SlurmctldHost={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-SlurmctldPort={port}
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 TmpFS={folder}/tmp/%n
@@ -46,6 +45,7 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
+OverTimeLimit=0
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
@@ -67,27 +67,38 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 @dataclass(frozen=True)
 class SlurmCluster:
-    """A running Slurm. Jobs are asked for in the environment that `environment` gives."""
+    """A running Slurm; its first host is where its commands run.
+
+    Attributes:
+        folder: of its files.
+        hosts: its nodes.
+    """
 
     folder: Path
-    nodes: tuple[str, ...]
+    hosts: tuple[NamespaceHost, ...]
 
     def environment(self, **changes: str) -> dict[str, str]:
-        return user_environment(SLURM_CONF=str(self.folder / "slurm.conf"), **changes)
+        conf = str(self.folder / "slurm.conf")
+        return user_environment(SLURM_CONF=conf, PATH=_path(), **changes)
+
+    def start(self, *argv: str, cwd: Path, **changes: str) -> subprocess.Popen[str]:
+        """The command, running on the login node."""
+        return subprocess.Popen(
+            self.hosts[0].argv(["env", f"--chdir={cwd}", *argv]),
+            env=self.environment(**changes),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
 
     def run(self, *argv: str, cwd: Path | None = None, **changes: str) -> str:
         """What the command prints; fails the test if the command fails."""
-        done = subprocess.run(
-            argv,
-            cwd=cwd,
-            env=self.environment(**changes),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-        assert done.returncode == 0, f"{argv}: {done.returncode}\n{done.stdout}{done.stderr}"
-        return done.stdout
+        process = self.start(*argv, cwd=cwd or self.folder, **changes)
+        stdout, stderr = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, f"{argv}: {process.returncode}\n{stdout}{stderr}"
+        return stdout
 
     def job(self, job_id: str) -> dict[str, str]:
         """`scontrol show job` as a dictionary."""
@@ -102,20 +113,14 @@ class SlurmCluster:
             time.sleep(0.2)
         return job
 
-    def steps_left(self, job_id: str) -> list[str]:
-        """Processes on any node that still carry the job's id in their environment."""
-        mark, ours = f"SLURM_JOB_ID={job_id}".encode(), str(self.folder).encode()
-        found = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                if mark in variables and any(ours in variable for variable in variables):
-                    found.append((entry / "cmdline").read_text().replace("\0", " "))
-        return found
+    def left(self, seconds: float = 0) -> list[str]:
+        """What runs on any node beside Slurm itself, after waiting for it to end."""
+        deadline = time.monotonic() + seconds
+        return [line for host in self.hosts for line in host.left(deadline - time.monotonic())]
 
     def cancel_all(self) -> None:
         """End every job, and wait until the nodes are free."""
-        self.run("scancel", *(f"--partition={name}" for name in ("main",)))
+        self.run("scancel", "--partition=main")
         self.run("scancel", "--partition=high")
         deadline = time.monotonic() + SECONDS
         while self.run("squeue", "--noheader") and time.monotonic() < deadline:
@@ -134,41 +139,38 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def running_slurm(folder: Path, count: int = 2) -> Iterator[SlurmCluster]:
-    """A Slurm of `count` nodes n1, n2, ... with 4 cores each, whose files are all in `folder`."""
-    names = tuple(f"n{number + 1}" for number in range(count))
-    _write_files(folder, names)
-    cluster = SlurmCluster(folder, names)
-    daemons: list[subprocess.Popen[bytes]] = []
-    try:
-        daemons.append(
-            _start(
-                *("munged", "--foreground", "--force", f"--key-file={folder}/munge.key"),
-                *(f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid"),
-                *(f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"),
-                log=folder / "munged.out",
+    """A Slurm of `count` nodes n1, n2, ... with 4 cores and 2 "GPUs" each; its files are in `folder`."""
+    names = [f"n{number + 1}" for number in range(count)]
+    (folder / "hosts").mkdir()
+    with running_hosts(folder / "hosts", names) as running, contextlib.ExitStack() as stack:
+        hosts = tuple(running[name] for name in names)
+        _write_files(folder, hosts)
+        cluster = SlurmCluster(folder, hosts)
+        environment = cluster.environment()
+        log = stack.enter_context((folder / "daemons.log").open("ab"))
+
+        def start(host: NamespaceHost, *argv: str) -> None:
+            """The daemon ends with its host."""
+            daemon = subprocess.Popen(
+                host.argv(argv), env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+            stack.callback(daemon.wait, 10)
+            stack.callback(daemon.terminate)
+
+        start(
+            hosts[0],
+            *("munged", "--foreground", "--force", f"--key-file={folder}/munge.key"),
+            *(f"--socket={folder}/munge.socket", f"--pid-file={folder}/munged.pid"),
+            *(f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed"),
         )
         _wait((folder / "munge.socket").exists, folder)
-        conf = str(folder / "slurm.conf")
-        environment = cluster.environment()
-        daemons.append(
-            _start("slurmctld", "-D", "-i", "-f", conf, log=folder / "out", env=environment)
-        )
-        daemons += [
-            _start("slurmd", "-D", "-f", conf, "-N", name, log=folder / "out", env=environment)
-            for name in names
-        ]
+        start(hosts[0], "slurmctld", "-D", "-i")
+        for host in hosts:
+            start(host, "slurmd", "-D", "-N", host.name)
         _wait(lambda: _idle_nodes(cluster) == count, folder)
-        yield cluster
+        quiet = tuple(replace(one, quiet=frozenset(one.processes())) for one in hosts)
+        yield SlurmCluster(folder, quiet)
         cluster.cancel_all()
-    finally:
-        for daemon in reversed(daemons):
-            daemon.send_signal(signal.SIGTERM)
-        for daemon in daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
 
 
 @pytest.fixture(scope="session")
@@ -180,72 +182,44 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def _write_files(folder: Path, names: Sequence[str]) -> None:
-    folder.chmod(0o755)  # munged wants nobody else to write here, and everyone to get to its socket.
+def _write_files(folder: Path, hosts: Sequence[NamespaceHost]) -> None:
+    folder.chmod(
+        0o755
+    )  # munged wants nobody else to write here, and everyone to get to its socket.
     key = folder / "munge.key"
     key.touch(0o600)
     key.write_bytes(os.urandom(128))
-    for name in names:
-        (folder / "spool" / name).mkdir(parents=True)
-        (folder / "tmp" / name).mkdir(parents=True)
     (folder / "state").mkdir()
-    machine = socket.gethostname().partition(".")[0]
-    port, *ports = _free_ports(1 + len(names))
+    for host in hosts:
+        (folder / "spool" / host.name).mkdir(parents=True)
+        (folder / "tmp" / host.name).mkdir(parents=True)
     nodes = "\n".join(
-        f"NodeName={name} NodeHostname={machine} NodeAddr=127.0.0.1 Port={number} CPUs=4 "
-        "RealMemory=2000 Gres=gpu:2 State=UNKNOWN"
-        for name, number in zip(names, ports, strict=True)
+        f"NodeName={host.name} NodeAddr={host.address} CPUs=4 RealMemory=2000 Gres=gpu:2 State=UNKNOWN"
+        for host in hosts
     )
     # Slurm counts files as GPUs if it is told so.
     for number in range(2):
         (folder / f"gpu{number}").touch()
     (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
+    controller = f"{hosts[0].name}({hosts[0].address})"
     (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(folder=folder, machine=machine, port=port, nodes=nodes)
+        CONFIGURATION.format(folder=folder, controller=controller, nodes=nodes)
     )
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
-def _start(
-    *argv: str, log: Path, env: Mapping[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    program = shutil.which(argv[0], path=_path())
-    assert program is not None
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            [program, *argv[1:]],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
 
 
 def _path() -> str:
-    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    return f"{user_environment()['PATH']}:/usr/sbin:/sbin"
 
 
 def _idle_nodes(cluster: SlurmCluster) -> int:
-    done = subprocess.run(
-        ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"],
-        env=cluster.environment(),
-        capture_output=True,
-        text=True,
-    )
-    return sum(int(line) for line in done.stdout.split() if line.isdecimal())
+    idle = ("sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D")
+    process = cluster.start(*idle, cwd=cluster.folder)
+    stdout, _ = process.communicate()
+    return sum(int(line) for line in stdout.split() if line.isdecimal())
 
 
-def _wait(is_ready: object, folder: Path) -> None:
+def _wait(is_ready: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + 30
-    assert callable(is_ready)
     while not is_ready():
         if time.monotonic() > deadline:
             logs = "\n".join(f"{log}:\n{log.read_text()[-2000:]}" for log in folder.glob("*.log"))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,44 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
 def test_the_warning_fits_the_time(time: str | None, seconds: int) -> None:
     assert default_warning(time) == seconds
     request_of(time=time, warning_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "training", "requeued", "exit_code"),
+    [
+        (300, "trap 'exit 75' USR1", True, 75),  # Stops for the warning: requeued at once.
+        (300, "trap 'exit 0' USR1", False, 0),  # Has finished.
+        (11, "trap '' USR1", True, 143),  # Goes on: requeued 10 s before its end.
+        (5, "trap '' USR1", True, 143),  # No time left.
+        (300, "kill -TERM $PPID; trap 'exit 75' USR1", False, 75),  # Cancelled: stays ended.
+    ],
+)
+def test_a_warned_script(
+    slurm: Path, seconds_left: int, training: str, requeued: bool, exit_code: int
+) -> None:
+    play(slurm, "squeue", f"date --date='{seconds_left} seconds' +%FT%T")
+    # A requeue ends the job, as Slurm does.
+    play(slurm, "scontrol", f'echo "$@" >>{slurm}/requeued; kill $(cat {slurm}/pid)')
+    play(
+        slurm,
+        "train",
+        f"{training}\ntrap 'exit 143' TERM\necho $$ >pid.tmp; mv pid.tmp pid\n"
+        "for i in {1..100}; do sleep 0.1; done",
+    )
+    request = request_of(command=("./train",), warning_seconds=300, requeue=True)
+    job = subprocess.Popen(
+        ["bash", "-c", batch_script(request)],
+        env={**os.environ, "SLURM_JOB_ID": "7"},
+        stdout=subprocess.PIPE,  # Ends when the last process of the job ends.
+    )
+    while not (slurm / "pid").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    job.communicate(timeout=8)
+    assert job.returncode == exit_code
+    assert (slurm / "requeued").exists() == requeued
+    if requeued:
+        assert (slurm / "requeued").read_text().splitlines()[0] == "requeue 7"
 
 
 SHOWN = (

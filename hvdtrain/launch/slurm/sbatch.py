@@ -187,7 +187,11 @@ timer=
 requeue_in_time() {{
     last=$(date --date="$(squeue --noheader --jobs="$job" --format=%e)" +%s)
     left=$((last - {MARGIN_SECONDS} - $(date +%s)))
-    [ "$left" -gt 0 ] && sleep "$left"
+    if [ "$left" -gt 0 ]; then
+        sleep "$left" &
+        trap "kill $!" TERM
+        wait $! || return
+    fi
     scontrol requeue "$job"
 }}
 """

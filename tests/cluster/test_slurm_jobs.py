@@ -1,0 +1,254 @@
+"""Jobs of a real Slurm: they train as local ranks do, are warned, requeued, cancelled, and leave
+nothing on any node."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from jobs import RANK, REPOSITORY, SECONDS
+from mnist import MNIST, TOLERANCE, weights
+from slurm_cluster import SlurmCluster
+
+HVDTRAIN = (sys.executable, "-m", "hvdtrain.cli")
+TWO_BY_TWO = ("--nodes", "2", "--tasks-per-node", "2", "--time", "5")
+SCRIPTS = REPOSITORY / "scripts/slurm"
+# Writes down what the rank sees, then waits to be ended.
+REPORT = (
+    RANK
+    + """
+import json, signal
+names = ("SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "HOROVOD_SIZE",
+    "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_IFACE", "API_KEY", "UNASKED")
+seen = {name: os.environ.get(name) for name in names}
+with open(f"seen.{rank}.tmp", "w") as file:
+    json.dump(seen, file)
+"""
+)
+WAIT = "os.rename(f'seen.{rank}.tmp', f'seen.{rank}')\ntime.sleep(600)\n"
+
+
+@pytest.fixture
+def folder(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Path]:
+    """Where jobs are submitted; afterwards nothing of them is left."""
+    yield tmp_path
+    slurm.cancel_all()
+    assert slurm.left(seconds=10) == []
+
+
+def wait_for_ranks(folder: Path, count: int) -> list[dict[str, str | None]]:
+    """What `count` ranks have seen."""
+    deadline = time.monotonic() + SECONDS
+    while len(list(folder.glob("seen.?"))) < count:
+        said = [path.read_text() for path in folder.glob(".hvdtrain/jobs/*.out")]
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+    return [json.loads((folder / f"seen.{rank}").read_text()) for rank in range(count)]
+
+
+def submit(slurm: SlurmCluster, folder: Path, *arguments: str, **environment: str) -> str:
+    """The number of the submitted job."""
+    return slurm.run(*HVDTRAIN, "submit", *arguments, cwd=folder, **environment).strip()
+
+
+def test_a_job_trains_to_the_weights_of_local_ranks(
+    slurm: SlurmCluster, folder: Path, local_weights: list[np.ndarray]
+) -> None:
+    job = slurm.start(*HVDTRAIN, "submit", "--wait", *TWO_BY_TWO, *MNIST, "run", cwd=folder)
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, stderr
+    job_id, *shown = stdout.splitlines()
+    assert f"job {job_id}: running\njob {job_id}: completed\n" in stderr
+    assert any("loss" in line for line in shown)
+    assert shown[-1].startswith("validation accuracy")
+    for ours, local in zip(weights(folder / "run"), local_weights, strict=True):
+        np.testing.assert_allclose(ours, local, rtol=0, atol=TOLERANCE)
+
+
+def test_scancel_leaves_nothing(slurm: SlurmCluster, folder: Path) -> None:
+    """Also of ranks that ignore SIGTERM, of a job that would requeue itself at a warning."""
+    (folder / "train.py").write_text(
+        REPORT + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
+    )
+    job_id = submit(slurm, folder, *TWO_BY_TWO, "--requeue", "train.py")
+    seen = wait_for_ranks(folder, 4)
+    assert [one["SLURMD_NODENAME"] for one in seen] == ["n1", "n1", "n2", "n2"]
+    assert len(slurm.hosts[1].left()) >= 4
+    slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+    time.sleep(1)
+    slurm.run("scancel", job_id)
+    assert slurm.left(seconds=10) == []
+    job = slurm.wait_for(job_id, "CANCELLED")
+    assert job["Restarts"] == "0"
+
+
+def test_a_warned_job_goes_on_after_its_restart(slurm: SlurmCluster, folder: Path) -> None:
+    """SIGUSR1 to the batch script arrives in every rank; those that stop for it are run again."""
+    (folder / "train.py").write_text(
+        REPORT
+        + "if seen['SLURM_RESTART_COUNT']:\n"
+        + "    print('going on', flush=True)\n    sys.exit(0)\n"
+        + "def stop(*_):\n    open(f'warned.{rank}', 'w').close()\n    sys.exit(75)\n"
+        + "signal.signal(signal.SIGUSR1, stop)\n"
+        + WAIT
+    )
+    arguments = ("submit", "--wait", *TWO_BY_TWO, "--requeue", "train.py")
+    waiting = slurm.start(*HVDTRAIN, *arguments, cwd=folder)
+    job_id = str(wait_for_ranks(folder, 4)[0]["SLURM_JOB_ID"])
+    slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+    while slurm.wait_for(job_id, "PENDING", "RUNNING")["Restarts"] == "0":
+        time.sleep(0.2)
+    assert sorted(path.name for path in folder.glob("warned.*")) == [
+        f"warned.{r}" for r in range(4)
+    ]
+    slurm.wait_for(job_id, "PENDING")
+    slurm.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm waits 2 minutes.
+    stdout, stderr = waiting.communicate(timeout=SECONDS)
+    assert (waiting.returncode, stdout.splitlines()[-1]) == (0, "going on"), stderr
+    assert stderr.endswith(f"job {job_id}: completed, restart 1\n")
+
+
+def test_a_job_of_higher_priority(slurm: SlurmCluster, folder: Path) -> None:
+    """Ranks that go on after the warning are ended in time, and run again afterwards."""
+    (folder / "train.py").write_text(
+        REPORT
+        + "signal.signal(signal.SIGUSR1, lambda *_: open(f'warned.{rank}', 'w').close())\n"
+        + "if seen['SLURM_RESTART_COUNT']:\n    sys.exit(0)\n"
+        + WAIT
+    )
+    job_id = submit(slurm, folder, *TWO_BY_TWO, "--requeue", "train.py")
+    wait_for_ranks(folder, 4)
+    high = slurm.run(
+        *("sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive"),
+        *("--output=/dev/null", "--wrap=true"),
+        cwd=folder,
+    ).strip()
+    slurm.wait_for(high, "COMPLETED")
+    assert len(list(folder.glob("warned.*"))) == 4
+    assert slurm.wait_for(job_id, "PENDING")["Restarts"] == "1"
+    slurm.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+    slurm.wait_for(job_id, "COMPLETED")
+
+
+def test_a_failure_is_told_once_with_its_exit_code(slurm: SlurmCluster, folder: Path) -> None:
+    long = "x" * 3000
+    (folder / "train.py").write_text(
+        RANK + f"if rank == 3:\n    raise ValueError('{long}')\ntime.sleep(600)\n"
+    )
+    job = slurm.start(*HVDTRAIN, "submit", "--wait", *TWO_BY_TWO, "train.py", cwd=folder)
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 1
+    assert f"ValueError: {long}\nlogs of all ranks: " in stdout
+    assert stdout.count("Traceback") == 1
+    assert "rank 3 failed:" in stdout
+    assert "failed, exit code 1" in stderr
+    assert slurm.left(seconds=5) == []
+
+
+def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path) -> None:
+    """From a login node: srun starts the ranks, nothing that was not asked for travels, no value
+    is in a command line, and Ctrl-C ends all."""
+    (folder / "train.py").write_text(REPORT + WAIT)
+    run = ("run", "--env", "API_KEY", "train.py")
+    job = slurm.start(
+        *("salloc", "--quiet", "--nodelist=n2", "--ntasks=2", *HVDTRAIN, *run),
+        cwd=folder,
+        API_KEY="0123456789",
+        UNASKED="9876543210",
+    )
+    seen = wait_for_ranks(folder, 2)
+    assert [one["SLURMD_NODENAME"] for one in seen] == ["n2", "n2"]
+    assert [one["HOROVOD_LOCAL_RANK"] for one in seen] == ["0", "1"]
+    for one in seen:
+        assert (one["HOROVOD_SIZE"], one["HOROVOD_GLOO_IFACE"]) == ("2", "eth0")
+        assert (one["API_KEY"], one["UNASKED"]) == ("0123456789", None)
+    for host in slurm.hosts:
+        for line in host.processes().values():
+            assert "0123456789" not in line and "9876543210" not in line
+    running = next(
+        pid for pid, line in slurm.hosts[0].processes().items() if "hvdtrain.cli run" in line
+        and "salloc" not in line
+    )  # fmt: skip
+    os.kill(running, signal.SIGINT)
+    _, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 130
+    assert "SIGINT: stopping all ranks" in stderr
+    assert slurm.left(seconds=5) == []
+
+
+def test_mpi_by_pmix(slurm: SlurmCluster, folder: Path) -> None:
+    probe = slurm.start("srun", "--mpi=pmix", "true", cwd=folder)
+    if probe.wait(SECONDS):
+        assert probe.stderr is not None
+        pytest.skip(f"this Slurm has no PMIx: {probe.stderr.readline().strip()}")
+    (folder / "train.py").write_text(
+        "import tensorflow as tf, horovod.tensorflow as hvd\nhvd.init()\n"
+        "total = hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy()\n"
+        "print(hvd.rank(), hvd.size(), hvd.local_size(), total, hvd.mpi_enabled())\n"
+    )
+    job = slurm.start(
+        *("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *HVDTRAIN, "run"),
+        *("--controller", "mpi", "--all-ranks", "train.py"),
+        cwd=folder,
+    )
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, stderr
+    assert sorted(stdout.splitlines()) == ["[0] 0 2 1 [2.] True", "[1] 1 2 1 [2.] True"]
+
+
+def test_the_scripts_to_copy(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "train.py").write_text(
+        RANK + "print('rank', rank, os.environ['HOROVOD_SIZE'], sys.argv[1:], flush=True)\n"
+    )
+    jobs = {}
+    for name in ("hvdtrain_run", "horovodrun"):
+        script = str(SCRIPTS / f"{name}.sbatch")
+        jobs[name] = slurm.run(
+            "sbatch", "--parsable", script, "train.py", "--x", cwd=folder
+        ).strip()
+    for name, job_id in jobs.items():
+        slurm.wait_for(job_id, "COMPLETED", "FAILED")
+        said = (folder / f"train-{job_id}.out").read_text()
+        shown = [line for line in said.splitlines() if "rank" in line]
+        expected = (
+            1 if name == "hvdtrain_run" else 4
+        )  # horovodrun shows all ranks, with their tags.
+        assert len(shown) == expected, said
+        assert all("4 ['--x']" in line for line in shown)
+
+
+def test_a_sweep(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "train.py").write_text(
+        RANK + "open(f'{sys.argv[2]}.{rank}', 'w').close()\n"
+        "if sys.argv[2] == '1e-3':\n    sys.exit(7 if rank else 0)\n"
+    )
+    job = slurm.run("sbatch", "--parsable", str(SCRIPTS / "sweep.sbatch"), "train.py", cwd=folder)
+    deadline = time.monotonic() + SECONDS
+    while slurm.run("squeue", "--noheader") and time.monotonic() < deadline:
+        time.sleep(0.3)
+    rates = ("3e-4", "1e-3", "3e-3", "1e-2")
+    assert sorted(path.name for path in folder.glob("*e-*.?")) == sorted(
+        f"{rate}.{rank}" for rate in rates for rank in (0, 1)
+    )
+    said = (folder / f"sweep-{job.strip()}_1.out").read_text()
+    assert "rank 1 ended with exit code 7" in said
+
+
+def test_an_array_is_waited_for(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "train.py").write_text(
+        "import os, sys\nsys.exit(3 * int(os.environ['SLURM_ARRAY_TASK_ID']))\n"
+    )
+    arguments = ("--array", "0-1", "--tasks-per-node", "1", "train.py")
+    job = slurm.start(*HVDTRAIN, "submit", "--wait", *arguments, cwd=folder)
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    job_id = stdout.strip()
+    assert job.returncode == 3
+    assert f"job {job_id}_0: completed\n" in stderr
+    assert f"job {job_id}_1: failed, exit code 3\n" in stderr
