@@ -74,11 +74,12 @@ def test_command(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     if program in NOT_HERE or command == ["python", "train.py"]:  # the latter: see test_example
         return
     assert program == "hvdtrain"
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    Path("run.yaml").write_text("script: train.py\nnum-proc: 2\n")
     parse(rest)
     if rest[0] != "run":
         return
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
     result = CliRunner().invoke(main, ["run", "--dry-run", *rest[1:]], prog_name="hvdtrain")
     assert result.exit_code == 0, result.output
     printed = shlex.split(result.output)
