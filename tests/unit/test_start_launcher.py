@@ -1,0 +1,60 @@
+"""What is told to Horovod's launcher in place of its questions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.start.launcher import exit_code_of, own_arguments, split_arguments
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_arguments_before_and_after_the_dashes() -> None:
+    given = ["--env", "A", "--env", "B", "--", "-np", "2", "python", "--", "x"]
+    own, horovods = split_arguments(given)
+    assert own_arguments(own) == {"A", "B"}
+    assert horovods == ["-np", "2", "python", "--", "x"]
+    with pytest.raises(SystemExit, match="usage"):
+        split_arguments(["-np", "2"])
+
+
+def test_the_exit_code_of_the_rank_that_ended_first() -> None:
+    text = "Horovod detected\nProcess name: 1\nExit code: {}\n"
+    assert exit_code_of(RuntimeError(text.format(7))) == 7
+    assert exit_code_of(RuntimeError(text.format(256))) == 1
+    assert exit_code_of(RuntimeError("something else")) == 1
+
+
+@pytest.mark.parametrize("controller", ["gloo", "mpi"])
+def test_what_horovod_is_told(controller: str) -> None:
+    """In a process of its own, for Horovod's modules are changed there."""
+    code = f"""
+import argparse, json, os, sys
+from hvdtrain.start import launcher
+from hvdtrain.start.horovods import horovod_env, launch
+arguments = argparse.Namespace(use_gloo={controller == "gloo"})
+launcher._teach_horovod(arguments, frozenset({{"WANTED", "WANTED_KEY"}}), checked=True)
+print(json.dumps({{
+    "travels": [name for name in sys.argv[1:] if horovod_env.is_exportable(name)],
+    "built": [launch.mpi_built(), launch.gloo_built(verbose=True)],
+    "ssh": launch._check_all_hosts_ssh_successful(["nowhere"], None, None, fn_cache=None),
+    "heavy": sorted({{"tensorflow", "setuptools"}} & set(sys.modules)),
+}}))
+"""
+    names = ["PATH", "WANTED", "WANTED_KEY", "TF_TOKEN", "UNWANTED", "OLDPWD"]
+    names += ["CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *names],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    told = json.loads(done.stdout)
+    secrets = [] if controller == "gloo" else ["WANTED_KEY", "TF_TOKEN"]
+    assert sorted(told["travels"]) == sorted(["PATH", "WANTED", "NCCL_DEBUG", *secrets])
+    assert (told["built"], told["ssh"], told["heavy"]) == ([True, True], True, [])
