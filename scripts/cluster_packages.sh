@@ -6,7 +6,7 @@ set -euo pipefail
 
 packages=(
     iproute2 openssh-server openssh-client       # hosts in network namespaces
-    slurm-wlm slurm-client munge libpmi2-0 libpmi0 # Slurm
+    slurm-wlm slurm-client munge libpmix-dev     # Slurm, which loads PMIx under the name that -dev has
     podman buildah runc debootstrap              # containers
 )
 

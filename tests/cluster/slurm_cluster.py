@@ -21,7 +21,7 @@ from jobs import user_environment
 from namespaces import NamespaceHost, running_hosts
 
 PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
-PACKAGES = "slurm-wlm slurm-client munge libpmi2-0 libpmi0"
+PACKAGES = "slurm-wlm slurm-client munge libpmix-dev"
 SECONDS = 100
 CONFIGURATION = """\
 ClusterName=hvdtrain-test
