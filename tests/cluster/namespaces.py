@@ -49,9 +49,9 @@ class NamespaceHost:
     pid: int
     quiet: frozenset[int] = field(default=frozenset(), repr=False)
 
-    def argv(self, command: Sequence[str]) -> list[str]:
-        """The command that runs `command` on this host, started from outside."""
-        spaces = ["--net", "--uts", "--mount", "--pid", "--wdns=."]
+    def argv(self, command: Sequence[str], folder: Path = Path("/")) -> list[str]:
+        """The command that runs `command` on this host in `folder`, started from outside."""
+        spaces = ["--net", "--uts", "--mount", "--pid", f"--wdns={folder}"]
         return ["nsenter", f"--target={self.pid}", *spaces, "--", *command]
 
     def run(self, *command: str, timeout: float = 60, **settings: Any) -> Any:

@@ -60,8 +60,7 @@ def launch(hosts: Hosts, tmp_path: Path) -> Iterator[Launch]:
     def begin(*arguments: str, **environment: str) -> HostJob:
         command = [sys.executable, "-m", "hvdtrain.cli", "run", *arguments]
         process = subprocess.Popen(
-            hosts["node1"].argv(command),
-            cwd=tmp_path,
+            hosts["node1"].argv(command, tmp_path),
             env=user_environment(HOME=str(tmp_path), **environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
