@@ -16,15 +16,16 @@ readonly server=/tmp/.hvdtrain-sshd # the server's own files
 
 fail() { echo "hvdtrain-entrypoint: $1" >&2; exit 1; }
 
-# ssh and others refuse a user without a name, which one from `docker run --user` is.
+# ssh and others refuse a user without a name, which one from `docker run --user` is. Podman gives such a user a name,
+# and the working folder for a home, where ssh would leave its files.
 give_user_a_name() {
-    local id folder
+    local id folder podmans=':container user:'
     id=$(id -u)
-    ! getent passwd "$id" >/dev/null || return 0
-    [ -w "${HOME:-/}" ] && [ "${HOME:-/}" != / ] || export HOME=/tmp/home-$id
+    if getent passwd "$id" | grep -qv "$podmans"; then return 0; fi
+    export HOME=/tmp/home-$id
     mkdir -p "$HOME"
     folder=$(mktemp -d /tmp/.hvdtrain-user.XXXXXX)
-    { cat /etc/passwd; echo "user$id:x:$id:$(id -g)::$HOME:/bin/bash"; } >"$folder/passwd"
+    { grep -v "$podmans" /etc/passwd; echo "user$id:x:$id:$(id -g)::$HOME:/bin/bash"; } >"$folder/passwd"
     cp /etc/group "$folder/group"
     export USER=user$id LD_PRELOAD=libnss_wrapper.so
     export NSS_WRAPPER_PASSWD=$folder/passwd NSS_WRAPPER_GROUP=$folder/group

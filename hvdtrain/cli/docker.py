@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shlex
 import sys
 from collections.abc import Sequence
@@ -35,6 +37,9 @@ from hvdtrain.launch.docker import (
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
 _FILES = {"hostfile", "config", "host_discovery_script", "ssh_identity_file", "log_dir"}
+
+# Its number in Linux.
+CAP_SYS_RESOURCE = 24
 
 
 @dataclass(frozen=True)
@@ -213,6 +218,8 @@ def _engine(wanted: str, dry_run: bool) -> ContainerEngine:
 
 def _machine(engine: ContainerEngine) -> Machine:
     enforcing = Path("/sys/fs/selinux/enforce")
+    # Docker's daemon is root; podman, and a rootless daemon, have the limits of the user.
+    by_daemon = engine.name == "docker" and not engine.rootless
     return Machine(
         engine=engine.name,
         rootless=engine.rootless,
@@ -222,4 +229,14 @@ def _machine(engine: ContainerEngine) -> Machine:
         terminal=sys.stdin.isatty() and sys.stdout.isatty(),
         rdma=Path("/dev/infiniband").is_dir(),
         selinux=enforcing.exists() and enforcing.read_text().strip() == "1",
+        locks_memory=by_daemon or may_lift_limits(),
     )
+
+
+def may_lift_limits() -> bool:
+    """Whether a program of this user may lock as much memory as it likes."""
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[1] == resource.RLIM_INFINITY:
+        return True
+    status = Path("/proc/self/status")
+    found = re.search(r"^CapEff:\s*(\w+)$", status.read_text(), re.M) if status.exists() else None
+    return found is not None and bool(int(found[1], 16) >> CAP_SYS_RESOURCE & 1)

@@ -44,6 +44,7 @@ class Machine:
         terminal: whether standard input and output are a terminal.
         rdma: whether it has InfiniBand or RoCE devices.
         selinux: whether SELinux is enforcing.
+        locks_memory: whether the engine may lift the limit of locked memory.
     """
 
     engine: EngineName
@@ -54,6 +55,7 @@ class Machine:
     terminal: bool = False
     rdma: bool = False
     selinux: bool = False
+    locks_memory: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +145,7 @@ def _gpus(gpus: str, engine: EngineName) -> list[str]:
 def _memory(container: Container, machine: Machine) -> list[str]:
     """Shared memory and limits: NCCL, MPI and Gloo exchange data through /dev/shm, and lock it."""
     shared = ["--shm-size", container.shm_size] if container.shm_size else ["--ipc=host"]
-    # An ordinary user's engine may not raise the limit.
-    locked = [] if machine.rootless else ["--ulimit", "memlock=-1:-1"]
+    locked = ["--ulimit", "memlock=-1:-1"] if machine.locks_memory else []
     return [*shared, *locked, "--ulimit", f"stack={_STACK_BYTES}:{_STACK_BYTES}"]
 
 
