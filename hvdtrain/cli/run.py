@@ -23,6 +23,7 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import (
+    Container,
     choose_launcher,
     choose_srun_controller,
     srun_command,
@@ -50,6 +51,11 @@ from hvdtrain.launch.variables import EnvVar
     cls=GroupedOption, group="basic", help="The time in front of each line of the workers.",
 )  # fmt: skip
 @click.option(
+    "--container", metavar="IMAGE", cls=GroupedOption, group="basic",
+    help="Image for the workers of a Slurm job: a file *.sif or docker://... runs in Apptainer, others "
+    "by srun's pyxis plugin. It needs Horovod and hvdtrain.",
+)  # fmt: skip
+@click.option(
     "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
     is_eager=True, callback=load_config,
     help="YAML file with options under their names here, script and arguments, or in the layout of "
@@ -73,6 +79,7 @@ def run(
     log_dir: Path | None,
     all_ranks: bool,
     prefix_output_with_timestamp: bool,
+    container: str | None,
     dry_run: bool,
     **values: Any,
 ) -> None:
@@ -90,9 +97,12 @@ def run(
         return
     mpirun = find_mpirun()
     allocation = read_allocation(os.environ)
+    if container is not None:
+        values["launcher"] = _launcher_of_containers(values["launcher"])
     plan = plan_of(without_outranked(ctx, values), mpirun, allocation)
     if plan.launcher == "srun" and allocation is not None:
-        argv = srun_command(plan, allocation)
+        box = None if container is None else Container(container, str(Path.cwd()))
+        argv = srun_command(plan, allocation, box)
     else:
         argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
     if dry_run:
@@ -103,6 +113,15 @@ def run(
         click.echo(shlex.join(masked(argv)), err=True)
     view = View(log_dir, all_ranks, plan.verbose, timestamps=prefix_output_with_timestamp)
     sys.exit(run_launch(argv, view))
+
+
+def _launcher_of_containers(wanted: str) -> str:
+    if wanted == "horovodrun":
+        raise UsageError(
+            "--container is for workers that srun starts: leave out --launcher horovodrun; "
+            "on one machine, hvdtrain docker runs them in a container"
+        )
+    return "srun"
 
 
 def plan_of(

@@ -65,6 +65,7 @@ _ASIDE = "such as --sbatch=--constraint=a100"
     help="Back into the queue when the time is over before the training; the script finds the "
     "number of restarts in SLURM_RESTART_COUNT.",
 )  # fmt: skip
+@click.option("--container", metavar="IMAGE", help="As for hvdtrain run.")
 @click.option("--config", type=PATH, metavar="FILE", help="Configuration for hvdtrain run.")
 @click.option(
     "--env", type=VARIABLE, multiple=True, metavar="NAME[=VALUE]",
@@ -113,6 +114,7 @@ def request_of(
     arguments: tuple[str, ...],
     *,
     config: Path | None,
+    container: str | None,
     env: tuple[EnvVar, ...],
     time_limit: str | None,
     job_name: str | None,
@@ -130,6 +132,7 @@ def request_of(
     if requeue and warning_seconds is None:
         warning_seconds = default_warning(time_limit)
     options = ["--config", str(config)] if config else []
+    options += ["--container", container] if container else []
     for variable in env:
         options += ["--env", _without_secret(variable)]
     pattern = "%x-%A_%a.out" if array else "%x-%j.out"

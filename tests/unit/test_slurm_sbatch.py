@@ -287,7 +287,7 @@ def test_the_options_of_submit_are_these() -> None:
 
     options = {option for parameter in submit.params for option in parameter.opts}
     assert " ".join(sorted(option for option in options if option.startswith("--"))) == (
-        "--account --array --config --cpus-per-task --dry-run --env --gpus-per-node --job-name "
+        "--account --array --config --container --cpus-per-task --dry-run --env --gpus-per-node --job-name "
         "--mail-type --mail-user --mem --nodes --ntasks-per-node --output --partition --qos "
         "--requeue --sbatch --script-file --tasks-per-node --time --wait --warning"
     )

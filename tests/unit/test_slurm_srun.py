@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -9,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.engine import Engine
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.slurm.allocation import Allocation
 from hvdtrain.launch.slurm.srun import (
+    Container,
     choose_launcher,
     choose_srun_controller,
     srun_argv,
@@ -122,6 +127,35 @@ def test_the_whole_command(script: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("image", "tail"),
+    [
+        (
+            "/images/train.sif",
+            f"{sys.executable} -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            "/images/train.sif python3 -m hvdtrain.worker train.py",
+        ),
+        (
+            "docker://ghcr.io/a/b:1",
+            f"{sys.executable} -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            "docker://ghcr.io/a/b:1 python3 -m hvdtrain.worker train.py",
+        ),
+        (
+            "nvcr.io#nvidia/tensorflow:25.02",
+            "--container-image=nvcr.io#nvidia/tensorflow:25.02 --container-mounts=/data:/data "
+            "--container-workdir=/data python3 -m hvdtrain.start.task python3 -m hvdtrain.worker train.py",
+        ),
+    ],
+)
+def test_ranks_in_containers(script: Path, image: str, tail: str) -> None:
+    argv = srun_command(
+        plan(script, "n1:2,n2:2", 4, python="/venv/bin/python"),
+        allocation(),
+        Container(image, "/data"),
+    )
+    assert " ".join(argv).endswith(f"{COMMON} {tail}")
+
+
 ONE = parse_hosts("n1:2")
 TWO = parse_hosts("n1:2,n2:2")
 
@@ -169,3 +203,75 @@ def test_what_travels() -> None:
     environ = {"PATH": "/bin", "HOME": "/root", "SLURM_CONF": "/c", "MY_TOKEN": "x", "DATA": "y"}
     kept = environment_of_srun(environ, ["DATA"])
     assert sorted(kept) == ["DATA", "HOME", "PATH", "SLURM_CONF"]
+
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
+    "SLURMD_NODENAME": "n1",
+}
+ALONE = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "expected"),
+    [
+        (JOB, "", "hvdtrain.start.srun -- -np 4 --gloo -H n1:2,n2:2 "),
+        (JOB, "--controller mpi", "hvdtrain.start.srun -- -np 4 --mpi -H n1:2,n2:2 "),
+        (JOB, "-np 3", "srun --nodes=2 --ntasks=3 --nodelist=n1,n1,n2 "),
+        # All on this node.
+        (JOB, "-np 2 --controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
+        (JOB, "--launcher horovodrun", "hvdtrain.start.horovodrun -- -np 4 --mpi -H n1:2,n2:2 "),
+        (JOB, "-H a:1,b:1", "hvdtrain.start.horovodrun -- -np 2 --mpi -H a:1,b:1 "),
+        (JOB, "--container x.sif", "apptainer exec --nv "),
+        (SINGLE, "--controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
+        (SINGLE, "-np 3 --controller gloo", "hvdtrain.start.horovodrun -- -np 3 --gloo --stall"),
+        (SINGLE, "--launcher srun", "hvdtrain.start.srun -- -np 2 --gloo -H n1:2 "),
+        (SINGLE | {"SLURMD_NODENAME": ""}, "", "hvdtrain.start.srun -- -np 2 --gloo -H n1:2 "),
+        (
+            JOB,
+            "--min-np 2 -np 2 -H a:1,b:1",
+            "hvdtrain.start.horovodrun -- -np 2 --gloo -H a:1,b:1 ",
+        ),
+    ],
+)
+def test_run_in_a_job(
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environ: dict[str, str],
+    options: str,
+    expected: str,
+) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    for name, value in environ.items():
+        if value:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr("hvdtrain.cli.run.find_engine", lambda: Engine(frozenset({"mpi", "gloo"})))
+    monkeypatch.setattr("hvdtrain.cli.run.find_mpirun", lambda: "/usr/bin/mpirun")
+    result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
+    assert result.exit_code == 0, result.output
+    assert expected in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("-np 5", "-np 5 is more than the 4 slots of n1:2, n2:2"),
+        ("--container x.sif --launcher horovodrun", "--container is for workers that srun starts"),
+        ("--launcher srun --min-np 2 -np 2", "elastic needs horovodrun"),
+        ("--launcher srun -H x:4", "x: no node of job 7"),
+    ],
+)
+def test_what_a_job_cannot_do(
+    script: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
+) -> None:
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
+    assert result.exit_code == 2
+    assert said in result.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import rank_command
@@ -17,12 +18,18 @@ from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.plan import Launcher, LaunchPlan
 from hvdtrain.launch.slurm.allocation import Allocation
 
+_PYTHON_OF_IMAGE = "python3"
 
-def srun_command(plan: LaunchPlan, allocation: Allocation) -> list[str]:
+
+def srun_command(
+    plan: LaunchPlan, allocation: Allocation, container: Container | None = None
+) -> list[str]:
     """`python -m hvdtrain.start.srun ... -- HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
 
     `hvdtrain.start.srun` takes what horovodrun takes, so that all its options mean the same here.
     """
+    if container is not None:
+        plan = replace(plan, python=_PYTHON_OF_IMAGE)
     settings = {one.name: one.value for one in plan.env if one.value is not None}
     return [
         *(["env"] if settings else []),
@@ -32,8 +39,44 @@ def srun_command(plan: LaunchPlan, allocation: Allocation) -> list[str]:
         "--",
         *horovodrun_options(plan),
         *srun_argv(plan, allocation),
-        *(plan.python, "-m", "hvdtrain.start.task"),
-        *rank_command(plan),
+        *_task_command(plan, container),
+    ]
+
+
+@dataclass(frozen=True)
+class Container:
+    """An image that the ranks run in; it has Python, Horovod and hvdtrain.
+
+    Apptainer runs files `*.sif` and what a scheme is in front of (`docker://...`); everything else
+    is for the pyxis plugin of srun, which takes image names and `*.sqsh`.
+
+    Attributes:
+        image: where or what it is.
+        folder: the current folder, absolute; it is the ranks' as well.
+    """
+
+    image: str
+    folder: str
+
+    @property
+    def is_apptainers(self) -> bool:
+        return self.image.endswith(".sif") or "://" in self.image
+
+
+def _task_command(plan: LaunchPlan, container: Container | None) -> list[str]:
+    """What each task of srun runs, and before it the options of srun that a container needs."""
+    worker = rank_command(plan)
+    if container is None:
+        return [plan.python, "-m", "hvdtrain.start.task", *worker]
+    if container.is_apptainers:
+        bind = ["--bind", container.folder, "--pwd", container.folder]
+        inside = ["apptainer", "exec", "--nv", *bind, container.image, *worker]
+        return [sys.executable, "-m", "hvdtrain.start.task", *inside]
+    return [
+        f"--container-image={container.image}",
+        f"--container-mounts={container.folder}:{container.folder}",
+        f"--container-workdir={container.folder}",
+        *(plan.python, "-m", "hvdtrain.start.task", *worker),
     ]
 
 
