@@ -8,6 +8,7 @@ packages=(
     iproute2 openssh-server openssh-client       # hosts in network namespaces
     slurm-wlm slurm-client munge libpmix-dev     # Slurm, which loads PMIx under the name that -dev has
     podman buildah runc debootstrap              # containers
+    netavark aardvark-dns iptables               # containers in a network of their own
 )
 
 [ "$(id -u)" = 0 ] && command -v apt-get dpkg-query >/dev/null || exit 0

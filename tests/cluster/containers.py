@@ -30,8 +30,16 @@ from hvdtrain.install.cache import cache_folder
 
 IMAGE = "hvdtrain:cpu"
 BUILD_SECONDS = 900
-_PROGRAMS = {"podman": "podman", "buildah": "buildah", "runc": "runc", "debootstrap": "debootstrap"}
-_SYSTEM = ("/usr/sbin", "/sbin")
+# Program -> its package. The last two are podman's network and its name service.
+_PROGRAMS = {
+    "podman": "podman",
+    "buildah": "buildah",
+    "runc": "runc",
+    "debootstrap": "debootstrap",
+    "netavark": "netavark",
+    "aardvark-dns": "aardvark-dns",
+}
+_SYSTEM = ("/usr/sbin", "/sbin", "/usr/lib/podman", "/usr/libexec/podman")
 # Inside the sandboxes that CI jobs run in, limits cannot be raised, nor cgroups and seccomp be set up.
 _CONTAINERS_CONF = """
 [containers]
@@ -39,6 +47,8 @@ netns = "host"
 pids_limit = 0
 default_ulimits = ["nofile=1024:1024", "nproc=4096:4096"]
 seccomp_profile = "unconfined"
+[network]
+network_backend = "netavark"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from containers import IMAGE, Podman, build_cpu_image, podman_of_tests
-from jobs import SECONDS, user_environment
+from jobs import REPOSITORY, SECONDS, user_environment
 from namespaces import running_hosts
 
 USER = 4321  # which the image does not know
@@ -205,3 +206,39 @@ def test_a_server_without_keys_says_so(podman: Podman) -> None:
     assert done.returncode == 1
     assert "no key may log in: user 1000 finds no readable authorized_keys" in done.stderr
     assert os.linesep not in done.stderr.strip()
+
+
+def test_compose(podman: Podman, tmp_path: Path) -> None:
+    """docker/compose.yaml trains on its two hosts. Changed here: limits that a sandbox may not set, fewer epochs."""
+    if shutil.which("podman-compose", path=user_environment()["PATH"]) is None:
+        pytest.skip("needs podman-compose: pip install podman-compose")
+    compose = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
+    del compose["services"]["keys"]["build"]
+    for name in ("host1", "host2"):
+        compose["services"][name]["ulimits"] = {"nofile": 1024, "nproc": 4096}
+        del compose["services"][name][
+            "init"
+        ]  # Podman's own is often not installed; the image has one.
+    compose["services"]["host1"]["command"] += ["--epochs", "2"]
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "scripts").symlink_to(REPOSITORY / "scripts")
+    (tmp_path / "docker/compose.yaml").write_text(yaml.safe_dump(compose))
+    environment = {
+        **user_environment(),
+        **podman.environment,
+        "COMPOSE_PROJECT_NAME": "hvdtrain-test",
+    }
+
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["podman-compose", "--in-pod", "false", *words], cwd=tmp_path / "docker", env=environment,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS,
+        )  # fmt: skip
+
+    try:
+        done = command("up", "--exit-code-from", "host1")
+    finally:
+        command("down", "--volumes")
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"host1.*validation accuracy 0\.[89]", done.stdout), done.stdout
+    assert re.search(r"host2.*Accepted publickey for hvdtrain", done.stdout), done.stdout
