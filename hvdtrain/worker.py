@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain import warning
+from hvdtrain import orphan, warning
 from hvdtrain.delivery import delivered
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
@@ -39,6 +39,8 @@ def main() -> None:
     script = sys.argv[1]
     warning.listen(rank_of(os.environ))
     _take_delivery()
+    if LAUNCH_ID in os.environ and "HOROVOD_ELASTIC" in os.environ:
+        orphan.end_when_orphaned()
     os.environ.update(rank_environment(os.environ, available_cores()))
     _prepare_output()
     sys.argv = sys.argv[1:]

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.launch.engine import find_engine
@@ -78,12 +79,15 @@ def exit_code_of(error: Exception) -> int:
 
 def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
     """The hosts that need a keeper. Those of an elastic job come and go: it has none."""
-    elastic = arguments.host_discovery_script or arguments.min_num_proc
-    if elastic or not arguments.hosts:
+    if _is_elastic(arguments) or not arguments.hosts:
         return []
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
     remote: list[str] = network.filter_local_addresses(names)
     return remote
+
+
+def _is_elastic(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.host_discovery_script or arguments.min_num_proc)
 
 
 def _reach(arguments: argparse.Namespace) -> Reach:
@@ -101,6 +105,8 @@ def _prepare(
     arguments: argparse.Namespace, remote: Sequence[str], keepers: Keepers, asked: Iterable[str]
 ) -> list[str]:
     """Ask the other hosts, and settle what depends on them; returns what is wrong."""
+    if _is_elastic(arguments):
+        return []
     own = own_report()
     if not remote:
         wrong = missing_interfaces(arguments.nics or (), {THIS_HOST: own}) if arguments.nics else ""
@@ -155,6 +161,12 @@ def _teach_horovod(arguments: argparse.Namespace, asked: frozenset[str], checked
     pad_rank = gloo_run._pad_rank
     gloo_run._pad_rank = lambda rank, size: pad_rank(rank, max(size, 2))
 
+    # An elastic job waits for a second host before it looks for interfaces, also where there is
+    # none: ten minutes, on one machine.
+    gloo_run._get_min_start_hosts = lambda settings: (
+        1 if settings.nics or not _discovered_elsewhere(settings) else 2
+    )
+
     exportable = horovod_env.is_exportable
 
     def may_travel(name: str) -> bool:
@@ -169,6 +181,14 @@ def _teach_horovod(arguments: argparse.Namespace, asked: frozenset[str], checked
     safe_shell_exec.codecs = SimpleNamespace(getincrementaldecoder=lambda name: lenient)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+
+
+def _discovered_elsewhere(settings: Any) -> list[str]:
+    """The other hosts that an elastic job has now; `settings` are Horovod's."""
+    remote: list[str] = network.filter_local_addresses(
+        list(settings.discovery.find_available_hosts_and_slots())
+    )
+    return remote
 
 
 def _run_horovod(arguments: argparse.Namespace) -> int:

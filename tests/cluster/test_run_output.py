@@ -81,8 +81,17 @@ def test_all_ranks_on_demand(start: Callable[..., Job]) -> None:
 
 
 def test_a_launcher_that_fails_is_quoted(start: Callable[..., Job]) -> None:
+    job = start("", "-np", "1", "--controller", "mpi", "--mpi-args=--no-such-option 1")
+    _, stderr = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode != 0
+    assert stderr.startswith(f"horovodrun failed (exit code {job.process.returncode}):\n")
+    assert "no-such-option" in stderr
+    assert job.left() == []
+
+
+def test_an_interface_that_is_not_there(start: Callable[..., Job]) -> None:
     job = start("", "-np", "1", "--controller", "gloo", "--network-interfaces", "none0")
     _, stderr = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert stderr.startswith("horovodrun failed (exit code 1):\n")
+    assert stderr.startswith("this host has no network interface none0: it has ")
     assert job.left() == []

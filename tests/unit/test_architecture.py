@@ -16,8 +16,8 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
 LAUNCH = {"launch"}
 GROUND = {
-    *("delivery", "environment", "errors", "failure", "rank_environment", "scheduling"),
-    "warning",
+    *("delivery", "environment", "errors", "failure", "orphan", "rank_environment"),
+    *("scheduling", "warning"),
 }
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {

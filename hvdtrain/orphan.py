@@ -1,0 +1,57 @@
+"""End a rank whose launcher has gone.
+
+The ranks of an elastic job come and go, so no keeper (`hvdtrain.start.keeper`) stands by them. One
+on another host runs below that host's sshd; when the connection ends so does sshd's part, and
+nobody tells the rank. It sees that the process above it, or the one above that, has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+POLL_SECONDS = 2.0
+GRACE_SECONDS = 5.0
+
+
+def ancestors(pid: int | None = None) -> tuple[int, int]:
+    """The parent of a process (default: this one), and its parent; 0 for one that has gone."""
+    parent = os.getppid() if pid is None else _parent(pid)
+    return parent, _parent(parent)
+
+
+def end_when_orphaned() -> None:
+    """From now on, end this process and its group when the processes above it change."""
+    watch(ancestors, _end_group, POLL_SECONDS)
+
+
+def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -> threading.Thread:
+    """Call `end` once `look` gives something else than it does now."""
+    before = look()
+
+    def poll() -> None:
+        while look() == before:
+            time.sleep(seconds)
+        end()
+
+    thread = threading.Thread(target=poll, daemon=True, name="hvdtrain-orphan")
+    thread.start()
+    return thread
+
+
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        # PID (NAME) STATE PPID ...; a name may contain anything.
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
+def _end_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+    time.sleep(GRACE_SECONDS)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

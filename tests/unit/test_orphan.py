@@ -1,0 +1,65 @@
+"""A rank of an elastic job ends when what started it has gone."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hvdtrain.orphan import ancestors, watch
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_ancestors() -> None:
+    code = "from hvdtrain.orphan import ancestors; print(*ancestors())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(os.getpid()), str(os.getppid())]
+    assert ancestors(os.getpid())[0] == os.getppid()
+    assert ancestors(2**22 + 1) == (0, 0)
+
+
+def test_watch_ends_once_something_changes() -> None:
+    values = [1]
+    ended = threading.Event()
+    thread = watch(lambda: values[0], ended.set, 0.01)
+    assert not ended.wait(0.1)
+    values[0] = 2
+    assert ended.wait(5)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_an_orphan_ends(tmp_path: Path) -> None:
+    """The rank below a shell below a helper: the helper is killed, as sshd's part ends."""
+    (tmp_path / "train.py").write_text(
+        "import os, time\nopen('ready', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    rank = f"'{sys.executable}' -m hvdtrain.worker train.py; true"
+    helper = f"import subprocess; subprocess.run(['sh', '-c', {rank!r}])"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "HVDTRAIN_LAUNCH_ID": "one",
+        "HOROVOD_ELASTIC": "1",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", helper], cwd=tmp_path, env=environment, start_new_session=True
+    )
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = int((tmp_path / "ready").read_text())
+    process.kill()
+    process.wait()
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
