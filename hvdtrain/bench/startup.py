@@ -54,10 +54,11 @@ def measure_startup(np: int, controller: str, passes: int) -> Iterator[StartPass
             *(sys.executable, str(script)),
         ]
         for _ in range(passes):
-            yield StartPass(_seconds(ours, environment), _seconds(bare, environment))
+            yield StartPass(seconds_to_line(ours, environment), seconds_to_line(bare, environment))
 
 
-def _seconds(argv: Sequence[str], environment: Mapping[str, str]) -> float:
+def seconds_to_line(argv: Sequence[str], environment: Mapping[str, str]) -> float:
+    """Seconds until the command prints LINE; waits for its end. Raises EngineError if it fails."""
     started = time.perf_counter()
     with subprocess.Popen(
         argv,
