@@ -26,7 +26,7 @@ REPORT = (
     + """
 import json, signal
 names = ("SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_IFACE", "API_KEY", "UNASKED")
+    "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_IFACE", "SLURM_GPUS_ON_NODE", "API_KEY", "UNASKED")
 seen = {name: os.environ.get(name) for name in names}
 with open(f"seen.{rank}.tmp", "w") as file:
     json.dump(seen, file)
@@ -153,12 +153,12 @@ def test_a_failure_is_told_once_with_its_exit_code(slurm: SlurmCluster, folder: 
 
 
 def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path) -> None:
-    """From a login node: srun starts the ranks, nothing that was not asked for travels, no value
-    is in a command line, and Ctrl-C ends all."""
+    """From a login node: srun starts a rank for each GPU, nothing that was not asked for travels, no
+    value is in a command line, and Ctrl-C ends all."""
     (folder / "train.py").write_text(REPORT + WAIT)
     run = ("run", "--env", "API_KEY", "train.py")
     job = slurm.start(
-        *("salloc", "--quiet", "--nodelist=n2", "--ntasks=2", *HVDTRAIN, *run),
+        *("salloc", "--quiet", "--nodelist=n2", "--gpus-per-node=2", *HVDTRAIN, *run),
         cwd=folder,
         API_KEY="0123456789",
         UNASKED="9876543210",
@@ -168,6 +168,7 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     assert [one["HOROVOD_LOCAL_RANK"] for one in seen] == ["0", "1"]
     for one in seen:
         assert (one["HOROVOD_SIZE"], one["HOROVOD_GLOO_IFACE"]) == ("2", "eth0")
+        assert one["SLURM_GPUS_ON_NODE"] == "2"
         assert (one["API_KEY"], one["UNASKED"]) == ("0123456789", None)
     for host in slurm.hosts:
         for line in host.processes().values():
