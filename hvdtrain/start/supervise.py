@@ -6,6 +6,8 @@ import atexit
 import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
@@ -15,6 +17,8 @@ from hvdtrain.start.keepers import Keepers
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 WATCHED = ENDING | {signal.SIGUSR1, signal.SIGCHLD}
 TICK_SECONDS = 0.5
+ENDING_SECONDS = 10.0
+"""What a launcher may take to end its ranks. mpirun waits for ever for a host that is cut off."""
 
 
 def listen_for_warnings() -> None:
@@ -38,7 +42,7 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
     if child == 0:
         _be_the_launcher(run, before - {signal.SIGUSR1})
     warner = Warner(launch_id)
-    ending = False
+    ending_since: float | None = None
     while True:
         received = signal.sigtimedwait(WATCHED, TICK_SECONDS)
         number = received.si_signo if received else None
@@ -46,7 +50,7 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
             warner.warn()
             keepers.warn()
         elif number in ENDING:
-            ending = True
+            ending_since = ending_since or time.monotonic()
             keepers.end()
             os.kill(child, number or signal.SIGTERM)
         pid, status = os.waitpid(child, os.WNOHANG)
@@ -55,9 +59,11 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
             return code if code >= 0 else EXIT_SIGNAL_BASE - code
         warner.tick()
         keepers.beat()
-        lost = [] if ending else keepers.lost()
-        if lost:
-            ending = True
+        if ending_since is not None:
+            if time.monotonic() - ending_since > ENDING_SECONDS:
+                os.kill(child, signal.SIGKILL)
+        elif lost := keepers.lost():
+            ending_since = time.monotonic()
             print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
             os.kill(child, signal.SIGTERM)
 
@@ -73,6 +79,8 @@ def _be_the_launcher(run: Callable[[], int], mask: set[signal.Signals | int]) ->
         code = EXIT_SIGNAL_BASE + signal.SIGINT
     except SystemExit as request:
         code = request.code if isinstance(request.code, int) else EXIT_FAILURE
+    except BaseException:
+        traceback.print_exc()
     finally:
         atexit._run_exitfuncs()  # Those of multiprocessing; the caller's frames are not for here.
         sys.stdout.flush()

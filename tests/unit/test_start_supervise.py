@@ -1,0 +1,77 @@
+"""Standing by a launcher: its exit code, its end, and a host that is lost."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+# `run` is the launcher; `Lost` stands for keepers whose host is cut off after a moment.
+CODE = """
+import os, signal, sys, time
+from hvdtrain.start import supervise
+from hvdtrain.start.keepers import Keepers, Reach
+supervise.ENDING_SECONDS = 1.0
+supervise.listen_for_warnings()
+class Lost(Keepers):
+    def lost(self):
+        return ["b"]
+kind = Lost if sys.argv[1] == "lost" else Keepers
+keepers = kind([], "id", Reach(sys.executable, {}, None, None, 5))
+def run():
+    if sys.argv[1] == "code":
+        return 7
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), 9)
+    if sys.argv[1] == "raises":
+        raise ValueError("bad")
+    if sys.argv[1] in ("deaf", "lost"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print("started", signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
+    time.sleep(60)
+sys.exit(supervise.supervise(run, "id", keepers))
+"""
+
+
+def start(how: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE, how],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(("how", "code"), [("code", 7), ("killed", 137), ("raises", 1)])
+def test_exit_codes(how: str, code: int) -> None:
+    with start(how) as process:
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert ("ValueError: bad" in stderr) == (how == "raises")
+
+
+@pytest.mark.parametrize(("how", "code"), [("sleep", 143), ("deaf", 137)])
+def test_sigterm_is_passed_on_and_its_effect_awaited(how: str, code: int) -> None:
+    """After a warning, which neither the launcher nor this process is ended by."""
+    with start(how) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started False\n"
+        process.send_signal(10)
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.terminate()
+        started = time.monotonic()
+        process.communicate(timeout=20)
+        assert time.monotonic() - started < 5
+    assert process.returncode == code
+
+
+def test_a_lost_host_ends_the_launch() -> None:
+    with start("lost") as process:
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 137
+    assert stderr == "hvdtrain: the connection to host b broke\n"
