@@ -39,12 +39,19 @@ class Range:
 
 def tested_python() -> Range:
     """The Python versions that hvdtrain was built and run on."""
-    return _range(importlib.metadata.metadata("hvdtrain")["Requires-Python"] or "")
+    try:
+        return _range(importlib.metadata.metadata("hvdtrain")["Requires-Python"] or "")
+    except importlib.metadata.PackageNotFoundError:
+        return Range("")  # Sources that nobody installed: nothing is recorded, nothing is refused.
 
 
 def tested_range(distribution: str) -> Range:
     """The versions of a distribution that one of hvdtrain's extras asks for; any version if none does."""
-    for requirement in importlib.metadata.requires("hvdtrain") or ():
+    try:
+        requirements = importlib.metadata.requires("hvdtrain") or ()
+    except importlib.metadata.PackageNotFoundError:
+        requirements = ()
+    for requirement in requirements:
         match = _REQUIREMENT.match(requirement)
         if match and match["name"].lower() == distribution:
             return _range(match["range"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import resource
 import subprocess
@@ -64,6 +65,16 @@ def test_ranges_are_those_of_setup_cfg() -> None:
     assert f"tensorflow-cpu{tested.tested_range('tensorflow-cpu').text}\n" in setup
     assert f"tensorflow[and-cuda]{tested.tested_range('tensorflow').text}\n" in setup
     assert f"keras{tested.tested_range('keras').text}\n" in setup
+
+
+def test_sources_that_are_not_installed_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.metadata", unknown)
+    monkeypatch.setattr("importlib.metadata.requires", unknown)
+    assert versions.python_finding("3.11.2").status == "ok"
+    assert versions.keras_finding("3.15.0").status == "ok"
 
 
 @pytest.mark.parametrize("version", ["3.10.14", "3.14.0"])
