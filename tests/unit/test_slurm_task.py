@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
 
 import pytest
@@ -166,9 +167,11 @@ def test_a_killed_command_is_told_as_shells_do() -> None:
 
 
 def test_a_process_that_the_rank_left_behind_is_not_waited_for() -> None:
-    code = "import subprocess; p = subprocess.Popen(['sleep', '5']); print(p.pid)"
+    code = "import subprocess; p = subprocess.Popen(['sleep', '30']); print(p.pid)"
+    begun = time.monotonic()
     done = run_task(code)
-    os.kill(int(done.stdout.split(b":")[1]), signal.SIGKILL)  # Still there: nobody waited for it.
+    assert time.monotonic() - begun < 15
+    os.kill(int(done.stdout.split(b":")[1]), signal.SIGKILL)
 
 
 def test_signals_to_all_processes_leave_the_marker_alive() -> None:
