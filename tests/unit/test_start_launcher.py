@@ -58,3 +58,21 @@ print(json.dumps({{
     secrets = [] if controller == "gloo" else ["WANTED_KEY", "TF_TOKEN"]
     assert sorted(told["travels"]) == sorted(["PATH", "WANTED", "NCCL_DEBUG", *secrets])
     assert (told["built"], told["ssh"], told["heavy"]) == ([True, True], True, [])
+
+
+def test_any_bytes_of_a_rank_come_through() -> None:
+    """A strict decoder would raise at a character that is cut, and the output would stop there."""
+    code = """
+import argparse
+from hvdtrain.start import launcher
+from hvdtrain.start.horovods import safe_shell_exec
+launcher._teach_horovod(argparse.Namespace(use_gloo=True), frozenset(), checked=False)
+raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == b"[0]<stdout>:a\xffb\n[0]<stdout>:c\xc3"
