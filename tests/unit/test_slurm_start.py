@@ -1,0 +1,109 @@
+"""hvdtrain.start.srun with a program that plays srun: what it is given, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+SRUN = """\
+#!{python}
+import json, os, signal, sys, time
+got = []
+signal.signal(signal.SIGUSR1, lambda *_: got.append("USR1"))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {{signal.SIGUSR1}})  # srun blocks it and waits for it.
+with open("srun.tmp", "w") as file:
+    json.dump([sys.argv[1:], dict(os.environ)], file)
+os.rename("srun.tmp", "srun.json")
+for _ in range(int(sys.argv[1])):
+    time.sleep(0.05)
+    if got:
+        sys.exit(9)
+sys.exit(4)
+"""
+Started = subprocess.Popen[str]
+
+
+def start(folder: Path, options: str, ticks: int, **environment: str) -> Started:
+    program = folder / "srun"
+    program.write_text(SRUN.format(python=sys.executable))
+    program.chmod(0o755)
+    argv = [sys.executable, "-m", "hvdtrain.start.srun", "--env", "DATA", "--", *options.split()]
+    return subprocess.Popen(
+        [*argv, str(program), str(ticks), "--nodes=2"],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def seen(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The arguments and the environment of srun."""
+    deadline = time.monotonic() + 60
+    while not (folder / "srun.json").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    argv, environment = json.loads((folder / "srun.json").read_text())
+    return argv, environment
+
+
+def test_over_gloo_srun_gets_a_rendezvous_and_horovods_settings(tmp_path: Path) -> None:
+    options = "-np 3 --gloo -H n1:2,n2:2 --fusion-threshold-mb 64 --network-interfaces eth7"
+    process = start(tmp_path, options, 40, DATA="/d", UNASKED="x", SLURM_JOB_ID="7")
+    argv, environment = seen(tmp_path)
+    assert argv == ["40", "--nodes=2"]
+    assert environment["HOROVOD_FUSION_THRESHOLD"] == str(64 * 2**20)
+    assert environment["HOROVOD_CONTROLLER"] == environment["HOROVOD_CPU_OPERATIONS"] == "gloo"
+    assert environment["HOROVOD_GLOO_IFACE"] == environment["NCCL_SOCKET_IFNAME"] == "eth7"
+    assert (environment["DATA"], environment["SLURM_JOB_ID"]) == ("/d", "7")
+    assert "UNASKED" not in environment
+    # Horovod's server answers there: nothing is known under this name yet.
+    url = f"http://127.0.0.1:{environment['HOROVOD_GLOO_RENDEZVOUS_PORT']}/global/0"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(url, timeout=5)
+    assert process.wait(60) == 4
+
+
+def test_over_mpi_there_is_no_rendezvous(tmp_path: Path) -> None:
+    process = start(tmp_path, "-np 2 --mpi -H n1:1,n2:1 --network-interfaces eth7", 0)
+    _, environment = seen(tmp_path)
+    assert process.wait(60) == 4
+    assert environment["OMPI_MCA_btl_tcp_if_include"] == "eth7"
+    assert "HOROVOD_GLOO_RENDEZVOUS_PORT" not in environment
+    assert "HOROVOD_CONTROLLER" not in environment
+
+
+def test_the_warning_goes_on_to_srun(tmp_path: Path) -> None:
+    process = start(tmp_path, "-np 1 --gloo -H n1:1", 400)
+    seen(tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 9
+
+
+def test_a_killed_srun_is_told_as_shells_do(tmp_path: Path) -> None:
+    process = start(tmp_path, "-np 1 --gloo -H n1:1", 400)
+    seen(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+
+
+def test_no_srun(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.start.srun", "--", "-np", "1", "--gloo", "-H", "a:1", "no-srun"],
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        127,
+        "cannot start no-srun: No such file or directory\n",
+    )
