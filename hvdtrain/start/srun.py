@@ -95,7 +95,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     try:
         process = subprocess.Popen(argv, env=environment)
     except OSError as error:
-        print(f"cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
+        print(f"srun: cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
         return 127
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for missed in early:

@@ -105,5 +105,5 @@ def test_no_srun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         127,
-        "cannot start no-srun: No such file or directory\n",
+        "srun: cannot start no-srun: No such file or directory\n",
     )
