@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.doctor import host_report
 from hvdtrain.doctor.bounded import Ran
 from hvdtrain.doctor.finding import Finding, fail, ok, warn
-from hvdtrain.doctor.ssh import FAILED, Ssh, ssh_finding
+from hvdtrain.doctor.ssh import FAILED, Ssh, has_unknown_key, ssh_finding, unknown_key_finding
 
 CLOCK_SECONDS = 5.0
 """Further apart, the times in logs and files mislead, and services that sign with the time (munge, Kerberos) refuse."""
@@ -64,18 +64,28 @@ def look_at_host(host: str, request: Request) -> Sequence[Finding]:
     ours = wanted_interfaces(found, request.interfaces)
     with listening(list(ours.values())) as addresses:
         question = json.dumps({"addresses": addresses, "folder": str(Path.cwd())})
-        said = request.ssh.run(
-            host,
-            [sys.executable, "-", question],
-            limit=request.limit,
-            environ=request.environ,
-            stdin=Path(host_report.__file__).read_text(),
-        )
+
+        def ask(unseen: bool) -> Ran | None:
+            return request.ssh.run(
+                host,
+                [sys.executable, "-", question],
+                limit=request.limit,
+                environ=request.environ,
+                stdin=Path(host_report.__file__).read_text(),
+                unseen=unseen,
+            )
+
+        said = ask(unseen=False)
+        unknown_key = has_unknown_key(said)
+        if unknown_key:
+            said = ask(unseen=True)
         finished = time.time()
     login = ssh_finding(host, request.ssh, said, request.limit)
     if login.status == "fail":
         return [name, login]
     assert said is not None and said.returncode not in (None, FAILED)
+    if unknown_key:
+        login = unknown_key_finding(host, request.ssh)
     answer = answer_of(said)
     if isinstance(answer, Finding):
         return [name, login, answer]

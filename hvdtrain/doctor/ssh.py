@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.doctor.bounded import Ran, run
-from hvdtrain.doctor.finding import Finding, fail, ok
+from hvdtrain.doctor.finding import Finding, fail, ok, warn
 
 FAILED = 255
 """ssh's own failures; other exit codes are the command's."""
+_CHANGED = "IDENTIFICATION HAS CHANGED"
+_UNSEEN = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,15 @@ class Ssh:
         limit: float,
         environ: Mapping[str, str],
         stdin: str,
+        unseen: bool = False,
     ) -> Ran | None:
-        """Run `command` there. ssh gives up earlier than we do, and says why."""
-        argv = ["ssh", *self.options(limit / 2), host, shlex.join(command)]
-        return run(argv, limit=limit, environ=environ, stdin=stdin)
+        """Run `command` there. ssh gives up earlier than we do, and says why.
+
+        Args:
+            unseen: accept any host key, and remember none.
+        """
+        argv = ["ssh", *self.options(limit / 2), *(_UNSEEN if unseen else ()), host]
+        return run([*argv, shlex.join(command)], limit=limit, environ=environ, stdin=stdin)
 
 
 def ssh_finding(host: str, ssh: Ssh, said: Ran | None, limit: float) -> Finding:
@@ -53,16 +60,32 @@ def ssh_finding(host: str, ssh: Ssh, said: Ran | None, limit: float) -> Finding:
     return fail("ssh", seen, fix)
 
 
+def has_unknown_key(said: Ran | None) -> bool:
+    """Whether ssh refused only because it has never seen the host's key."""
+    return (
+        said is not None
+        and said.returncode == FAILED
+        and "Host key verification failed" in said.stderr
+        and _CHANGED not in said.stderr
+    )
+
+
+def unknown_key_finding(host: str, ssh: Ssh) -> Finding:
+    """No failure: a launch accepts the key unseen, as Horovod does. An attacker in the network likes that."""
+    port = f" -p {ssh.port}" if ssh.port is not None else ""
+    fix = f"compare it, and log in once by hand: ssh{port} {host}"
+    return warn("ssh", "its host key is unknown here, and a launch accepts it unseen", fix)
+
+
 def _why(host: str, ssh: Ssh, said: Ran) -> tuple[str, str]:
     port = f" -p {ssh.port}" if ssh.port is not None else ""
     where = f"port {ssh.port or 22}"
     text = said.stderr
-    if "IDENTIFICATION HAS CHANGED" in text:
+    if _CHANGED in text:
         fix = f"if it was installed anew: ssh-keygen -R {_known_name(host, ssh)}, then ssh{port} {host} once"
         return "its host key is not the one that this machine knows", fix
     if "Host key verification failed" in text:
-        fix = f"log in once by hand and compare the key: ssh{port} {host}"
-        return "its host key is unknown here", fix
+        return "ssh refuses its host key", f"log in by hand: ssh{port} {host}"
     if "UNPROTECTED PRIVATE KEY FILE" in text:
         fix = f"chmod 600 {ssh.identity_file or '~/.ssh/id_*'}"
         return "ssh refuses a key file that others can read", fix

@@ -89,7 +89,6 @@ def test_ssh_is_asked_as_the_user_wants(
             "does not accept the key",
             "ssh-copy-id node1",
         ),
-        ("No ED25519 key known.\nHost key verification failed.", "unknown here", "ssh node1"),
         (
             "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.",
             "not the one",
@@ -117,6 +116,19 @@ def test_ssh_that_fails(
     assert found["ssh"].status == "fail"
     assert seen in found["ssh"].seen
     assert fix in found["ssh"].fix
+
+
+def test_an_unknown_host_key_is_no_failure_for_a_launch_accepts_it(
+    look: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_report, "interfaces", lambda: {"lo": "127.0.0.1"})
+    strict = 'case "$*" in *StrictHostKeyChecking=no*) ;; *) echo "$said" >&2; exit 255;; esac'
+    said = "said='No ED25519 host key is known.\nHost key verification failed.'"
+    found = look("\n".join([said, strict, HERE]), interfaces=("lo",), port=2222)
+    assert found["ssh"].status == "warn"
+    assert "host key is unknown" in found["ssh"].seen
+    assert found["ssh"].fix.endswith("ssh -p 2222 node1")
+    assert [found[name].status for name in ("versions", "network", "clock")] == ["ok"] * 3
 
 
 def test_the_port_is_in_the_fix(look: Callable[..., dict[str, Finding]]) -> None:
