@@ -1,6 +1,8 @@
 """A rank of an elastic job ends when what started it has gone."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -60,6 +62,10 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
     pid = int((tmp_path / "ready").read_text())
     process.kill()
     process.wait()
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    try:
+        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
