@@ -129,6 +129,8 @@ def test_an_unknown_host_key_is_no_failure_for_a_launch_accepts_it(
     assert "host key is unknown" in found["ssh"].seen
     assert found["ssh"].fix.endswith("ssh -p 2222 node1")
     assert [found[name].status for name in ("versions", "network", "clock")] == ["ok"] * 3
+    changed = said.replace("No ED25519 host key is known.", "IDENTIFICATION HAS CHANGED!")
+    assert list(look("\n".join([changed, strict, HERE]))) == ["name", "ssh"], "not asked unseen"
 
 
 def test_the_port_is_in_the_fix(look: Callable[..., dict[str, Finding]]) -> None:
