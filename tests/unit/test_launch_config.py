@@ -101,7 +101,7 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("controler: gloo", "there is no option 'controler'. Did you mean 'controller'?"),
+        ("controler: gloo", "there is no option 'controler'. Did you mean 'controller' or"),
         ("fusion_treshold_mb: 1", "Did you mean 'fusion-threshold-mb'?"),
         ("zzz: 1", "there is no option 'zzz'."),
         ("dry-run: true", "there is no option 'dry-run'."),
