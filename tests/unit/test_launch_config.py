@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -239,7 +240,8 @@ def test_a_value_from_before_makes_void_what_hangs_on_the_one_behind(folder: Pat
     assert "--mpi-args has no effect here: add --controller mpi" in wrong.stderr
 
 
-def test_secrets_are_not_shown(folder: Path) -> None:
+def test_secrets_are_not_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # A secret's value is put there.
     (folder / "run.yaml").write_text("env: {API_TOKEN: hush, A: open}\n")
     args = ["--config", "run.yaml", "-np", "1", "train.py", "--password", "hush"]
     result = call("--show-config", *args)
