@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdtrain.launch.process import ProcessState, processes_of, state_of
 
 _RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=", b"PMIX_RANK=")
+_MPI_DAEMONS = {"orted", "prted"}
 
 
 def topmost(parents: Mapping[int, int]) -> set[int]:
@@ -31,6 +32,16 @@ def ranks_of(launch_id: str) -> dict[int, ProcessState]:
             if any(entry.startswith(_RANK_VARIABLES) for entry in environ):
                 states[pid] = state_of(pid)
     return {pid: states[pid] for pid in topmost({p: s.parent for p, s in states.items()})}
+
+
+def mpi_daemons_of(launch_id: str) -> set[int]:
+    """The processes of Open MPI that run the launch's ranks on this host; they carry no id."""
+    daemons = set()
+    for state in ranks_of(launch_id).values():
+        with contextlib.suppress(OSError):
+            if (Path("/proc") / str(state.parent) / "comm").read_text().strip() in _MPI_DAEMONS:
+                daemons.add(state.parent)
+    return daemons
 
 
 class Warner:

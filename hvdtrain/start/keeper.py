@@ -11,6 +11,7 @@ and removes the variables.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -24,7 +25,7 @@ from hvdtrain import __version__
 from hvdtrain.delivery import deliver, withdraw
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.process import end_processes, processes_of
-from hvdtrain.launch.ranks import Warner
+from hvdtrain.launch.ranks import Warner, mpi_daemons_of
 
 BEAT_SECONDS = 5.0
 """The launcher writes at least this often."""
@@ -86,13 +87,15 @@ def _lines(descriptor: int) -> Iterator[bytes]:
 
 def _end(launch_id: str) -> None:
     """End what is left of the launch on this host; at once if nothing is."""
+    daemons = mpi_daemons_of(launch_id)
     end_processes(launch_id, signal.SIGTERM)
     deadline = time.monotonic() + GRACE_SECONDS
-    while processes_of(launch_id):
-        if time.monotonic() > deadline:
-            end_processes(launch_id, signal.SIGKILL)
-            return
+    while processes_of(launch_id) and time.monotonic() < deadline:
         time.sleep(0.02)
+    end_processes(launch_id, signal.SIGKILL)
+    for pid in daemons:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 if __name__ == "__main__":

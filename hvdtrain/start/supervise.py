@@ -43,6 +43,7 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
         _be_the_launcher(run, before - {signal.SIGUSR1})
     warner = Warner(launch_id)
     ending_since: float | None = None
+    ended_by = 0  # The exit code of a launch that was ended, and says that all is well.
     while True:
         received = signal.sigtimedwait(WATCHED, TICK_SECONDS)
         number = received.si_signo if received else None
@@ -51,19 +52,20 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
             keepers.warn()
         elif number in ENDING:
             ending_since = ending_since or time.monotonic()
+            ended_by = ended_by or EXIT_SIGNAL_BASE + (number or 0)
             keepers.end()
             os.kill(child, number or signal.SIGTERM)
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else EXIT_SIGNAL_BASE - code
+            return (code or ended_by) if code >= 0 else EXIT_SIGNAL_BASE - code
         warner.tick()
         keepers.beat()
         if ending_since is not None:
             if time.monotonic() - ending_since > ENDING_SECONDS:
                 os.kill(child, signal.SIGKILL)
         elif lost := keepers.lost():
-            ending_since = time.monotonic()
+            ending_since, ended_by = time.monotonic(), EXIT_FAILURE
             print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
             os.kill(child, signal.SIGTERM)
 
