@@ -11,7 +11,7 @@ packages=(
     netavark aardvark-dns iptables               # containers in a network of their own
 )
 
-[ "$(id -u)" = 0 ] && command -v apt-get dpkg-query >/dev/null || exit 0
+[ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && command -v dpkg-query >/dev/null || exit 0
 id=$(. /etc/os-release && echo " $ID ${ID_LIKE:-} ")
 case $id in *" debian "* | *" ubuntu "*) ;; *) exit 0 ;; esac
 
