@@ -6,12 +6,18 @@ import os
 import signal
 from types import FrameType
 
-_received = False
 
+class _Listener:
+    """The handler of SIGUSR1: remembers that it came, and says so."""
 
-def warned() -> bool:
-    """Whether this rank has been warned that its job will be ended soon."""
-    return _received
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.heard = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.heard = True
+        # No print: the signal may have come in the middle of one.
+        os.write(2, f"rank {self._rank}: warned by SIGUSR1: this job will be ended soon\n".encode())
 
 
 def listen(rank: int) -> None:
@@ -19,12 +25,11 @@ def listen(rank: int) -> None:
 
     A script that sets a handler of its own later takes the place of this one.
     """
-
-    def note(number: int, frame: FrameType | None) -> None:
-        global _received
-        _received = True
-        # No print: the signal may have come in the middle of one.
-        os.write(2, f"rank {rank}: warned by SIGUSR1: this job will be ended soon\n".encode())
-
-    signal.signal(signal.SIGUSR1, note)
+    signal.signal(signal.SIGUSR1, _Listener(rank))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+
+
+def warned() -> bool:
+    """Whether this rank, which listens, has been warned that its job will be ended soon."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    return isinstance(handler, _Listener) and handler.heard
