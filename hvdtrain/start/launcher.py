@@ -122,9 +122,9 @@ def _prepare(
         return problems
     if arguments.nics:
         wrong = missing_interfaces(sorted(arguments.nics), _named(arguments, own) | reports)
-        return [wrong] if wrong else []
-    interface = common_interface(own, list(reports.values()))
-    if interface:
+        if wrong:
+            return [wrong]
+    elif interface := common_interface(own, list(reports.values())):
         arguments.nics = {interface}
     if not arguments.use_gloo:
         prefix = _mpi_prefix()
