@@ -1,0 +1,51 @@
+"""Options that horovodrun gives to a shell, or fails with, on real ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from jobs import RANK, SECONDS, Job
+
+SHOW = RANK + "print(rank, os.environ.get('A'), os.environ.get('HOROVOD_ELASTIC'), flush=True)\n"
+NASTY = "o u t; touch evil"
+
+
+def lines_of(job: Job) -> list[str]:
+    stdout, stderr = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 0, stderr
+    assert not (job.folder / "evil").exists()
+    return sorted(stdout.splitlines())
+
+
+def test_one_rank_with_an_output_folder_over_gloo(start: Callable[..., Job]) -> None:
+    """horovodrun fails with these two."""
+    options = ("--output-filename", NASTY, "--prefix-output-with-timestamp")
+    lines = lines_of(job := start(SHOW, "-np", "1", "--controller", "gloo", *options))
+    assert [re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "at ", line) for line in lines] == [
+        "at 0 None None"
+    ]
+    assert "0 None None" in (job.folder / NASTY / "rank.0/stdout").read_text()
+
+
+def test_paths_and_options_for_mpirun_are_one_word_each(start: Callable[..., Job]) -> None:
+    options = ("--output-filename", NASTY, "--mpi-args=-x 'A=b c*' --report-bindings")
+    lines = lines_of(job := start(SHOW, "-np", "2", "--controller", "mpi", "--all-ranks", *options))
+    assert lines == ["[0] 0 b c* None", "[1] 1 b c* None"]
+    found = sorted(path.read_text() for path in (job.folder / NASTY).rglob("stdout"))
+    assert found == ["[1,0]<stdout>:0 b c* None\n", "[1,1]<stdout>:1 b c* None\n"]
+
+
+def test_elastic_with_a_discovery_script(start: Callable[..., Job]) -> None:
+    job = start(
+        SHOW, "-np", "2", "--max-np", "2", "--all-ranks", "--host-discovery-script", "found"
+    )
+    assert job.process.communicate(timeout=SECONDS)[1].endswith("there is no file found\n")
+    script = job.folder / "it's; touch evil"
+    script.write_text("#!/bin/sh\necho localhost:2\n")
+    script.chmod(0o755)
+    options = ("--all-ranks", "--host-discovery-script", script.name)
+    assert lines_of(start(SHOW, "-np", "2", "--max-np", "2", *options)) == [
+        "[0] 0 None 1",
+        "[1] 1 None 1",
+    ]
