@@ -54,20 +54,20 @@ Launch = Callable[..., HostJob]
 
 @pytest.fixture
 def launch(hosts: Hosts, tmp_path: Path) -> Iterator[Launch]:
-    """launch(*arguments, **environment) -> HostJob: `hvdtrain run ARGUMENTS` on node1."""
+    """launch(*arguments, folder=tmp_path, **environment) -> HostJob: `hvdtrain run` on node1."""
     jobs: list[HostJob] = []
 
-    def begin(*arguments: str, **environment: str) -> HostJob:
+    def begin(*arguments: str, folder: Path = tmp_path, **environment: str) -> HostJob:
         command = [sys.executable, "-m", "hvdtrain.cli", "run", *arguments]
         process = subprocess.Popen(
-            hosts["node1"].argv(command, tmp_path),
+            hosts["node1"].argv(command, folder),
             env=user_environment(HOME=str(tmp_path), **environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        jobs.append(HostJob(process, tmp_path))
+        jobs.append(HostJob(process, folder))
         return jobs[-1]
 
     yield begin
@@ -230,21 +230,26 @@ def test_ranks_of_other_hosts_do_not_outlive_a_killed_launcher(
     assert left(hosts, END_SECONDS) == {}
 
 
-def test_a_host_that_is_cut_off(
-    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str
-) -> None:
-    """Both sides notice within half a minute: the launch ends with an error that names the host,
-    and the host's ranks end."""
-    (tmp_path / "train.py").write_text(STAY)
-    job = launch("-H", "node1:1,node2:1", "--controller", controller, "train.py")
-    job.wait_for("environ", 2)
+def test_a_host_that_is_cut_off(launch: Launch, hosts: Hosts, tmp_path: Path) -> None:
+    """Both sides notice within half a minute: the launches end with an error that names the host,
+    and the host's ranks end. Over each controller at the same time, for it takes a while."""
+    jobs = []
+    for controller in ("mpi", "gloo"):
+        folder = tmp_path / controller
+        folder.mkdir()
+        (folder / "train.py").write_text(STAY)
+        options = ("-H", "node1:1,node2:1", "--controller", controller)
+        jobs.append(launch(*options, "train.py", folder=folder))
+    for job in jobs:
+        job.wait_for("environ", 2)
     hosts["node2"].run("ip", "link", "set", "eth0", "down")
     cut = time.monotonic()
     try:
-        _, stderr = job.end()
-        assert time.monotonic() - cut < 45
-        assert job.process.returncode != 0
-        assert "the connection to host node2 broke" in stderr
+        for job in jobs:
+            _, stderr = job.end()
+            assert time.monotonic() - cut < 45
+            assert job.process.returncode != 0
+            assert "the connection to host node2 broke" in stderr
         while not only_sshd(hosts["node2"]) and time.monotonic() - cut < 45:
             time.sleep(0.1)
         assert only_sshd(hosts["node2"]), hosts["node2"].left()
