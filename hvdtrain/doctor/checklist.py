@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from hvdtrain.doctor.examination import Probe
 from hvdtrain.doctor.finding import Finding, skip
 from hvdtrain.doctor.hosts import Request, look_at_host
 from hvdtrain.doctor.memory import look_at_limits, look_at_shared_memory
+from hvdtrain.doctor.own_name import OWN_NAME, look_at_own_name
 from hvdtrain.doctor.slurm import look_at_slurm
 from hvdtrain.doctor.ssh import Ssh
 from hvdtrain.doctor.threads import cgroup_quota, look_at_threads
@@ -91,6 +93,13 @@ def local_probes(wanted: Wanted, environ: Mapping[str, str]) -> list[Probe]:
             "Machine",
             "threads",
             lambda: look_at_threads(environ, affinity, quota),
+            quick,
+            "machine",
+        ),
+        Probe(
+            "Machine",
+            OWN_NAME,
+            lambda: look_at_own_name(socket.gethostname(), socket.gethostbyname),
             quick,
             "machine",
         ),

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.passing import is_of
 
 EngineName = Literal["docker", "podman"]
 CPU_IMAGE = "hvdtrain:cpu"
@@ -206,7 +207,7 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
         check_name(name)
         if name not in environ:
             raise UsageError(f"--env {name}: it is not set here")
-    named = {n for n in environ if n.startswith(_PREFIXES) and n not in _OF_THIS_MACHINE}
+    named = {n for n in environ if is_of(n, _PREFIXES) and n not in _OF_THIS_MACHINE}
     return tuple(sorted(named | set(asked)))
 
 

@@ -61,6 +61,9 @@ PREFIXES = (
     "IBV_",
     "GLOO_",
 )
+_OF_TERRAFORM = ("TF_VAR_", "TF_CLI_")
+"""Its prefix is TensorFlow's, and its variables are often secret."""
+
 MASK = "***"
 
 # API_KEY, apiKey, HF_TOKEN and ACCESSTOKEN2 contain one of these words; MONKEY and COMPASS do not.
@@ -82,8 +85,13 @@ def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, st
     return {
         name: value
         for name, value in environ.items()
-        if name in wanted or name in NAMES or name.startswith(PREFIXES)
+        if name in wanted or name in NAMES or is_of(name, PREFIXES)
     }
+
+
+def is_of(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether a variable's name has one of the prefixes, and is no other program's."""
+    return name.startswith(prefixes) and not name.startswith(_OF_TERRAFORM)
 
 
 def looks_secret(name: str, value: str = "") -> bool:

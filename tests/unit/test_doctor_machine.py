@@ -24,6 +24,7 @@ from hvdtrain.doctor.engine import EngineReport, read_report
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.memory import MEGABYTE, look_at_limits, look_at_shared_memory
 from hvdtrain.doctor.nccl_report import readable, report
+from hvdtrain.doctor.own_name import look_at_own_name
 from hvdtrain.doctor.slurm import look_at_slurm
 from hvdtrain.doctor.threads import cgroup_quota, look_at_threads
 from hvdtrain.install import selftest
@@ -37,6 +38,21 @@ def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> Ran:
 
 def statuses(findings: Any) -> list[str]:
     return [finding.status for finding in findings]
+
+
+# Its name
+
+
+def test_a_machine_without_an_address_for_its_name() -> None:
+    def unknown(name: str) -> str:
+        raise OSError(-2, "Name or service not known")
+
+    (found,) = look_at_own_name("node7", unknown)
+    assert found.status == "fail"
+    assert "node7 has no address (Name or service not known)" in found.seen
+    assert "127.0.0.1 node7" in found.fix
+    (found,) = look_at_own_name("node7", lambda name: "10.0.0.7")
+    assert found.status == "ok"
 
 
 # Software

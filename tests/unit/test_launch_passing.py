@@ -10,6 +10,8 @@ def test_only_the_named_set_and_what_was_asked_for_travels() -> None:
         "PATH": "/bin",
         "LC_ALL": "C.UTF-8",
         "NCCL_DEBUG": "INFO",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TF_VAR_region": "eu",  # Terraform's.
         "PYTHONPATH": "/code",
         "HVDTRAIN_LAUNCH_ID": "1",
         "AWS_PROFILE": "me",
@@ -18,6 +20,7 @@ def test_only_the_named_set_and_what_was_asked_for_travels() -> None:
         "MYPATH": "/mine",
     }
     named = {"PATH", "LC_ALL", "NCCL_DEBUG", "PYTHONPATH", "HVDTRAIN_LAUNCH_ID"}
+    named |= {"TF_CPP_MIN_LOG_LEVEL"}
     assert set(travelling(environ, ())) == named
     assert set(travelling(environ, ("DATA", "ABSENT"))) == named | {"DATA"}
     assert travelling(environ, ("DATA",))["DATA"] == "/data"
