@@ -112,7 +112,7 @@ def run(
     if plan.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
     view = View(log_dir, all_ranks, plan.verbose, timestamps=prefix_output_with_timestamp)
-    sys.exit(run_launch(argv, view))
+    sys.exit(run_launch(argv, view, elastic=plan.elastic))
 
 
 def _launcher_of_containers(wanted: str) -> str:

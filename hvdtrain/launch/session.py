@@ -35,8 +35,11 @@ class View:
     timestamps: bool = False
 
 
-def run_launch(argv: Sequence[str], view: View) -> int:
-    """Run a launch command; show, keep and judge its output. Returns the exit code for the user."""
+def run_launch(argv: Sequence[str], view: View, *, elastic: bool = False) -> int:
+    """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
+
+    With `elastic` the others go on without a rank that fails, and may come to a good end.
+    """
     log_dir = make_log_dir(view.log_dir)
     as_alone = sys.stdout.isatty() and not view.all_ranks
     environment = {
@@ -61,12 +64,11 @@ def run_launch(argv: Sequence[str], view: View) -> int:
             on_idle=output.settle,
             on_signal=_say_stopping,
             on_warning=_say_warned,
-            has_failed=lambda: bool(output.failures),
+            has_failed=lambda: bool(output.failures) and not elastic,
         )
         output.finish()
-    outcome = outcome_of(
-        ending, output.failures, output.launcher_text.decode(errors="replace"), log_dir
-    )
+    failures = [] if elastic and ending.returncode == 0 else output.failures
+    outcome = outcome_of(ending, failures, output.launcher_text.decode(errors="replace"), log_dir)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     return outcome.exit_code

@@ -1,7 +1,6 @@
 """One worker of an elastic Keras training is killed; the other goes on from the last commit."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,12 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
     events = tmp_path / "events"
-    command = [program("horovodrun"), "--gloo", "-np", "2", "--min-np", "1", "--max-np", "2"]
+    command = [program("hvdtrain"), "run", "-np", "2", "--min-np", "1", "--max-np", "2"]
     command += ["--host-discovery-script", str(hosts), "--network-interfaces", "lo"]
+    command += ["--log-dir", str(tmp_path / "logs")]
     script = ROOT / "tests" / "parallel" / "elastic_training.py"
-    ended = run_command([*command, sys.executable, str(script), str(events)], timeout=120)
+    ended = run_command([*command, str(script), str(events)], timeout=120)
+    assert ended.returncode == 0, ended.output
     found: list[dict[str, Any]] = [json.loads(line) for line in events.read_text().splitlines()]
     starts = [event for event in found if event["what"] == "trains" and event["size"] == 2]
     assert len(starts) == 2, ended.output
