@@ -167,7 +167,7 @@ def make_base(podman: Podman) -> None:
     suite = base_name().partition(":")[2].partition("-")[0]
     root = podman.folder / "tmp/base"
     shutil.rmtree(root, ignore_errors=True)
-    command = ["debootstrap", "--variant=minbase", suite, str(root), _debian_mirror()]
+    command = ["debootstrap", "--variant=minbase", suite, str(root), *_debian_mirror()]
     done = subprocess.run(command, capture_output=True, text=True, env=podman.environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     proxy = _output("apt-config", "dump", "Acquire::http::Proxy")
@@ -180,15 +180,14 @@ def make_base(podman: Podman) -> None:
     shutil.rmtree(root)
 
 
-def _debian_mirror() -> str:
-    """The archive that apt uses here, if this is a Debian."""
+def _debian_mirror() -> list[str]:
+    """The archive that apt uses here, if this is a Debian; else debootstrap has its own."""
     if platform.freedesktop_os_release().get("ID") == "debian":
         files = [Path("/etc/apt/sources.list"), *Path("/etc/apt/sources.list.d").glob("*")]
         text = "\n".join(file.read_text() for file in files if file.is_file())
         found = re.search(r"^(?:URIs:|deb(?: \[.*\])?)\s+(http://\S+/debian/?)\s*", text, re.M)
-        if found:
-            return found[1]
-    return "http://deb.debian.org/debian"
+        return [found[1]] if found else []
+    return []
 
 
 def _package_servers(folder: Path) -> list[str]:

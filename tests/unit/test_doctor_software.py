@@ -1,0 +1,345 @@
+"""Each line of `hvdtrain doctor` about software, GPUs and Horovod: what turns it red, and the fix."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_programs import path_with
+
+from hvdtrain.doctor import gpus, tested, versions
+from hvdtrain.doctor.allreduce import allreduce_finding, look_at_local_allreduce, reason
+from hvdtrain.doctor.backend import look_at_backend
+from hvdtrain.doctor.bounded import Ran
+from hvdtrain.doctor.engine import EngineReport, read_report
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.nccl_report import readable, report
+from hvdtrain.install import selftest
+from hvdtrain.install.probe import Missing, TensorFlow
+from hvdtrain.launch.engine import Engine
+
+
+def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> Ran:
+    return Ran(returncode, stdout, stderr, started=0.0, seconds=2.5)
+
+
+def statuses(findings: Any) -> list[str]:
+    return [finding.status for finding in findings]
+
+
+# Software
+
+
+@pytest.mark.parametrize(
+    ("version", "text", "inside"),
+    [
+        ("2.21.0", "==2.21.0", True),
+        ("2.21", "==2.21.0", True),
+        ("2.21.0+cpu", "==2.21.0", True),
+        ("3.15.1", ">=3.15,<3.16", True),
+        ("3.16.0", ">=3.15,<3.16", False),
+        ("3.9.2", ">=3.15,<3.16", False),
+        ("3.16.0rc1", ">=3.15,<3.16", False),
+        ("1.0", "", True),
+    ],
+)
+def test_range(version: str, text: str, inside: bool) -> None:
+    assert (version in tested.Range(text)) is inside
+
+
+def test_ranges_are_those_of_setup_cfg() -> None:
+    setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
+    assert f"python_requires = {tested.tested_python().text}" in setup
+    assert f"tensorflow-cpu{tested.tested_range('tensorflow-cpu').text}\n" in setup
+    assert f"tensorflow[and-cuda]{tested.tested_range('tensorflow').text}\n" in setup
+    assert f"keras{tested.tested_range('keras').text}\n" in setup
+
+
+def test_sources_that_are_not_installed_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.metadata", unknown)
+    monkeypatch.setattr("importlib.metadata.requires", unknown)
+    assert versions.python_finding("3.11.2").status == "ok"
+    assert versions.keras_finding("3.15.0").status == "ok"
+
+
+@pytest.mark.parametrize("version", ["3.10.14", "3.14.0"])
+def test_wrong_python(version: str) -> None:
+    finding = versions.python_finding(version)
+    assert (finding.status, finding.fix) == (
+        "fail",
+        "make an environment with Python 3.11, 3.12 or 3.13",
+    )
+    assert "tested: >=3.11,<3.14" in finding.seen
+
+
+def test_tensorflow_that_is_missing_has_the_fix_of_the_installer() -> None:
+    finding = versions.tensorflow_finding(Missing("TensorFlow is not installed in /v: run `x`."))
+    assert (finding.status, finding.seen) == ("fail", "TensorFlow is not installed in /v")
+    assert finding.fix == "run `x`."
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.21.0", "ok"), ("2.21.1", "ok"), ("2.20.0", "fail")]
+)
+def test_tensorflow_of_another_minor_version(version: str, status: str) -> None:
+    assert versions.tensorflow_finding(TensorFlow("tensorflow", version)).status == status
+
+
+def test_another_tensorflow_earlier_in_the_path_turns_two_lines_red(tmp_path: Path) -> None:
+    """As the doctor sees it: metadata of another release first in PYTHONPATH."""
+    record = tmp_path / "tensorflow_cpu-2.19.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: tensorflow-cpu\nVersion: 2.19.0\n"
+    )
+    code = (
+        "from hvdtrain.doctor import versions as v\n"
+        "v.installed_key = lambda: 'cp311-linux-tensorflow2.21.0-gloo'\n"
+        "v.version_of = lambda name: {'keras': '3.15.0', 'horovod': '0.28.1'}[name]\n"
+        "for f in v.look_at_versions(): print(f.name, f.status, f.seen, f.fix, sep='|')"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    lines = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines()}
+    assert lines["TensorFlow"] == [
+        "fail",
+        "2.19.0 (tensorflow-cpu); tested: 2.21.0",
+        "pip install 'hvdtrain[cpu]'",
+    ]
+    assert lines["Horovod"] == [
+        "fail",
+        "0.28.1, built for TensorFlow 2.21.0; installed: 2.19.0",
+        "hvdtrain install-horovod",
+    ]
+    assert lines["Keras"][0] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("version", "seen"), [(None, "not installed"), ("3.14.0", "3.14.0; tested: >=3.15,<3.16")]
+)
+def test_wrong_keras(version: str | None, seen: str) -> None:
+    finding = versions.keras_finding(version)
+    assert finding == Finding("Keras", "fail", seen, "pip install 'keras>=3.15,<3.16'")
+
+
+@pytest.mark.parametrize(
+    ("version", "seen", "fix"),
+    [
+        (None, "not installed", "hvdtrain install-horovod"),
+        ("0.27.0", "0.27.0; tested: 0.28.1", "hvdtrain install-horovod --force"),
+    ],
+)
+def test_wrong_horovod(version: str | None, seen: str, fix: str) -> None:
+    finding = versions.horovod_finding(version, None, TensorFlow("tensorflow", "2.21.0"))
+    assert finding == Finding("Horovod", "fail", seen, fix)
+
+
+@pytest.mark.parametrize(
+    ("environ", "file", "seen"),
+    [
+        ({"KERAS_BACKEND": "jax"}, None, "KERAS_BACKEND is jax"),
+        ({}, '{"backend": "torch"}', "torch, in "),
+        ({"TF_USE_LEGACY_KERAS": "1"}, None, "TF_USE_LEGACY_KERAS makes tf.keras Keras 2"),
+    ],
+)
+def test_wrong_backend(
+    environ: dict[str, str], file: str | None, seen: str, tmp_path: Path
+) -> None:
+    if file:
+        (tmp_path / ".keras").mkdir()
+        (tmp_path / ".keras/keras.json").write_text(file)
+    (finding,) = look_at_backend(environ, tmp_path)
+    assert finding.status == "fail"
+    assert finding.seen.startswith(seen)
+    assert "TF_USE_LEGACY_KERAS" in finding.fix or "KERAS_BACKEND=tensorflow" in finding.fix
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", '{"backend": "tensorflow"}'])
+def test_right_backend(text: str, tmp_path: Path) -> None:
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras/keras.json").write_text(text)
+    assert statuses(look_at_backend({}, tmp_path)) == ["ok"]
+
+
+# GPUs
+
+
+SMI = 'echo "0, GPU-aa, NVIDIA H100, 570.1"; echo "1, GPU-bb, NVIDIA H100, 570.1"'
+TWO = [
+    gpus.Gpu("0", "GPU-aa", "NVIDIA H100", "570.1"),
+    gpus.Gpu("1", "GPU-bb", "NVIDIA H100", "570.1"),
+]
+CUDA = EngineReport(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=2)
+CPU = EngineReport(mpi=True, gloo=True, nccl=False, tensorflow_cuda=False, gpus=0)
+
+
+def test_gpus_are_listed(tmp_path: Path) -> None:
+    assert gpus.list_gpus(path_with(tmp_path, {"nvidia-smi": SMI}), 10) == TWO
+
+
+@pytest.mark.parametrize(
+    ("smi", "status", "seen", "fix"),
+    [
+        (None, "skip", "no NVIDIA GPU here", ""),
+        ("echo 'Driver/library version mismatch' >&2; exit 18", "fail", "mismatch", "reboot"),
+        ("exit 0", "fail", "lists no GPU", "docker run --gpus all"),
+        ("/bin/sleep 30", "fail", "took longer than 1 s", "dmesg"),
+    ],
+)
+def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path: Path) -> None:
+    environ = path_with(tmp_path, {"nvidia-smi": smi} if smi else {})
+    finding = gpus.list_gpus(environ, 1)
+    assert isinstance(finding, Finding)
+    assert finding.status == status
+    assert seen in finding.seen
+    assert fix in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("chosen", "indices"),
+    [("0,1", "01"), ("1", "1"), ("GPU-b", "1"), ("0,7,1", "0"), ("-1", ""), ("", "")],
+)
+def test_visible_devices(chosen: str, indices: str) -> None:
+    found = gpus.visible(TWO, {"CUDA_VISIBLE_DEVICES": chosen})
+    assert "".join(gpu.index for gpu in found) == indices
+    assert gpus.driver_finding(TWO, found).status == ("ok" if indices else "warn")
+
+
+def test_tensorflow_sees_fewer_gpus_than_there_are() -> None:
+    one = EngineReport(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=1)
+    finding = gpus.tensorflow_finding(TWO, one)
+    assert (finding.status, finding.seen) == ("fail", "1 of 2")
+    assert "hvdtrain[gpu]" in finding.fix
+    assert gpus.tensorflow_finding(TWO, CUDA).status == "ok"
+    assert gpus.tensorflow_finding(TWO, CPU).status == "warn"
+
+
+def test_nccl() -> None:
+    without = EngineReport(mpi=True, gloo=True, nccl=False, tensorflow_cuda=True, gpus=2)
+    finding = gpus.look_at_nccl(TWO, without, {}, 1)
+    assert (finding.status, finding.fix) == ("fail", "hvdtrain install-horovod --gpu")
+    assert gpus.look_at_nccl(TWO, CPU, {}, 1).status == "skip"
+    good = ran(stdout='@hvdtrain-nccl {"version": "2.27.3"}\n')
+    assert gpus.nccl_finding(good, 2, 1) == Finding(gpus.NCCL, "ok", "2 of 2, NCCL 2.27.3")
+    assert "NCCL_P2P_DISABLE=1" in gpus.nccl_finding(ran(None), 2, 1).fix
+    broken = ran(stdout='@hvdtrain-nccl {"error": "NCCL: unhandled system error"}\n')
+    assert gpus.nccl_finding(broken, 2, 1).seen == "NCCL: unhandled system error"
+
+
+def test_no_nccl_library(tmp_path: Path) -> None:
+    answer = report(2, str(tmp_path / "libnccl.so.2"))
+    assert "cannot open shared object" in answer["error"]
+    said = ran(stdout=f'@hvdtrain-nccl {{"error": "{answer["error"]}"}}\n')
+    assert "pip install nvidia-nccl-cu12" in gpus.nccl_finding(said, 2, 1).fix
+    assert readable(22703) == "2.27.3"
+
+
+# Horovod
+
+
+@pytest.mark.parametrize(
+    ("stderr", "fix"),
+    [
+        ("ImportError: libmpi.so.40: cannot open shared object file", "module load openmpi"),
+        ("NotFoundError: mpi_lib.so: undefined symbol: _ZN10tensorflow", "install-horovod --force"),
+        ("ModuleNotFoundError: No module named 'tensorflow'", "pip install 'hvdtrain[cpu]'"),
+        ("ModuleNotFoundError: No module named 'horovod'", "hvdtrain install-horovod"),
+    ],
+)
+def test_horovod_that_does_not_load(stderr: str, fix: str) -> None:
+    loaded, finding = read_report(ran(1, stderr=f"Traceback ...\n{stderr}\n"), 60)
+    assert loaded is None
+    assert (finding.status, finding.seen) == ("fail", stderr)
+    assert fix in finding.fix
+
+
+def test_horovod_that_hangs_or_loads() -> None:
+    assert read_report(ran(None), 60)[1].seen == "took longer than 60 s"
+    line = '@hvdtrain-engine {"mpi": true, "gloo": true, "nccl": false, "tensorflow_cuda": false, "gpus": 0}'
+    loaded, finding = read_report(ran(0, stdout=f"noise\n{line}\n"), 60)
+    assert loaded == CPU
+    assert finding.seen == "with mpi, gloo (2.5 s with TensorFlow)"
+
+
+def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod with MPI in an environment without mpirun, in PATH or beside Python."""
+    module = sys.modules[look_at_local_allreduce.__module__]
+    monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["mpi", "gloo"])))
+    monkeypatch.setattr(module, "find_mpirun", lambda path: None)
+    (finding,) = look_at_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
+    assert finding.status == "fail"
+    assert "no mpirun in PATH" in finding.seen
+    assert "module load openmpi" in finding.fix
+    assert "--controller gloo" in finding.fix
+
+
+def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules[look_at_local_allreduce.__module__]
+    monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["gloo"])))
+    assert statuses(look_at_local_allreduce("mpi", {}, 1)) == ["skip"]
+
+
+@pytest.mark.parametrize(
+    ("said", "seen", "fix"),
+    [
+        (ran(None), "took longer than 60 s", "see where it waits: hvdtrain run"),
+        (ran(0), "ended without a result", "see all of it: hvdtrain run"),
+        (
+            ran(
+                1,
+                stderr="rank 0 failed:\nTraceback\n  x\nOSError: [Errno 28] No space left on device\n",
+            ),
+            "OSError: [Errno 28] No space left on device",
+            "make room in /dev/shm",
+        ),
+        (
+            ran(
+                1,
+                stderr="mpirun has detected... please use --allow-run-as-root\nlogs of all ranks: x\n",
+            ),
+            "mpirun has detected... please use --allow-run-as-root",
+            "OMPI_ALLOW_RUN_AS_ROOT=1",
+        ),
+        (ran(2, stderr="Error: what you gave\n"), "what you gave", "see all of it"),
+    ],
+)
+def test_an_allreduce_that_fails(said: Ran, seen: str, fix: str) -> None:
+    finding = allreduce_finding("allreduce", 2, said, "", ["hvdtrain", "run"], 60)
+    assert (finding.status, finding.seen) == ("fail", seen)
+    assert fix in finding.fix
+
+
+def test_a_launcher_that_fails_is_quoted_from_its_start() -> None:
+    """The message of `hvdtrain run` ends with the launcher's last lines, which are general advice."""
+    said = ran(127, stderr="horovodrun failed (exit code 127):\n* check your network\n-----\n")
+    log = "bash: line 1: orted: command not found\n-----\nORTE was unable ...\n* check your network"
+    finding = allreduce_finding("allreduce", 2, said, log, ["hvdtrain", "run"], 60)
+    assert finding.seen == "bash: line 1: orted: command not found"
+    assert "PATH on every host" in finding.fix
+
+
+def test_an_allreduce_that_works() -> None:
+    finding = allreduce_finding(
+        "allreduce", 2, ran(0, stdout=f"{selftest.PASSED}\n"), "", ["x"], 60
+    )
+    assert finding == Finding("allreduce", "ok", "2 ranks, 2.5 s")
+
+
+def test_the_reason_is_an_error_rather_than_a_rule() -> None:
+    assert reason(["-----", "There are not enough slots", "-----"]) == "There are not enough slots"
+    assert reason(["first", "x.y.SomeError: why"]) == "x.y.SomeError: why"
+    assert reason([]) == ""
