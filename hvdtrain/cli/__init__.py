@@ -22,7 +22,7 @@ EXIT_CODES = (
 
 # name -> (module:attribute, what it does)
 COMMANDS = {
-    "bench": ("hvdtrain.cli.bench:bench", "Measure collectives and training throughput."),
+    "bench": ("hvdtrain.cli.bench:bench", "Measure training throughput and start-up."),
     "completion": (
         "hvdtrain.cli.completion:completion",
         "Print the script that lets your shell complete hvdtrain.",

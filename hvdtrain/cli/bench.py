@@ -18,11 +18,17 @@ from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 
 BATCH_SIZES = {"mnist": 64, "resnet20": 32}
+_CONTROLLER = click.option(
+    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
+)
+_PASSES = click.option(
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
+)
 
 
 @click.group()
 def bench() -> None:
-    """Measure collectives and training throughput."""
+    """Measure training throughput and start-up."""
 
 
 @bench.command()
@@ -49,12 +55,8 @@ def bench() -> None:
     show_default=True,
     help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
 )
-@click.option(
-    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
-)
-@click.option(
-    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
-)
+@_CONTROLLER
+@_PASSES
 def scaling(
     np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int
 ) -> None:
@@ -99,12 +101,8 @@ def scaling(
     metavar="N",
     help="Workers.",
 )
-@click.option(
-    "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
-)
-@click.option(
-    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
-)
+@_CONTROLLER
+@_PASSES
 def startup(np: int, controller: str, passes: int) -> None:
     """Time to the first worker's first line, against bare horovodrun, in turn."""
     chosen = choose_controller(controller, find_engine().built, find_mpirun())

@@ -109,7 +109,7 @@ def _prepare(
         return []
     own = own_report()
     if not remote:
-        wrong = missing_interfaces(arguments.nics or (), {THIS_HOST: own}) if arguments.nics else ""
+        wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
         arguments.nics = None  # Ranks of one host meet on its loopback interface.
         return [wrong] if wrong else []
     secrets = {
