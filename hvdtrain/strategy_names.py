@@ -1,0 +1,136 @@
+"""The strategies by name: what each is for, what it needs, and how a process learns which one it runs under."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from hvdtrain.errors import UsageError
+
+HOROVOD = "horovod"
+TPU = "tpu"
+CENTRAL_STORAGE = "central-storage"
+PARAMETER_SERVER = "parameter-server"
+
+STRATEGY = "HVDTRAIN_STRATEGY"
+"""The strategy of a process whose script names none; `hvdtrain run --strategy` sets it."""
+
+REPLICAS = "HVDTRAIN_REPLICAS"
+"""How many replicas one process trains (tpu, central-storage); `hvdtrain run -np` sets it for these."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a user chooses a strategy by.
+
+    Attributes:
+        name: what --strategy and `Trainer(strategy=...)` call it.
+        purpose: what it is for.
+        needs: without which it cannot run.
+        replaces: the names in tf.distribute that it stands for.
+    """
+
+    name: str
+    purpose: str
+    needs: str
+    replaces: tuple[str, ...]
+
+
+STRATEGIES = {
+    one.name: one
+    for one in (
+        Description(
+            HOROVOD,
+            "Synchronous data parallelism on the GPUs or cores of one machine or of many; model "
+            "parallelism.",
+            "Horovod: hvdtrain install-horovod",
+            ("mirrored", "multi-worker-mirrored"),
+        ),
+        Description(
+            TPU,
+            "Synchronous data parallelism on the cores of a TPU.",
+            "a TPU, and the TensorFlow for it",
+            (TPU,),
+        ),
+        Description(
+            CENTRAL_STORAGE,
+            "Variables in the memory of one device, replicas on the GPUs of one machine: for large "
+            "variables that fit no GPU.",
+            "two GPUs in this machine; or -np N, for N replicas on its cores",
+            (CENTRAL_STORAGE,),
+        ),
+        Description(
+            PARAMETER_SERVER,
+            "Asynchronous training: workers at their own speed, variables on servers; a worker may "
+            "come and go.",
+            "nothing more: --workers N --ps M",
+            (PARAMETER_SERVER,),
+        ),
+    )
+}
+
+ALIASES = {
+    "mirrored": "several GPUs of one machine: Horovod does what tf.distribute.MirroredStrategy does",
+    "multi-worker-mirrored": "several machines: Horovod does what "
+    "tf.distribute.MultiWorkerMirroredStrategy does, which cannot train Keras 3 models",
+}
+"""Names of tf.distribute that Horovod replaces -> why."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A strategy that was asked for.
+
+    Attributes:
+        name: a key of STRATEGIES.
+        note: one line for the user when another name stands for it; else empty.
+    """
+
+    name: str
+    note: str = ""
+
+
+def choose_strategy(text: str) -> Choice:
+    """The strategy that `text` names.
+
+    Upper case, `_` for `-` and the class names of tf.distribute are taken as well. Raises UsageError.
+    """
+    name = _plain(text)
+    if name in STRATEGIES:
+        return Choice(name)
+    if name in ALIASES:
+        return Choice(HOROVOD, f"strategy {name}: {ALIASES[name]}: using {HOROVOD}")
+    known = [*STRATEGIES, *ALIASES]
+    close = get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
+    raise UsageError(f"no such strategy: {text!r}. {hint}")
+
+
+def strategy_of(environ: Mapping[str, str]) -> str:
+    """The strategy of this process as its launcher or its user set it; horovod without a word.
+
+    Raises UsageError.
+    """
+    text = environ.get(STRATEGY)
+    try:
+        return choose_strategy(text).name if text else HOROVOD
+    except UsageError as error:
+        raise UsageError(f"{STRATEGY}: {error}") from None
+
+
+def replicas_of(environ: Mapping[str, str]) -> int | None:
+    """The number of replicas that was asked for, at least 1; None if none was. Raises UsageError."""
+    text = environ.get(REPLICAS)
+    if not text:
+        return None
+    if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
+        raise UsageError(f"{REPLICAS}={text!r}: give the number of replicas, at least 1")
+    return int(text)
+
+
+def _plain(text: str) -> str:
+    """`MultiWorkerMirroredStrategy` and `multi_worker_mirrored` -> `multi-worker-mirrored`."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", text.strip())
+    return words.replace("_", "-").lower().removesuffix("-strategy")
