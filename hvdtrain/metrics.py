@@ -51,37 +51,43 @@ def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
         tf_variable(variable).assign(value)
 
 
-def merge_state(metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Replace the state of `metrics` on every rank by that of all ranks together. A collective.
+def merge_state(
+    metrics: Sequence[keras.metrics.Metric], process_set: hvd.ProcessSet = hvd.global_process_set
+) -> None:
+    """Replace the state of `metrics` on every rank of `process_set` by that of all of them together. A collective.
 
     Sums are made in float64. Variables with aggregation "mean" are averaged; those with "only_first_replica"
-    or "none" become rank 0's.
+    or "none" become those of the first rank.
     """
     variables = state_variables(metrics)
-    if hvd.size() == 1 or not variables:
+    ranks = process_set.size()
+    if ranks == 1 or not variables:
         return
-    ranks = hvd.size()
     weights = {"sum": 1.0, "mean": 1.0 / ranks}
-    own = 1.0 if hvd.rank() == 0 else 0.0
+    own = 1.0 if process_set.rank() == 0 else 0.0
     values = [
         tf.cast(tf.reshape(tf_variable(v), [-1]), tf.float64) * weights.get(_aggregation(v), own)
         for v in variables
     ]
-    total = hvd.allreduce(tf.concat(values, axis=0), op=hvd.Sum, name="hvdtrain_metrics")
+    flat = tf.concat(values, axis=0)
+    total = hvd.allreduce(flat, op=hvd.Sum, name="hvdtrain_metrics", process_set=process_set)
     parts = tf.split(total, [tf_variable(v).shape.num_elements() for v in variables])
     for variable, part in zip(variables, parts, strict=True):
         target = tf_variable(variable)
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
 
 
-def average_logs(logs: dict[str, float], examples: int) -> dict[str, float]:
-    """Return `logs` averaged over the ranks, weighted by `examples`. A collective.
+def average_logs(
+    logs: dict[str, float], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
+) -> dict[str, float]:
+    """Return `logs` averaged over the ranks of `process_set`, weighted by `examples`. A collective.
 
     For what a user's own train_step returns beside the model's metrics.
     """
     names = sorted(logs)
     row = [logs[name] * examples if examples else 0.0 for name in names] + [float(examples)]
-    total = hvd.allreduce(tf.constant(row, tf.float64), op=hvd.Sum, name="hvdtrain_logs").numpy()
+    mine = tf.constant(row, tf.float64)
+    total = hvd.allreduce(mine, op=hvd.Sum, name="hvdtrain_logs", process_set=process_set).numpy()
     return {name: float(value / total[-1]) for name, value in zip(names, total[:-1], strict=True)}
 
 

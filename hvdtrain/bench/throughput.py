@@ -117,11 +117,11 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
     trainer.fit(x, y, epochs=1, verbose=0)
     source = make_source(x, y, global_batch_size=len(x), shuffle=True, seed=0, steps_per_epoch=1000)
     shares = itertools.chain.from_iterable(
-        epoch_shares(source, epoch, trainer.rank) for epoch in itertools.count()
+        epoch_shares(source, epoch, trainer.strategy.part) for epoch in itertools.count()
     )
     steps = trainer.steps
     assert steps is not None
-    return lambda: float(steps.train(next(shares))["loss"])
+    return lambda: float(steps.train([next(shares)])["loss"])
 
 
 def _time(step: Callable[[], float], examples: int, rounds: int) -> tuple[list[float], float]:

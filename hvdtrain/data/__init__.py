@@ -9,10 +9,11 @@ from hvdtrain.data.arrays import validation_split
 from hvdtrain.data.make import make_source
 from hvdtrain.data.nested import Spec
 from hvdtrain.data.prefetch import prefetch
-from hvdtrain.data.share import Share, Source, split
+from hvdtrain.data.share import Part, Share, Source, split
 from hvdtrain.data.tf_dataset import is_batched
 
 __all__ = [
+    "Part",
     "Share",
     "Source",
     "Spec",

@@ -54,7 +54,7 @@ class ArraySource:
         return nested.spec(self.data, self.float_dtype)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        check_workers(self.global_batch_size, rank, size)
+        check_workers(self.global_batch_size, size)
         return self._shares(epoch, rank, size)
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:

@@ -8,6 +8,14 @@ from hvdtrain.errors import UsageError
 
 
 @dataclass(frozen=True)
+class Part:
+    """Which share of each global batch a process reads: number `index` of `count`."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Share:
     """One rank's part of one global batch.
 
@@ -70,9 +78,8 @@ def split(examples: int, rank: int, size: int) -> tuple[int, int]:
     return rank * examples // size, (rank + 1) * examples // size
 
 
-def check_workers(global_batch_size: int, rank: int, size: int) -> None:
-    """Errors: UsageError if workers would never have anything to do."""
-    assert 0 <= rank < size, (rank, size)
+def check_workers(global_batch_size: int, size: int) -> None:
+    """Errors: UsageError if some of `size` workers would never have anything to do."""
     if global_batch_size < size:
         raise UsageError(
             f"global_batch_size {global_batch_size} is smaller than the number of workers, {size}: "

@@ -77,7 +77,7 @@ class StreamSource:
         return element
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        check_workers(self.global_batch_size, rank, size)
+        check_workers(self.global_batch_size, size)
         if epoch == 0 and not self.stream.once:
             self.passes, self.reading = 0, iter(())
         batches = self._next_steps(self.steps) if self.steps else self._pass(epoch)

@@ -28,16 +28,20 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
     return [v for v in found if id(tf_variable(v)) not in left_out]
 
 
-def average_statistics(model: keras.Model, local: Iterable[Any] = ()) -> None:
-    """Replace moving statistics by their average over the ranks. A collective.
+def average_statistics(
+    model: keras.Model,
+    local: Iterable[Any] = (),
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> None:
+    """Replace moving statistics by their average over the ranks of `process_set`. A collective.
 
     Each rank's statistics come from its own examples: without this, replicas differ in evaluation.
     """
     targets = [tf_variable(v) for v in statistics_variables(model, local)]
-    if not targets or hvd.size() == 1:
+    if not targets or process_set.size() == 1:
         return
     flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float64) for t in targets], axis=0)
-    mean = hvd.allreduce(flat, op=hvd.Average, name="hvdtrain_statistics")
+    mean = hvd.allreduce(flat, op=hvd.Average, name="hvdtrain_statistics", process_set=process_set)
     parts = tf.split(mean, [t.shape.num_elements() for t in targets])
     for target, part in zip(targets, parts, strict=True):
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))

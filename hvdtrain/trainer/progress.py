@@ -48,9 +48,9 @@ class Progress:
         """Global examples a second since the epoch began."""
         return self._examples / max(self.seconds, 1e-9)
 
-    def step(self, global_examples: int, logs: dict[str, Any]) -> None:
-        """Count one step and, with a bar, show this rank's running values."""
-        self._steps += 1
+    def step(self, steps: int, global_examples: int, logs: dict[str, Any]) -> None:
+        """Count `steps` with their examples and, with a bar, show this rank's running values."""
+        self._steps += steps
         self._examples += global_examples
         if self._bar is not None:
             self._show(logs, finalize=False)

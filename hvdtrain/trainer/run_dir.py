@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import keras
-
 CONFIG = "config.json"
 METRICS = "metrics.csv"
 MODEL = "model.keras"
@@ -44,8 +42,7 @@ class RunDir:
                 writer.writeheader()
             writer.writerow(row)
 
-    def save_model(self, model: keras.Model) -> None:
-        """Write the model with its optimizer; plain Keras loads it."""
-        temporary = self.path / f".tmp.{MODEL}"
-        model.save(temporary)
-        temporary.replace(self.path / MODEL)
+    @property
+    def model(self) -> Path:
+        """The file of the final model with its optimizer."""
+        return self.path / MODEL

@@ -6,19 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.reduction import Reduction
+from hvdtrain.strategies.strategy import ModelSource
 
 
 def build_model(
-    model: keras.Model | Callable[[], keras.Model], precision: str | None
+    model: ModelSource, precision: str | None, build: Callable[[ModelSource], keras.Model]
 ) -> keras.Model:
-    """Return the model, built with `precision` if it comes as a function.
+    """Return the model that `build` makes of a model or a function; with `precision` if it is a function.
 
     Raises:
         UsageError: not a model, or a model built with another precision.
@@ -29,7 +28,7 @@ def build_model(
                 f"precision={precision!r}, but the model was built with {model.dtype_policy.name!r}: pass a function "
                 "that builds the model, or call keras.config.set_dtype_policy first"
             )
-        return model
+        return build(model)
     if not callable(model):
         raise UsageError(
             f"model: give a keras.Model or a function that builds one, not {type(model).__name__}"
@@ -39,7 +38,7 @@ def build_model(
             keras.config.set_dtype_policy(precision)
         except ValueError as error:
             raise UsageError(f"precision={precision!r}: {error}") from error
-    built = model()
+    built = build(model)
     if not isinstance(built, keras.Model):
         raise UsageError(f"model: the function returned {type(built).__name__}, not a keras.Model")
     return built
@@ -78,20 +77,6 @@ def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[A
         x, y, sample_weight = (*x, None, None)[:3]
     train, validation = validation_split(x, y, sample_weight, fraction)
     return (*train, None, None)[:3], validation
-
-
-def check_reduction(reduction: Reduction) -> None:
-    """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
-    if reduction.op != hvd.Average:
-        raise UsageError(
-            "Trainer averages the gradients exactly over all examples: give it an optimizer distributed with "
-            "op=Average, or a plain one. op=Sum and op=Adasum work with hvdtrain.keras and model.fit"
-        )
-    if reduction.process_set.process_set_id != 0:
-        raise UsageError(
-            "Trainer trains on all ranks: give it an optimizer without process_set. Process sets work with "
-            "hvdtrain.keras and model.fit"
-        )
 
 
 def symbolic_data(element: Any, examples: int) -> Any:

@@ -10,19 +10,37 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.data import Share, Source, prefetch
+from hvdtrain.data import Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
-from hvdtrain.runtime import Rank
 
 
-def epoch_shares(source: Source, epoch: int, rank: Rank) -> Iterator[Share]:
-    """Yield this rank's shares of one epoch, as tensors, made in another thread.
+def epoch_shares(source: Source, epoch: int, part: Part) -> Iterator[Share]:
+    """Yield the shares of one epoch that are `part`, as tensors, made in another thread.
 
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
-    shares = prefetch(_with_tensors(source.epoch(epoch, rank.rank, rank.size)))
-    return shares if source.agreed or rank.size == 1 else _agreed(shares, rank)
+    shares = prefetch(_with_tensors(source.epoch(epoch, part.index, part.count)))
+    return shares if source.agreed or hvd.size() == 1 else _agreed(shares)
+
+
+def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
+    """Yield lists of up to `size` shares that follow each other and hold equally many examples, at least 1."""
+    group: list[Share] = []
+    for share in shares:
+        alike = group and (share.examples, share.global_examples) == (
+            group[0].examples,
+            group[0].global_examples,
+        )
+        if group and not (alike and share.examples):
+            yield group
+            group = []
+        group.append(share)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _with_tensors(shares: Iterator[Share]) -> Iterator[Share]:
@@ -30,7 +48,7 @@ def _with_tensors(shares: Iterator[Share]) -> Iterator[Share]:
         yield replace(share, data=tf.nest.map_structure(tf.convert_to_tensor, share.data))
 
 
-def _agreed(shares: Iterator[Share], rank: Rank) -> Iterator[Share]:
+def _agreed(shares: Iterator[Share]) -> Iterator[Share]:
     """Let a step begin only when all ranks have the same batch for it: about 1 ms a step, for streams only."""
     step = 0
     while True:

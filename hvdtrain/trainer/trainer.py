@@ -1,8 +1,8 @@
 """Trainer: fit, evaluate and predict a Keras model on all workers, as one worker would.
 
-It puts the rooms together. The data comes as shares of global batches (data), each weighted by its part of
-the batch (steps, losses); gradients are reduced by the distributed optimizer (keras); metrics are merged,
-replicas compared and statistics averaged at the end of an epoch. Why not model.fit: it gives every rank the
+It puts the rooms together. The data comes as shares of global batches (data); a strategy runs the steps on
+them, each weighted by its part of the batch, and merges metrics, compares replicas and averages statistics at
+the end of an epoch (strategies; parallel for models that are split). Why not model.fit: it gives every rank the
 same weight in a step, whatever its number of examples, and lets a callback on one rank end the
 loop there while the others wait.
 
@@ -12,7 +12,7 @@ small collective for metrics, statistics and the wish to stop an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,40 +28,24 @@ from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
-from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
-from hvdtrain.keras.variables import (
-    broadcast_variables,
-    check_replicas,
-    seed_variables,
-    tf_variable,
-    trained_variables,
-)
-from hvdtrain.metrics import (
-    average_logs,
-    check_additive,
-    merge_state,
-    read_state,
-    state_variables,
-    write_state,
-)
-from hvdtrain.runtime import engine_errors, init
+from hvdtrain.keras.variables import seed_variables
+from hvdtrain.metrics import check_additive, read_state, write_state
+from hvdtrain.runtime import engine_errors
+from hvdtrain.strategies.choice import make_strategy
+from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
-from hvdtrain.trainer.gather import gather_predictions
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     build_model,
-    check_reduction,
     compile_arguments,
     evaluation_source,
     source_facts,
     split_arrays,
     symbolic_data,
 )
-from hvdtrain.trainer.shares import epoch_shares
-from hvdtrain.trainer.steps import Steps
+from hvdtrain.trainer.shares import epoch_shares, grouped
 
 Logs = dict[str, float]
 
@@ -99,6 +83,9 @@ class Trainer:
         seed: of initial weights (if `model` is a function) and of shuffling.
         jit_compile: compile forward and backward pass with XLA; reduction and update stay outside.
         run_eagerly: run steps without tf.function, to debug.
+        steps_per_execution: run this many steps before callbacks are called again.
+        strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains
+            them) or a Strategy; default what `hvdtrain run --strategy` was given, else "horovod".
         guard: compare the replicas after the first step and every epoch.
 
     Raises:
@@ -109,7 +96,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: keras.Model | Callable[[], keras.Model],
+        model: ModelSource,
         optimizer: Any = None,
         loss: Any = None,
         metrics: Any = None,
@@ -124,17 +111,22 @@ class Trainer:
         seed: int = 0,
         jit_compile: bool = False,
         run_eagerly: bool = False,
+        steps_per_execution: int = 1,
+        strategy: str | Strategy | None = None,
         guard: bool = True,
     ) -> None:
-        self.rank = init(seed)
+        self.strategy = make_strategy(strategy)
+        self.rank = self.strategy.start(seed)
         check_positive("global_batch_size", global_batch_size)
-        check_workers(global_batch_size, self.rank.rank, self.rank.size)
+        check_positive("steps_per_execution", steps_per_execution)
+        check_workers(global_batch_size, self.strategy.workers)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._guard = guard
+        self._steps_per_execution = steps_per_execution
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
-        self.model = build_model(model, precision)
+        self.model = build_model(model, precision, self.strategy.build)
         compiled = compile_arguments(
             self.model, optimizer, loss, metrics, weighted_metrics, loss_weights
         )
@@ -145,15 +137,14 @@ class Trainer:
             self._base_rate = (
                 0.0 if learning_rate_scaling == "none" else float(optimizer.learning_rate)
             )
-        scale_learning_rate(optimizer, learning_rate_scaling, self.rank.size)
-        if not compat.is_distributed(optimizer):
-            optimizer = DistributedOptimizer(optimizer)
-        check_reduction(reducer_of(optimizer).reduction)
-        self.model.compile(
-            **compiled | {"optimizer": optimizer},
-            jit_compile=jit_compile,
-            run_eagerly=run_eagerly,
-        )
+        scale_learning_rate(optimizer, learning_rate_scaling, self.strategy.workers)
+        optimizer = self.strategy.distribute(optimizer)
+        with self.strategy.scope():
+            self.model.compile(
+                **compiled | {"optimizer": optimizer},
+                jit_compile=jit_compile,
+                run_eagerly=run_eagerly,
+            )
         if not compat.has_loss(self.model):
             raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
@@ -166,6 +157,8 @@ class Trainer:
             "optimizer": type(optimizer).__name__,
             "precision": self.model.dtype_policy.name,
             "seed": seed,
+            "steps_per_execution": steps_per_execution,
+            "strategy": self.strategy.name,
             "warmup_epochs": warmup_epochs,
         }
 
@@ -240,13 +233,21 @@ class Trainer:
         source = self._evaluation_source(x, None, None, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
-            if self.steps is None:
-                compat.symbolic_call(self.model, self._symbolic_data(source)[0])
-                broadcast_variables(self.model.variables)
-            optimizer = reducer_of(self.model.optimizer)
-            steps_of_model = self.steps or Steps(self.model, optimizer, self.rank.size)
-            shares = epoch_shares(source, 0, self.rank)
-            return gather_predictions((s, steps_of_model.predict(s)) for s in shares)
+            inputs = self._symbolic_data(source)[0]
+            ready = self.steps or self.strategy.prepare_prediction(self.model, inputs)
+            shares = epoch_shares(source, 0, self.strategy.part)
+            return self.strategy.gather((share, ready.predict(share)) for share in shares)
+
+    def save(self, filepath: str | Path) -> None:
+        """Write the whole model, with its optimizer's state once it was trained, to a .keras file.
+
+        Every rank calls it. Plain Keras loads the file, wherever hvdtrain is not installed.
+        """
+        path = Path(filepath)
+        if path.suffix != ".keras":
+            raise UsageError(f"save: {filepath}: give a file name that ends in .keras")
+        with engine_errors(self.rank):
+            self.strategy.save(self.model, path)
 
     # The order of events. All ranks pass through these lines in step.
 
@@ -271,7 +272,7 @@ class Trainer:
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or initial_epoch)
         first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
-        self._broadcast(without=seed_variables(self.model))
+        self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
         logs: Logs = {}
         for epoch in range(first, plan.epochs):
@@ -281,8 +282,8 @@ class Trainer:
         if plan.epochs > first:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         callbacks.on_train_end(logs)
-        if self._run_dir is not None and self.rank.is_first:
-            self._run_dir.save_model(self.model)
+        if self._run_dir is not None:
+            self.strategy.save(self.model, self._run_dir.model)
         return self.model.history
 
     def _epoch(
@@ -302,28 +303,33 @@ class Trainer:
         step_logs: dict[str, Any] = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks)
-        for step, share in enumerate(epoch_shares(plan.train, epoch, self.rank)):
-            callbacks.on_train_batch_begin(step)
-            step_logs = self.steps.train(share)
-            progress.step(share.global_examples, step_logs)
+        done = 0
+        shares = epoch_shares(plan.train, epoch, self.strategy.part)
+        for group in grouped(shares, self._steps_per_execution):
+            callbacks.on_train_batch_begin(done)
+            step_logs = self.steps.train(group)
+            share = group[-1]
+            progress.step(len(group), sum(s.global_examples for s in group), step_logs)
             if global_batches:
+                self.steps.finish()
                 step_logs = self._global_step_logs(step_logs, share)
-            callbacks.on_train_batch_end(step, step_logs)
-            if self._guard and step == 0 and check_first_step:
-                # Statistics of the step differ by nature; they are averaged when the epoch ends.
-                check_replicas(variables=trained_variables(self.model), when="after the first step")
+            callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
+            if self._guard and done == 0 and check_first_step:
+                self.strategy.check_step(self.model, "after the first step")
+            done += len(group)
             if global_batches and any_rank(bool(self.model.stop_training), "stop"):
                 break
         if share is None:
             raise UsageError("The training data holds no batch: nothing to train on")
+        self.steps.finish()
         seconds, rate = progress.seconds, progress.examples_per_second
-        logs = self._epoch_logs(step_logs, share)
-        average_statistics(self.model, reducer_of(self.model.optimizer).local_variables)
+        logs = self.strategy.logs(self.model, step_logs, share)
+        self.strategy.end_epoch(self.model)
         if plan.validation is not None and (epoch + 1) % plan.validation_freq == 0:
             found = self._evaluate(plan.validation, callbacks)
             logs |= {f"val_{name}": value for name, value in found.items()}
         if self._guard:
-            check_replicas(self.model, when=f"after epoch {epoch + 1}")
+            self.strategy.check(self.model, f"after epoch {epoch + 1}")
         callbacks.on_epoch_end(epoch, logs)
         progress.end(logs, seconds, rate)
         self._write_metrics(plan, epoch, logs, seconds, rate)
@@ -337,13 +343,14 @@ class Trainer:
         callbacks.on_test_begin()
         step_logs: dict[str, Any] = {}
         share: Share | None = None
-        for step, share in enumerate(epoch_shares(source, 0, self.rank)):
+        for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
             callbacks.on_test_batch_begin(step)
             step_logs = self.steps.test(share)
             callbacks.on_test_batch_end(step, step_logs)
         if share is None:
             raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
-        logs = self._epoch_logs(step_logs, share)
+        self.steps.finish()
+        logs = self.strategy.logs(self.model, step_logs, share)
         callbacks.on_test_end(logs)
         return logs
 
@@ -381,44 +388,19 @@ class Trainer:
         self._agree(source, facts or {}, what)
         if self.steps is not None:
             return
-        compat.symbolic_build(self.model, self._symbolic_data(source))
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        built = {
-            "the model's variables": [[list(v.shape), str(v.dtype)] for v in self.model.variables],
-            "the metrics": compat.metric_names(self.model),
-            "the states of the metrics": [
-                list(tf_variable(v).shape) for v in state_variables(self.model.metrics)
-            ],
-        }
-        require_equal(built, what, "model")
-        self._broadcast()
-        fold_rank_into_seeds(self.model, self.rank.rank)
-        self.steps = Steps(self.model, reducer_of(optimizer), self.rank.size)
+        data = self._symbolic_data(source)
+        self.steps = self.strategy.prepare(self.model, data, what)
 
     def _symbolic_data(self, source: Source) -> Any:
         # From the source's own word for its shapes: the first batch of an iterator is read but once.
-        return symbolic_data(source.element, max(1, self.global_batch_size // self.rank.size))
-
-    def _broadcast(self, without: Sequence[Any] = ()) -> None:
-        """Give all ranks the weights, statistics and optimizer state of rank 0."""
-        optimizer = self.model.optimizer
-        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
-        state = [*self.model.variables, *optimizer.variables]
-        broadcast_variables([v for v in state if id(tf_variable(v)) not in kept])
-
-    def _epoch_logs(self, step_logs: dict[str, Any], last: Share) -> Logs:
-        """Merge the metrics of all ranks and return their results."""
-        merge_state(self.model.metrics)
-        logs, from_metrics = compat.metrics_or_logs(self.model, step_logs)
-        values = {name: float(value) for name, value in logs.items()}
-        return values if from_metrics else average_logs(values, last.examples)
+        return symbolic_data(
+            source.element, max(1, self.global_batch_size // self.strategy.part.count)
+        )
 
     def _global_step_logs(self, step_logs: dict[str, Any], share: Share) -> dict[str, Any]:
         """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
         own = read_state(self.model.metrics)
-        logs = self._epoch_logs(step_logs, share)
+        logs = self.strategy.logs(self.model, step_logs, share)
         write_state(self.model.metrics, own)
         return logs
 

@@ -22,6 +22,7 @@ from hvdtrain.data import make_source
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import Rank
+from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
@@ -138,7 +139,7 @@ def test_run_dir(tmp_path: Path) -> None:
             {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
         ]
     assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
-    run_dir.save_model(small())
+    Strategy().save(small(), run_dir.model)
     assert sorted(p.name for p in run_dir.path.iterdir()) == [
         "config.json",
         "metrics.csv",
@@ -151,13 +152,13 @@ def test_run_dir(tmp_path: Path) -> None:
 
 def test_model() -> None:
     model = small()
-    assert build_model(model, None) is model
+    assert build_model(model, None, Strategy().build) is model
     with pytest.raises(UsageError, match="built with 'float32': pass a function"):
-        build_model(model, "mixed_bfloat16")
+        build_model(model, "mixed_bfloat16", Strategy().build)
     with pytest.raises(UsageError, match=r"or a function that builds one, not int"):
-        build_model(3, None)  # type: ignore[arg-type]
+        build_model(3, None, Strategy().build)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="returned int"):
-        build_model(lambda: 3, None)  # type: ignore[arg-type, return-value]
+        build_model(lambda: 3, None, Strategy().build)  # type: ignore[arg-type, return-value]
     try:
         built = build_model(small, "mixed_bfloat16")
     finally:

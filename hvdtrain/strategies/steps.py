@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -14,7 +15,7 @@ from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable
 from hvdtrain.metrics import read_state, write_state
-from hvdtrain.trainer.losses import make_exact
+from hvdtrain.strategies.losses import make_exact
 
 Logs = dict[str, Any]
 
@@ -28,14 +29,40 @@ def _require_jit(model: keras.Model) -> None:
             )
 
 
-def _of_size(step: Callable[[Any], Any], examples: int) -> Callable[[Any], Any]:
+def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[Any], Any]:
     def sized(leaf: tf.Tensor) -> tf.Tensor:
-        return tf.ensure_shape(leaf, [examples, *leaf.shape[1:]])
+        return tf.ensure_shape(leaf, [*leading, *leaf.shape[len(leading) :]])
 
     return lambda data: step(tf.nest.map_structure(sized, data))
 
 
-class Steps:
+def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that runs `step` on each slice of its data along the leading dimension.
+
+    Returns what the last one returned.
+    """
+
+    def steps(stacked: Any) -> Any:
+        count = tf.nest.flatten(stacked)[0].shape[0]
+        logs = step(tf.nest.map_structure(lambda leaf: leaf[0], stacked))
+        if tf.executing_eagerly():
+            for number in range(1, count):
+                logs = step(tf.nest.map_structure(lambda leaf, i=number: leaf[i], stacked))
+            return logs
+
+        def body(number: Any, _: Any) -> Any:
+            return number + 1, step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
+
+        # In turn: a collective's name must not be in flight twice.
+        _, logs = tf.while_loop(
+            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
+        )
+        return logs
+
+    return steps
+
+
+class RankSteps:
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
     With one worker nothing is weighted: the steps are Keras's own.
@@ -60,29 +87,34 @@ class Steps:
                 layer.share_weight = self._share
         train = compat.split_train_step(model) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
+        self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(model.test_step)
         self._predict = self._compiled(model.predict_step)
 
-    def _compiled(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
+        """Compile `step`, whose data has this many leading dimensions in common."""
         if self._model.run_eagerly:
             return step
-        compiled: dict[int, Callable[[Any], Any]] = {}
+        compiled: dict[tuple[int, ...], Callable[[Any], Any]] = {}
 
         def run(data: Any) -> Any:
             # A function for each number of examples, of which a share has few: Keras weighs the losses of
             # several outputs by the number only if it is known while tracing.
-            examples = int(tf.nest.flatten(data)[0].shape[0])
-            if examples not in compiled:
-                compiled[examples] = tf.function(
-                    _of_size(step, examples), reduce_retracing=True, autograph=False
+            leading = tuple(tf.nest.flatten(data)[0].shape[:dimensions])
+            if leading not in compiled:
+                compiled[leading] = tf.function(
+                    _of_size(step, leading), reduce_retracing=True, autograph=False
                 )
-            return compiled[examples](data)
+            return compiled[leading](data)
 
         return run
 
-    def train(self, share: Share) -> Logs:
-        """Train on `share`; return this rank's logs so far in the epoch, as scalar tensors."""
-        return self._run(self._train, share)
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares`, one after the other; return this rank's logs so far, as scalar tensors."""
+        if len(shares) == 1:
+            return self._run(self._train, shares[0])
+        stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *[s.data for s in shares])
+        return self._run(self._train_several, replace(shares[0], data=stacked))
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
@@ -91,6 +123,9 @@ class Steps:
     def predict(self, share: Share) -> Any:
         """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
         return self._predict(share.data)
+
+    def finish(self) -> None:
+        """Nothing is in flight: each step returns when it is done."""
 
     def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
         if not self._weighted:

@@ -1,0 +1,124 @@
+"""HorovodStrategy: synchronous data parallel training, one process a worker. The default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvdtrain.agreement import require_equal
+from hvdtrain.data import Part, Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
+from hvdtrain.keras.variables import (
+    broadcast_variables,
+    check_replicas,
+    tf_variable,
+    trained_variables,
+)
+from hvdtrain.metrics import average_logs, merge_state, state_variables
+from hvdtrain.runtime import Rank
+from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.steps import RankSteps
+from hvdtrain.strategies.strategy import Logs, Strategy, write_model
+
+
+class HorovodStrategy(Strategy):
+    """Each rank computes its share of the global batch; the gradients are reduced by Horovod.
+
+    Attributes:
+        data_set: the ranks between which the global batch is divided.
+    """
+
+    name: ClassVar[str] = "horovod"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data_set: hvd.ProcessSet = hvd.global_process_set
+
+    def start(self, seed: int) -> Rank:
+        rank = super().start(seed)
+        self.part = Part(rank.rank, rank.size)
+        self.workers = rank.size
+        self.is_first = rank.is_first
+        return rank
+
+    def distribute(self, optimizer: Any) -> Any:
+        if not compat.is_distributed(optimizer):
+            optimizer = DistributedOptimizer(optimizer)
+        _check_reduction(reducer_of(optimizer).reduction)
+        return optimizer
+
+    def prepare(self, model: keras.Model, data: Any, what: str) -> RankSteps:
+        self.build_variables(model, data, what)
+        self.broadcast(model)
+        fold_rank_into_seeds(model, self.part.index)
+        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        """Create all variables, and compare their shapes over the ranks."""
+        compat.symbolic_build(model, data)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        built = {
+            "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
+            "the metrics": compat.metric_names(model),
+            "the states of the metrics": [
+                list(tf_variable(v).shape) for v in state_variables(model.metrics)
+            ],
+        }
+        require_equal(built, what, "model")
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> RankSteps:
+        compat.symbolic_call(model, inputs)
+        broadcast_variables(model.variables)
+        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+
+    def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
+        optimizer = model.optimizer
+        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
+        state = [*model.variables, *optimizer.variables]
+        broadcast_variables([v for v in state if id(tf_variable(v)) not in kept])
+
+    def check_step(self, model: keras.Model, when: str) -> None:
+        # Statistics of a step differ by nature; they are averaged when the epoch ends.
+        check_replicas(variables=trained_variables(model), when=when)
+
+    def check(self, model: keras.Model, when: str) -> None:
+        check_replicas(model, when=when)
+
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
+        merge_state(model.metrics, self.data_set)
+        logs, from_metrics = compat.metrics_or_logs(model, step_logs)
+        values = {name: float(value) for name, value in logs.items()}
+        return values if from_metrics else average_logs(values, share.examples, self.data_set)
+
+    def end_epoch(self, model: keras.Model) -> None:
+        average_statistics(model, reducer_of(model.optimizer).local_variables, self.data_set)
+
+    def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
+        return gather_predictions(outputs, self.data_set)
+
+    def save(self, model: keras.Model, path: Path) -> None:
+        if self.is_first:
+            write_model(model, path)
+
+
+def _check_reduction(reduction: Reduction) -> None:
+    """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
+    if reduction.op != hvd.Average:
+        raise UsageError(
+            "Trainer averages the gradients exactly over all examples: give it an optimizer distributed with "
+            "op=Average, or a plain one. op=Sum and op=Adasum work with hvdtrain.keras and model.fit"
+        )
+    if reduction.process_set.process_set_id != 0:
+        raise UsageError(
+            "Trainer trains on all ranks: give it an optimizer without process_set. Process sets work with "
+            "hvdtrain.keras and model.fit"
+        )

@@ -1,0 +1,132 @@
+"""Strategy: what the Trainer asks of a way to run training steps on all workers.
+
+The base class is the simplest way: one process that trains alone, as plain Keras would. Sub-classes lay
+over it what they do otherwise; all of them keep the Trainer's contract, that losses, metrics, predictions and
+weights are those of one worker with the global batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import keras
+
+from hvdtrain.data import Part, Share
+from hvdtrain.keras import compat
+from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.gather import gather_predictions
+
+Logs = dict[str, Any]
+ModelSource: TypeAlias = Any
+"""A keras.Model, or a function without arguments that builds one; Keras brings no types."""
+
+
+class Steps(Protocol):
+    """The steps of one prepared model."""
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares` one after the other; return the running logs of this process.
+
+        There are several with `steps_per_execution`: all of one size, none of them empty.
+        """
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`; return the running logs of this process."""
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's outputs for the examples of `share` (an idle rank's: for its filler)."""
+
+    def finish(self) -> None:
+        """Wait for all that was started; what the model and its metrics hold is complete then."""
+
+
+class Strategy:
+    """One process, no communication.
+
+    Attributes:
+        name: as in `Trainer(strategy=...)`.
+        workers: how many compute a step together; at most one a example of the global batch.
+        part: which share of each global batch this process reads.
+        is_first: whether this process writes files and talks to the terminal.
+    """
+
+    name: ClassVar[str] = "alone"
+
+    def __init__(self) -> None:
+        self.workers = 1
+        self.part = Part(0, 1)
+        self.is_first = True
+
+    def start(self, seed: int) -> Rank:
+        """Join the job, before TensorFlow's devices are in use; return who this process is."""
+        return init(seed)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model, its optimizer and its metrics are made."""
+        return contextlib.nullcontext()
+
+    def build(self, model: ModelSource) -> keras.Model:
+        """Return the model that this process trains; a function is called to build it."""
+        with self.scope():
+            return model if isinstance(model, keras.Model) else model()
+
+    def distribute(self, optimizer: Any) -> Any:
+        """Return the optimizer that the model is compiled with."""
+        return optimizer
+
+    def prepare(self, model: keras.Model, data: Any, what: str) -> Steps:
+        """Create all variables of a compiled model, alike for all workers, and return its steps.
+
+        Args:
+            model: what `build` returned, compiled.
+            data: (x, y, sample_weight) of one share, as Keras's symbolic tensors.
+            what: "training" or "evaluation", for messages.
+        """
+        raise NotImplementedError
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
+        """Create the variables of `model` for symbolic `inputs`; return steps that can only predict."""
+        raise NotImplementedError
+
+    def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
+        """Give all workers the first one's weights, statistics and optimizer state, except `without`."""
+
+    def check_step(self, model: keras.Model, when: str) -> None:
+        """Raise ReplicaError if what every step must leave equal (weights) differs between workers."""
+
+    def check(self, model: keras.Model, when: str) -> None:
+        """Raise ReplicaError if anything that is replicated differs between workers."""
+
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
+        """Return the values since the metrics' reset, over all workers: equal on every rank.
+
+        Args:
+            step_logs: what the last step returned on this process.
+            share: of the last step.
+        """
+        values, _ = compat.metrics_or_logs(model, step_logs)
+        return {name: float(value) for name, value in values.items()}
+
+    def end_epoch(self, model: keras.Model) -> None:
+        """Make the statistics of all workers one (BatchNormalization's moving averages)."""
+
+    def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
+        """Return the outputs for all examples, in their order, on every rank."""
+        return gather_predictions(outputs)
+
+    def save(self, model: keras.Model, path: Path) -> None:
+        """Write the whole model with its optimizer's state to `path`; plain Keras loads it.
+
+        All ranks call it; the file is complete or absent.
+        """
+        write_model(model, path)
+
+
+def write_model(model: keras.Model, path: Path) -> None:
+    """Write a .keras file beside its place, then move it there."""
+    temporary = path.with_name(f".tmp.{path.name}")
+    model.save(temporary)
+    temporary.replace(path)
