@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.errors import EngineError, HvdtrainError, ReplicaError, UsageError
+    from hvdtrain.parallel.layout import Layout
+    from hvdtrain.parallel.mesh import Mesh
     from hvdtrain.runtime import Rank, init, shutdown
     from hvdtrain.trainer import Trainer
 
@@ -20,6 +22,8 @@ __version__ = "0.1.0"
 __all__ = [
     "EngineError",
     "HvdtrainError",
+    "Layout",
+    "Mesh",
     "Rank",
     "ReplicaError",
     "Trainer",
@@ -30,6 +34,8 @@ __all__ = [
 
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
+    "Layout": "hvdtrain.parallel.layout",
+    "Mesh": "hvdtrain.parallel.mesh",
     "Rank": "hvdtrain.runtime",
     "init": "hvdtrain.runtime",
     "shutdown": "hvdtrain.runtime",

@@ -15,11 +15,21 @@ from hvdtrain.environment import RANK_CORES, STALL_DEFAULTS
 
 _LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Slurm's own name counts only in a task that Slurm started as a rank of an MPI job.
+_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
     """This process's rank as its launcher (horovodrun, mpirun) tells it; 0 without one."""
     return _first_number(environ, _RANK_VARIABLES, 0)
+
+
+def size_of(environ: Mapping[str, str]) -> int:
+    """The number of ranks as the launcher tells it; 1 without one."""
+    names: tuple[str, ...] = _SIZE_VARIABLES
+    if "PMIX_RANK" in environ:
+        names = (*names, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    return _first_number(environ, names, 1)
 
 
 def available_cores() -> int:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
-from hvdtrain.rank_environment import available_cores, rank_environment
+from hvdtrain.rank_environment import available_cores, rank_environment, size_of
 from hvdtrain.scheduling import kernel_knows_slices, schedule_promptly, threads_of_this_process
 
 _LAUNCHER_VARIABLES = (
@@ -41,6 +41,13 @@ class Rank:
     def is_first(self) -> bool:
         """Whether this rank writes files and talks to the terminal."""
         return self.rank == 0
+
+
+class RankGroups(Protocol):
+    """What `init` must know of a mesh (hvdtrain.Mesh): the groups in which ranks communicate."""
+
+    def rank_lists(self, ranks: int) -> list[list[int]]:
+        """Return the groups of a job of `ranks` ranks; UsageError if it cannot have them."""
 
 
 def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str]:
@@ -97,7 +104,7 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     schedule_promptly(threads_of_this_process() - before)
 
 
-def init(seed: int | None = None) -> Rank:
+def init(seed: int | None = None, mesh: RankGroups | None = None) -> Rank:
     """Make this process a rank of the job: Horovod, GPU, threads and, if given, the seeds.
 
     Safe to call again. Run without a launcher, the job has one rank. From here on an uncaught HvdtrainError is
@@ -105,17 +112,22 @@ def init(seed: int | None = None) -> Rank:
 
     Args:
         seed: for Python, NumPy and Keras; the same on all ranks, so that initial weights and shuffles agree.
+        mesh: hvdtrain.Mesh of a model that is divided over the ranks: Horovod must know its process sets from
+            the start.
 
     Raises:
         EngineError: Horovod is not installed or does not load.
-        UsageError: fewer GPUs are visible than ranks of this host need.
+        UsageError: fewer GPUs are visible than ranks of this host need; the mesh does not fit the ranks.
     """
     sys.excepthook = _message_alone
-    start_horovod()
-    import horovod.tensorflow as hvd
+    hvd = load_horovod()
+    groups = [] if mesh is None else mesh.rank_lists(size_of(os.environ))
+    start_horovod(process_sets=[hvd.ProcessSet(group) for group in groups])
     import keras
 
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    if mesh is not None:
+        mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.
     _pin_gpu(rank)
     if seed is not None:
         keras.utils.set_random_seed(seed)

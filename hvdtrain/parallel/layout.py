@@ -1,0 +1,67 @@
+"""Layout: which mesh of ranks, which layers are split how, and which layers are on which stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.mesh import Mesh
+
+WAYS = ("column", "row", "heads", "vocabulary")
+"""How a layer's weights are split; see hvdtrain.parallel.tensor."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on the ranks of a job.
+
+    Args:
+        mesh: the ranks.
+        split: for mesh.tensor > 1: a regular expression for the whole path of layers, such as
+            "block_.*/mlp/up" -> "column", "row" (Dense), "heads" (attention), "vocabulary" or "column"
+            (Embedding). A layer's path is its name behind those of the layers that it is in.
+        stages: for mesh.pipeline > 1: the names of the layers that begin the second and later stages;
+            None: balanced by cost.
+        micro_batches: for mesh.pipeline > 1: parts of each rank's share that follow each other through
+            the stages.
+    """
+
+    mesh: Mesh
+    split: Mapping[str, str] = field(default_factory=dict)
+    stages: Sequence[str] | None = None
+    micro_batches: int = 1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise UsageError(f"Layout: mesh={self.mesh!r}: give an hvdtrain.Mesh")
+        self._check_split()
+        self._check_stages()
+
+    def _check_split(self) -> None:
+        for pattern, way in self.split.items():
+            if way not in WAYS:
+                raise UsageError(
+                    f"Layout: split[{pattern!r}] = {way!r}: use one of {', '.join(WAYS)}"
+                )
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise UsageError(
+                    f"Layout: split[{pattern!r}] is no regular expression: {error}"
+                ) from None
+        if self.mesh.tensor > 1 and not self.split:
+            raise UsageError(
+                f"Layout: mesh has tensor={self.mesh.tensor}, and split names no layer: give it, such as "
+                'split={"block_.*/mlp/up": "column", "block_.*/mlp/down": "row"}'
+            )
+
+    def _check_stages(self) -> None:
+        if self.micro_batches < 1:
+            raise UsageError(f"Layout: micro_batches={self.micro_batches}: give 1 or more")
+        if self.stages is not None and len(self.stages) != self.mesh.pipeline - 1:
+            raise UsageError(
+                f"Layout: stages names {len(self.stages)} layers; mesh has pipeline={self.mesh.pipeline}, so name "
+                f"the first layer of each stage but the first: {self.mesh.pipeline - 1}"
+            )

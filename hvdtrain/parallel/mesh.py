@@ -1,0 +1,191 @@
+"""Mesh: the ranks as a grid of data x pipeline x tensor, and the groups in which they communicate.
+
+rank = (data_index * pipeline + stage) * tensor + tensor_index: the ranks that split one layer, which
+talk most, are neighbours and sit on one host. For rank r of the mesh:
+
+    data       the ranks with r's stage and tensor index: they hold the same parts of the same layers
+    tensor     the ranks with r's data index and stage: together they hold whole layers
+    pipeline   the ranks with r's data and tensor index: the stages of one copy of the model
+    stage      data x tensor: the ranks that hold the same unsplit variables
+
+Horovod must know the groups when it starts: `hvdtrain.init(mesh=...)` or `Trainer(layout=...)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import horovod.tensorflow as hvd
+from horovod.common import process_sets
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands in the mesh."""
+
+    data_index: int
+    stage: int
+    tensor_index: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks share out the data, split the layers, and hold stages of the model.
+
+    Args:
+        data: copies of the model; 0: as many as the ranks of the job make.
+        tensor: ranks over which a layer's weights are split.
+        pipeline: stages into which the model is cut.
+    """
+
+    data: int = 0
+    tensor: int = 1
+    pipeline: int = 1
+
+    def __post_init__(self) -> None:
+        for name, least in (("data", 0), ("tensor", 1), ("pipeline", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise UsageError(f"Mesh: {name}={value!r}: give a whole number, {least} or more")
+
+    @property
+    def size(self) -> int:
+        """The number of ranks; 0 while `data` is open."""
+        return self.data * self.pipeline * self.tensor
+
+    def for_ranks(self, ranks: int) -> Mesh:
+        """Return the mesh of a job of `ranks` ranks, its `data` filled in.
+
+        Raises:
+            UsageError: too few ranks, or a number that the mesh does not divide.
+        """
+        copy = self.tensor * self.pipeline
+        wanted = self.size or copy
+        shape = f"tensor={self.tensor}, pipeline={self.pipeline}"
+        if self.data:
+            shape = f"data={self.data}, {shape}"
+        if ranks < wanted:
+            least = "" if self.data else "at least "
+            raise UsageError(
+                f"Mesh({shape}) needs {least}{wanted} ranks, and the job has {ranks}: "
+                f"start it with -np {wanted}, or use a smaller mesh"
+            )
+        if self.data and ranks != wanted:
+            raise UsageError(
+                f"Mesh({shape}) is of {wanted} ranks, and the job has {ranks}: start it with -np {wanted}, "
+                "or leave data out of the mesh"
+            )
+        if ranks % copy:
+            raise UsageError(
+                f"Mesh({shape}): one copy of the model takes {copy} ranks, and the job's {ranks} are no multiple "
+                f"of that: start it with -np {ranks // copy * copy} or {(ranks // copy + 1) * copy}"
+            )
+        return replace(self, data=ranks // copy)
+
+    def place(self, rank: int) -> Place:
+        """Return where `rank` stands."""
+        assert 0 <= rank < self.size, (rank, self)
+        copy, tensor_index = divmod(rank, self.tensor)
+        data_index, stage = divmod(copy, self.pipeline)
+        return Place(data_index, stage, tensor_index)
+
+    def rank(self, place: Place) -> int:
+        """Return the rank that stands at `place`."""
+        copy = place.data_index * self.pipeline + place.stage
+        return copy * self.tensor + place.tensor_index
+
+    def data_ranks(self, rank: int) -> list[int]:
+        """Return the ranks that hold what `rank` holds, itself included."""
+        here = self.place(rank)
+        return self._where(lambda p: replace(p, data_index=here.data_index) == here)
+
+    def tensor_ranks(self, rank: int) -> list[int]:
+        """Return the ranks that split their layers with `rank`, itself included."""
+        here = self.place(rank)
+        return self._where(lambda p: replace(p, tensor_index=here.tensor_index) == here)
+
+    def pipeline_ranks(self, rank: int) -> list[int]:
+        """Return the ranks of the stages before and after `rank`, itself included, by stage."""
+        here = self.place(rank)
+        return self._where(lambda p: replace(p, stage=here.stage) == here)
+
+    def stage_ranks(self, rank: int) -> list[int]:
+        """Return all ranks of the stage of `rank`."""
+        here = self.place(rank)
+        return self._where(lambda p: p.stage == here.stage)
+
+    def rank_lists(self, ranks: int) -> list[list[int]]:
+        """Return the process sets of a job of `ranks` ranks, each once, without the one of all ranks."""
+        mesh = self.for_ranks(ranks)
+        groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
+        found = {tuple(group(rank)) for group in groups for rank in range(ranks)}
+        return [list(group) for group in sorted(found) if len(group) < ranks]
+
+    def _where(self, wanted: Callable[[Place], bool]) -> list[int]:
+        return [rank for rank in range(self.size) if wanted(self.place(rank))]
+
+
+@dataclass(frozen=True)
+class Position:
+    """This rank in the mesh, and the process sets in which it communicates.
+
+    A set of one rank is a process set like the others: collectives work there, and may be left out.
+    """
+
+    mesh: Mesh
+    data_index: int
+    stage: int
+    tensor_index: int
+    data_set: hvd.ProcessSet
+    tensor_set: hvd.ProcessSet
+    pipeline_set: hvd.ProcessSet
+    stage_set: hvd.ProcessSet
+    everyone: hvd.ProcessSet
+
+
+def position(mesh: Mesh) -> Position:
+    """Return this rank's position; Horovod runs already.
+
+    Raises:
+        UsageError: the job's ranks do not make this mesh, or Horovod was started without its process sets.
+    """
+    mesh = mesh.for_ranks(hvd.size())
+    rank = hvd.rank()
+    known = _known_sets()
+    place = mesh.place(rank)
+    return Position(
+        mesh=mesh,
+        data_index=place.data_index,
+        stage=place.stage,
+        tensor_index=place.tensor_index,
+        data_set=_process_set(mesh.data_ranks(rank), known),
+        tensor_set=_process_set(mesh.tensor_ranks(rank), known),
+        pipeline_set=_process_set(mesh.pipeline_ranks(rank), known),
+        stage_set=_process_set(mesh.stage_ranks(rank), known),
+        everyone=hvd.global_process_set,
+    )
+
+
+def _known_sets() -> dict[tuple[int, ...], int]:
+    """Return Horovod's number of each process set."""
+    return {
+        tuple(ranks): number
+        for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()
+    }
+
+
+def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> hvd.ProcessSet:
+    number = known.get(tuple(ranks))
+    if number is None:
+        raise UsageError(
+            f"Horovod runs without the mesh's process set of ranks {ranks}: give the mesh to the first call that "
+            "starts it, hvdtrain.init(mesh=...), or let Trainer(layout=...) be that call"
+        )
+    if number == 0:
+        return hvd.global_process_set
+    found = hvd.ProcessSet(ranks)
+    found.process_set_id = number
+    return found
