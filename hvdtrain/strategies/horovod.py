@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,14 +32,18 @@ from hvdtrain.strategies.strategy import Logs, Strategy, write_model
 class HorovodStrategy(Strategy):
     """Each rank computes its share of the global batch; the gradients are reduced by Horovod.
 
+    Args:
+        wrap: makes a Keras optimizer reduce its gradients: DistributedOptimizer, or one that shards its state.
+
     Attributes:
         data_set: the ranks between which the global batch is divided.
     """
 
     name: ClassVar[str] = "horovod"
 
-    def __init__(self) -> None:
+    def __init__(self, wrap: Callable[..., Any] = DistributedOptimizer) -> None:
         super().__init__()
+        self._wrap = wrap
         self.data_set: hvd.ProcessSet = hvd.global_process_set
 
     def start(self, seed: int) -> Rank:
@@ -51,7 +55,7 @@ class HorovodStrategy(Strategy):
 
     def distribute(self, optimizer: Any) -> Any:
         if not compat.is_distributed(optimizer):
-            optimizer = DistributedOptimizer(optimizer)
+            optimizer = self._wrap(optimizer)
         _check_reduction(reducer_of(optimizer).reduction)
         return optimizer
 

@@ -31,9 +31,9 @@ from hvdtrain.keras.learning_rate import require_settable
 from hvdtrain.keras.variables import seed_variables
 from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import engine_errors
-from hvdtrain.strategies.choice import make_strategy
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
+from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
@@ -86,6 +86,8 @@ class Trainer:
         steps_per_execution: run this many steps before callbacks are called again.
         strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains
             them) or a Strategy; default what `hvdtrain run --strategy` was given, else "horovod".
+        layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
+        shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
         guard: compare the replicas after the first step and every epoch.
 
     Raises:
@@ -113,9 +115,11 @@ class Trainer:
         run_eagerly: bool = False,
         steps_per_execution: int = 1,
         strategy: str | Strategy | None = None,
+        layout: Any = None,
+        shard_optimizer: bool = False,
         guard: bool = True,
     ) -> None:
-        self.strategy = make_strategy(strategy)
+        self.strategy = make_strategy(strategy, layout, shard_optimizer)
         self.rank = self.strategy.start(seed)
         check_positive("global_batch_size", global_batch_size)
         check_positive("steps_per_execution", steps_per_execution)
@@ -159,6 +163,8 @@ class Trainer:
             "seed": seed,
             "steps_per_execution": steps_per_execution,
             "strategy": self.strategy.name,
+            "layout": repr(layout),
+            "shard_optimizer": shard_optimizer,
             "warmup_epochs": warmup_epochs,
         }
 

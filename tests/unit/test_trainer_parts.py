@@ -160,7 +160,7 @@ def test_model() -> None:
     with pytest.raises(UsageError, match="returned int"):
         build_model(lambda: 3, None, Strategy().build)  # type: ignore[arg-type, return-value]
     try:
-        built = build_model(small, "mixed_bfloat16")
+        built = build_model(small, "mixed_bfloat16", Strategy().build)
     finally:
         keras.config.set_dtype_policy("float32")
     assert built.layers[-1].compute_dtype == "bfloat16"
