@@ -18,7 +18,7 @@ from keras import callbacks as kc
 
 import hvdtrain
 from hvdtrain import agreement
-from hvdtrain.data import make_source
+from hvdtrain.data import Share, make_source
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import Rank
@@ -33,6 +33,7 @@ from hvdtrain.trainer.setup import (
     evaluation_source,
     symbolic_data,
 )
+from hvdtrain.trainer.shares import grouped
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -119,6 +120,19 @@ def test_only_rank_0_is_verbose() -> None:
     assert resolve_verbose(1, Rank(1, 2, 1, 2)) == 0
     assert resolve_verbose("auto", Rank(0, 1, 0, 1)) == 2  # pytest's output is no terminal
     assert resolve_verbose(0, Rank(0, 1, 0, 1)) == 0
+
+
+# Steps.
+
+
+def test_steps_of_one_execution_are_alike() -> None:
+    def share(examples: int, global_examples: int) -> Share:
+        return Share(((),), examples, global_examples, 0, 0)
+
+    full, tail, idle = share(4, 8), share(2, 5), share(0, 1)
+    found = list(grouped(iter([full, full, full, full, full, tail, idle, idle]), 2))
+    assert found == [[full, full], [full, full], [full], [tail], [idle], [idle]]
+    assert list(grouped(iter([full, full]), 1)) == [[full], [full]]
 
 
 # run_dir.

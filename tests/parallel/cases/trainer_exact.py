@@ -289,6 +289,8 @@ def case_ways_of_running() -> dict[str, Any]:
     found = {
         "jit_compile": vector(jit_compile=True),
         "run_eagerly": vector(run_eagerly=True),
+        "steps_per_execution": vector(steps_per_execution=2),
+        "steps_per_execution, jit_compile": vector(steps_per_execution=2, jit_compile=True),
         "accumulate": apart(
             vector_model,
             lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=3),
