@@ -41,6 +41,10 @@ COMMANDS = {
     ),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
+    "strategies": (
+        "hvdtrain.cli.strategies:strategies",
+        "List the ways to distribute training, and which of them work here.",
+    ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
 }
 

@@ -18,6 +18,7 @@ from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.options import GROUPS, Setting, settings_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
+from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
 
 # Fields whose command line has one more choice, which is made before there is a plan.
 _WITH_AUTO = {"controller", "launcher"}
@@ -33,6 +34,14 @@ _HOROVODRUNS = {
     "--no-log-hide-timestamp": "--log-with-timestamp",
     "--check-build": "hvdtrain doctor",
 }
+_WORKERS = (
+    "Number of workers of --strategy parameter-server, beside the chief, which runs SCRIPT.  "
+    "[default: all slots of the hosts that the servers leave]"
+)
+_SERVERS = (
+    "Number of its servers. First servers, then workers go to the hosts in turn; the chief runs here.  "
+    "[default: 1]"
+)
 
 
 class GroupedOption(click.Option):
@@ -103,6 +112,29 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add the options of every field of `LaunchPlan`."""
     for setting in reversed(settings_of(LaunchPlan)):
         command = _click_option(setting)(command)
+    return command
+
+
+def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: add --strategy, and the numbers that parameter servers need."""
+    names = [*STRATEGIES, *ALIASES]
+    for name, details in (
+        ("--ps", {"type": int, "metavar": "N", "help": _SERVERS}),
+        ("--workers", {"type": int, "metavar": "N", "help": _WORKERS}),
+        (
+            "--strategy",
+            {
+                "default": HOROVOD,
+                "show_default": True,
+                "metavar": "NAME",
+                "help": f"How the work is distributed: {', '.join(names)}.",
+                "shell_complete": lambda ctx, option, begun: [
+                    one for one in names if one.startswith(begun)
+                ],
+            },
+        ),
+    ):
+        command = click.option(name, cls=GroupedOption, group="strategy", **details)(command)
     return command
 
 

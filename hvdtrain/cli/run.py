@@ -13,7 +13,13 @@ import click
 
 from hvdtrain.cli.concealment import conceal_secrets
 from hvdtrain.cli.config import config_text, load_config, without_outranked
-from hvdtrain.cli.options import PATH, GroupedOption, SectionedCommand, launch_options
+from hvdtrain.cli.options import (
+    PATH,
+    GroupedOption,
+    SectionedCommand,
+    launch_options,
+    strategy_options,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
@@ -30,10 +36,12 @@ from hvdtrain.launch.slurm.srun import (
     used_hosts,
 )
 from hvdtrain.launch.variables import EnvVar
+from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
 
 
 @click.command(cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
+@strategy_options
 @click.option(
     "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts",
     help="File with a line 'NAME slots=N' for each host, instead of --hosts.",
@@ -81,12 +89,18 @@ def run(
     prefix_output_with_timestamp: bool,
     container: str | None,
     dry_run: bool,
+    strategy: str,
+    workers: int | None,
+    ps: int | None,
     **values: Any,
 ) -> None:
     """Run SCRIPT on several workers, through horovodrun or, in a Slurm job of several nodes, srun.
 
     In a Slurm job no numbers are needed: it runs a worker for each task of the job, or for each GPU
     if the job did not ask for tasks.
+
+    With --strategy it runs without Horovod: tpu and central-storage as one process, parameter-server
+    as a chief, workers and servers. `hvdtrain strategies` tells what each is for.
 
     What follows SCRIPT is the script's own. Rank 0's output is shown as if the script ran alone;
     the output of all workers is kept in files. The exit code is that of the worker that failed
@@ -95,6 +109,24 @@ def run(
     if show_config:
         click.echo(config_text(ctx))
         return
+    choice = choose_strategy(strategy)
+    if choice.note:
+        click.echo(choice.note, err=True)
+    view = View(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
+    if choice.name != HOROVOD:
+        from hvdtrain.cli.run_strategy import other_launch
+
+        values["env"] = tuple(map(_variable_to_pass, values["env"]))
+        argv, members = other_launch(ctx, choice.name, workers, ps, without_outranked(ctx, values))
+        _print_or_run(argv, values, view, dry_run, members=members)
+        return
+    for name, number in (("--workers", workers), ("--ps", ps)):
+        if number is not None:
+            raise UsageError(
+                f"{name} is for --strategy {PARAMETER_SERVER}; Horovod's workers: -np N"
+            )
+    if os.environ.get(STRATEGY):
+        os.environ[STRATEGY] = HOROVOD  # The ranks' Trainer reads it; --strategy may say otherwise.
     mpirun = find_mpirun()
     allocation = read_allocation(os.environ)
     if container is not None:
@@ -105,14 +137,20 @@ def run(
         argv = srun_command(plan, allocation, box)
     else:
         argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+    _print_or_run(argv, values, view, dry_run, elastic=plan.elastic)
+
+
+def _print_or_run(
+    argv: list[str], values: dict[str, Any], view: View, dry_run: bool, **launch: Any
+) -> None:
+    """Print the command, or run it and exit as it does."""
     if dry_run:
         click.echo(shlex.join(masked(argv)))
         return
-    conceal_secrets(values.get("env") or (), plan.arguments)
-    if plan.verbose:
+    conceal_secrets(values.get("env") or (), values["arguments"])
+    if view.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
-    view = View(log_dir, all_ranks, plan.verbose, timestamps=prefix_output_with_timestamp)
-    sys.exit(run_launch(argv, view, elastic=plan.elastic))
+    sys.exit(run_launch(argv, view, **launch))
 
 
 def _launcher_of_containers(wanted: str) -> str:

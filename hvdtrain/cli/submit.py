@@ -18,6 +18,7 @@ from hvdtrain.launch.passing import looks_secret
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 from hvdtrain.launch.variables import EnvVar
+from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, choose_strategy
 
 FOLDER = Path(".hvdtrain/jobs")
 _ASIDE = "such as --sbatch=--constraint=a100"
@@ -65,6 +66,9 @@ _ASIDE = "such as --sbatch=--constraint=a100"
     help="Back into the queue when the time is over before the training; the script finds the "
     "number of restarts in SLURM_RESTART_COUNT.",
 )  # fmt: skip
+@click.option("--strategy", metavar="NAME", help="As for hvdtrain run.")
+@click.option("--workers", type=int, metavar="N", help="As for hvdtrain run.")
+@click.option("--ps", type=int, metavar="N", help="As for hvdtrain run.")
 @click.option("--container", metavar="IMAGE", help="As for hvdtrain run.")
 @click.option("--config", type=PATH, metavar="FILE", help="Configuration for hvdtrain run.")
 @click.option(
@@ -114,6 +118,9 @@ def request_of(
     arguments: tuple[str, ...],
     *,
     config: Path | None,
+    strategy: str | None,
+    workers: int | None,
+    ps: int | None,
     container: str | None,
     env: tuple[EnvVar, ...],
     time_limit: str | None,
@@ -133,6 +140,7 @@ def request_of(
         warning_seconds = default_warning(time_limit)
     options = ["--config", str(config)] if config else []
     options += ["--container", container] if container else []
+    options += _strategy(strategy, workers, ps)
     for variable in env:
         options += ["--env", _without_secret(variable)]
     pattern = "%x-%A_%a.out" if array else "%x-%j.out"
@@ -146,6 +154,18 @@ def request_of(
         requeue=requeue,
         **resources,
     )
+
+
+def _strategy(strategy: str | None, workers: int | None, ps: int | None) -> list[str]:
+    """The options of `hvdtrain run`; what it would refuse is refused before the job waits."""
+    name = choose_strategy(strategy).name if strategy else HOROVOD
+    for option, number in (("--workers", workers), ("--ps", ps)):
+        if number is not None and name != PARAMETER_SERVER:
+            raise UsageError(f"{option} is for --strategy {PARAMETER_SERVER}")
+        if number is not None and number < 1:
+            raise UsageError(f"{option} {number}: give at least 1")
+    given = (("--strategy", strategy), ("--workers", workers), ("--ps", ps))
+    return [word for option, value in given if value is not None for word in (option, str(value))]
 
 
 def _hvdtrain() -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 # The sections of `hvdtrain run --help`, in this order.
 GROUPS = {
     "basic": "Basic",
+    "strategy": "Strategy",
     "hosts": "Hosts",
     "ssh": "Reaching other hosts",
     "elastic": "Elastic training (over Gloo)",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from hvdtrain.failure import Failure
+from hvdtrain.launch.members import RANKS, Members
 from hvdtrain.launch.process import Ending
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
@@ -19,7 +20,7 @@ _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
 )
-# What hvdtrain.start.horovodrun says itself: about other hosts, in whole sentences.
+# What the programs of hvdtrain.start say themselves: about hosts and servers, in whole sentences.
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
 
@@ -33,7 +34,11 @@ class Outcome:
 
 
 def outcome_of(
-    ending: Ending, failures: list[Failure], launcher_text: str, log_dir: Path
+    ending: Ending,
+    failures: list[Failure],
+    launcher_text: str,
+    log_dir: Path,
+    members: Members = RANKS,
 ) -> Outcome:
     """The outcome of a run.
 
@@ -42,25 +47,30 @@ def outcome_of(
         failures: what the ranks reported, in the order of arrival.
         launcher_text: what horovodrun, mpirun or srun said.
         log_dir: named in the message.
+        members: what the ranks are called.
     """
     if ending.received is not None:
         return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
-    logs = f"logs of all ranks: {log_dir}"
+    logs = f"logs{' of all ranks' if members == RANKS else ''}: {log_dir}"
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
     told = "\n".join(_STARTER.findall(launcher_text))
-    if told and (cause is None or cause.secondary):
+    # What befell the others is why the first of several roles failed, whatever it says itself.
+    if told and (cause is None or cause.secondary or members.roles):
         return Outcome(_code_of(ending), f"{told}\n{logs}" if failures or ended else told)
     if cause is not None:
-        return Outcome(cause.exit_code, f"{_describe(cause, failures)}\n{logs}")
+        return Outcome(cause.exit_code, f"{_describe(cause, failures, members)}\n{logs}")
     if ended is not None:
         rank, code = ended
-        return Outcome(code, f"rank {rank} {_how(code)}\n{logs}")
+        return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}")
     code = _code_of(ending)
+    if members != RANKS and not launcher_text.strip():
+        return Outcome(code, f"{_only(members)} {how_it_ended(code)}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
-    launcher = "srun" if tail.startswith("srun: ") else "horovodrun"
+    launcher = "horovodrun" if members == RANKS else "the launcher"
+    launcher = "srun" if tail.startswith("srun: ") else launcher
     return Outcome(code, f"{launcher} failed (exit code {code}):\n{tail}\n{logs}")
 
 
@@ -85,20 +95,27 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
     return failures[0] if failures else None
 
 
-def _describe(cause: Failure, failures: list[Failure]) -> str:
+def _only(members: Members) -> str:
+    """The process whose exit code is the launch's."""
+    return members.name(0) if members.roles else "the script"
+
+
+def _describe(cause: Failure, failures: list[Failure], members: Members) -> str:
     alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
     also = f" (and {_ranks(alike)} alike)" if alike else ""
+    name = members.name(cause.rank) if members == RANKS else _only(members)
     if not cause.text:
-        return f"rank {cause.rank}{also} {_how(cause.exit_code)}"
+        return f"{name}{also} {how_it_ended(cause.exit_code)}"
     one_line = "\n" not in cause.text
-    return f"rank {cause.rank}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
+    return f"{name}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
+    """What to say of a process that ended with this exit code, as a shell reports it."""
     if code > EXIT_SIGNAL_BASE:
         try:
             name = signal.Signals(code - EXIT_SIGNAL_BASE).name

@@ -3,7 +3,8 @@
 By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is
 shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
 Everything is in `<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log
-dir>/launcher.log`.
+dir>/launcher.log`. Processes that are no ranks (see `members`) are treated alike; the first of them
+is rank 0 here.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from hvdtrain.failure import Failure, from_line
+from hvdtrain.launch.members import RANKS, Members
 from hvdtrain.launch.noise import is_noise, without_stamp
-from hvdtrain.launch.streams import Piece, Stream, TagReader
+from hvdtrain.launch.streams import Piece, PlainReader, Stream, TagReader
 
 # A line, or the part of one up to a carriage return (a progress bar's), with its end.
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
@@ -35,6 +37,7 @@ class Output:
         all_ranks: show every rank's output, each line with its rank in front.
         show_launcher: show what horovodrun and mpirun say as well.
         stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
+        members: what the ranks are called.
         failures: what ranks reported, in the order of arrival.
         launcher_text: the end of what horovodrun and mpirun said.
     """
@@ -45,17 +48,19 @@ class Output:
     all_ranks: bool = False
     show_launcher: bool = False
     stamp: Callable[[], bytes] | None = None
+    members: Members = RANKS
     failures: list[Failure] = field(default_factory=list)
     launcher_text: bytes = b""
     _files: dict[tuple[int | None, Stream], BinaryIO] = field(default_factory=dict)
-    _readers: dict[Stream, TagReader] = field(default_factory=dict)
+    _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _pending: dict[tuple[int, Stream], bytes] = field(default_factory=dict)
     _mid_line: set[int] = field(default_factory=set)
     _said: dict[int, Counter[bytes]] = field(default_factory=dict)
     _shown: Counter[bytes] = field(default_factory=Counter)
 
     def __enter__(self) -> Output:
-        self._readers = {"stdout": TagReader("stdout"), "stderr": TagReader("stderr")}
+        reader = TagReader if self.members.tagged else PlainReader
+        self._readers = {"stdout": reader("stdout"), "stderr": reader("stderr")}
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -112,7 +117,11 @@ class Output:
         line = segment.rstrip(b"\r\n")
         failure = from_line(line.decode(errors="replace")) if stream == "stderr" else None
         if failure is not None:
-            self.failures.append(failure)
+            if self.members.is_vital(rank):
+                # Only ranks know their numbers.
+                self.failures.append(replace(failure, rank=rank) if self.members.roles else failure)
+            else:
+                self._write(self.stderr, self._labelled(rank, f"{failure.text}\n".encode()))
             self._log(rank, "stderr", f"{failure.text}\n".encode())
             return
         stamped = self._stamped(rank, stream, segment)
@@ -120,7 +129,7 @@ class Output:
         if self.all_ranks:
             if line and not (stream == "stderr" and is_noise(line)):
                 target = self.stdout if stream == "stdout" else self.stderr
-                self._write(target, b"[%d] %s\n" % (rank, stamped.rstrip(b"\r\n")))
+                self._write(target, self._labelled(rank, stamped.rstrip(b"\r\n")) + b"\n")
         elif stream == "stdout":
             if rank == 0:
                 self._write(self.stdout, stamped)
@@ -129,6 +138,9 @@ class Output:
             self._write(self.stderr, segment)
         elif not is_noise(line) and (rank == 0 or segment.endswith(b"\n")):
             self._show_once(rank, line, stamped)
+
+    def _labelled(self, rank: int, line: bytes) -> bytes:
+        return b"[%s] %s" % (self.members.label(rank).encode(), line)
 
     def _stamped(self, rank: int, stream: Stream, segment: bytes) -> bytes:
         """What was begun before (only rank 0's standard error is shown so) has its stamp."""
@@ -143,7 +155,7 @@ class Output:
         if said[text] > self._shown[text]:
             self._shown[text] += 1
             if line or rank == 0:
-                self._write(self.stderr, segment if rank == 0 else b"[%d] %s" % (rank, segment))
+                self._write(self.stderr, segment if rank == 0 else self._labelled(rank, segment))
         if len(self._shown) > _LARGEST_MEMORY:
             self._shown.clear()
             self._said.clear()
@@ -158,7 +170,8 @@ class Output:
         key = (rank, stream if rank is not None else "stdout")
         file = self._files.get(key)
         if file is None:
-            path = self.log_dir / ("launcher.log" if rank is None else f"rank.{rank}/{stream}")
+            name = "launcher.log" if rank is None else f"{self.members.folder(rank)}/{stream}"
+            path = self.log_dir / name
             path.parent.mkdir(exist_ok=True)
             # Unbuffered: what was said is in the file even if this process is killed.
             file = self._files[key] = path.open("ab", buffering=0)

@@ -86,7 +86,7 @@ RIVALS = {
 
 def check(plan: LaunchPlan) -> None:
     """Raise UsageError for the first thing in `plan` that cannot work."""
-    _check_script(plan.script)
+    check_script(plan.script)
     for setting in settings_of(plan):
         _check_bounds(setting, getattr(plan, setting.field))
     for setting in settings_of(plan):
@@ -253,7 +253,8 @@ def _reaches_other_hosts(plan: LaunchPlan) -> bool:
     return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)
 
 
-def _check_script(script: Path) -> None:
+def check_script(script: Path) -> None:
+    """Raises UsageError for a training script that cannot be run."""
     if script.is_dir():
         raise UsageError(f"{script} is a folder: name the training script")
     if not script.is_file():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from hvdtrain.environment import LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.members import RANKS, Members
 from hvdtrain.launch.outcome import outcome_of
 from hvdtrain.launch.output import Output
 from hvdtrain.launch.process import run_process
@@ -35,7 +36,9 @@ class View:
     timestamps: bool = False
 
 
-def run_launch(argv: Sequence[str], view: View, *, elastic: bool = False) -> int:
+def run_launch(
+    argv: Sequence[str], view: View, *, elastic: bool = False, members: Members = RANKS
+) -> int:
     """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
 
     With `elastic` the others go on without a rank that fails, and may come to a good end.
@@ -54,6 +57,7 @@ def run_launch(argv: Sequence[str], view: View, *, elastic: bool = False) -> int
         all_ranks=view.all_ranks,
         show_launcher=view.verbose,
         stamp=_time_of_day if view.timestamps else None,
+        members=members,
     )
     with output:
         ending = run_process(
@@ -62,13 +66,14 @@ def run_launch(argv: Sequence[str], view: View, *, elastic: bool = False) -> int
             launch_id=uuid.uuid4().hex,
             on_output=output.feed,
             on_idle=output.settle,
-            on_signal=_say_stopping,
+            on_signal=lambda received: _say_stopping(received, members),
             on_warning=_say_warned,
             has_failed=lambda: bool(output.failures) and not elastic,
         )
         output.finish()
     failures = [] if elastic and ending.returncode == 0 else output.failures
-    outcome = outcome_of(ending, failures, output.launcher_text.decode(errors="replace"), log_dir)
+    text = output.launcher_text.decode(errors="replace")
+    outcome = outcome_of(ending, failures, text, log_dir, members)
     if outcome.message:
         print(outcome.message, file=sys.stderr)
     return outcome.exit_code
@@ -103,5 +108,6 @@ def _time_of_day() -> bytes:
     return time.strftime("%Y-%m-%d %H:%M:%S ").encode()
 
 
-def _say_stopping(received: signal.Signals) -> None:
-    print(f"\n{received.name}: stopping all ranks (again: at once)", file=sys.stderr)
+def _say_stopping(received: signal.Signals, members: Members) -> None:
+    what = "all ranks" if members == RANKS else "the run"
+    print(f"\n{received.name}: stopping {what} (again: at once)", file=sys.stderr)

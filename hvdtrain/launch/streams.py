@@ -34,6 +34,19 @@ class Piece:
 
 
 @dataclass
+class PlainReader:
+    """Reads a stream that has no tags: everything in it is rank 0's."""
+
+    stream: Stream
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        yield Piece(0, self.stream, data)
+
+    def finish(self) -> Iterator[Piece]:
+        yield from ()
+
+
+@dataclass
 class TagReader:
     """Reads one of the launcher's two streams. Feed it what arrives; `finish` gives the rest."""
 

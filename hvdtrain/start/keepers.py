@@ -41,10 +41,12 @@ class Reach:
     seconds: float
 
 
-def keeper_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
-    """The ssh command that runs a host's keeper."""
+def keeper_argv(
+    host: str, launch_id: str, reach: Reach, module: str = "hvdtrain.start.keeper"
+) -> list[str]:
+    """The ssh command that runs a host's keeper (or another program that takes its place)."""
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
-    remote = ["env", *settings, reach.python, "-m", "hvdtrain.start.keeper", launch_id]
+    remote = ["env", *settings, reach.python, "-m", module, launch_id]
     return [
         *_SSH,
         *("-o", f"ConnectTimeout={max(1, int(min(CONNECT_SECONDS, reach.seconds - 1)))}"),

@@ -26,12 +26,9 @@ from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
-from hvdtrain.launch.passing import travelling
-from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT
+from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT, environment_of_srun
 from hvdtrain.start.task import INTERFACE
 
-# What ssh gives a session and srun does not.
-_SESSION = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -50,12 +47,6 @@ def main() -> None:
             RENDEZVOUS_PORT: str(_start_rendezvous(options.hosts, options.num_proc)),
         }
     sys.exit(_run(options.command, environment))
-
-
-def environment_of_srun(environ: dict[str, str], asked: list[str]) -> dict[str, str]:
-    """What srun gets, and with it the ranks."""
-    slurm = (name for name in environ if name.startswith("SLURM"))
-    return travelling(environ, [*asked, *_SESSION, *slurm])
 
 
 def interfaces(options: Namespace) -> dict[str, str]:

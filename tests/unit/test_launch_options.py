@@ -337,4 +337,5 @@ def test_what_the_ranks_get_in_their_environment(
 
 
 def test_groups_are_those_of_the_help() -> None:
-    assert {setting.option.group for setting in settings_of(LaunchPlan)} | {"about"} == set(GROUPS)
+    of_plan = {setting.option.group for setting in settings_of(LaunchPlan)}
+    assert of_plan | {"strategy", "about"} == set(GROUPS)

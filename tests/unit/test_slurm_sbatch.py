@@ -288,9 +288,23 @@ def test_the_options_of_submit_are_these() -> None:
     options = {option for parameter in submit.params for option in parameter.opts}
     assert " ".join(sorted(option for option in options if option.startswith("--"))) == (
         "--account --array --config --container --cpus-per-task --dry-run --env --gpus-per-node --job-name "
-        "--mail-type --mail-user --mem --nodes --ntasks-per-node --output --partition --qos "
-        "--requeue --sbatch --script-file --tasks-per-node --time --wait --warning"
+        "--mail-type --mail-user --mem --nodes --ntasks-per-node --output --partition --ps --qos "
+        "--requeue --sbatch --script-file --strategy --tasks-per-node --time --wait --warning --workers"
     )
+
+
+def test_submit_with_a_strategy(slurm: Path) -> None:
+    asked = ["--strategy", "parameter-server", "--workers", "3", "--ps", "2"]
+    assert (
+        call("--dry-run", *asked, "train.py").stdout.count(f"run {' '.join(asked)} train.py") == 1
+    )
+    for wrong, message in (
+        (["--strategy", "parameter-servers"], "Did you mean 'parameter-server'?"),
+        (["--workers", "3"], "--workers is for --strategy parameter-server"),
+        ([*asked[:4], "--ps", "0"], "--ps 0: give at least 1"),
+    ):
+        result = call("--dry-run", *wrong, "train.py")
+        assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
 
 
 def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:

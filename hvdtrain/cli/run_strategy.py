@@ -1,0 +1,125 @@
+"""`hvdtrain run --strategy`: what runs, where it is not Horovod."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import Host, read_hostfile
+from hvdtrain.launch.members import ALONE, Members
+from hvdtrain.launch.rules import check_script
+from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
+from hvdtrain.launch.slurm.srun import choose_launcher
+from hvdtrain.launch.strategies import (
+    Script,
+    ServerPlan,
+    Ssh,
+    check_here,
+    number_of_workers,
+    one_process_command,
+    roomy,
+    server_command,
+)
+from hvdtrain.strategy_names import PARAMETER_SERVER
+
+# What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
+_ALWAYS = {
+    *("script", "arguments", "strategy", "env", "verbose", "config", "show_config", "dry_run"),
+    *("log_dir", "all_ranks", "prefix_output_with_timestamp"),
+}
+_OF_ONE_PROCESS = {"np"}
+_OF_SERVERS = {
+    *("workers", "ps", "hosts", "hostfile", "launcher"),
+    *("ssh_port", "ssh_identity_file", "start_timeout"),
+}
+
+
+def other_launch(
+    ctx: click.Context,
+    strategy: str,
+    workers: int | None,
+    ps: int | None,
+    values: dict[str, Any],
+) -> tuple[list[str], Members]:
+    """The command, and its processes. Raises UsageError.
+
+    Args:
+        values: of the options of `hvdtrain run`.
+    """
+    servers = strategy == PARAMETER_SERVER
+    void = _refuse(ctx, strategy, _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS))
+    values = {name: value for name, value in values.items() if name not in void}
+    check_script(values["script"])
+    script = Script(values["script"], values["arguments"], values["env"])
+    if not servers:
+        replicas = values.get("np")
+        if replicas is not None and replicas < 1:
+            raise UsageError(f"-np {replicas}: give at least 1")
+        if not ctx.params["dry_run"]:
+            check_here(strategy, replicas, os.environ)
+        return one_process_command(strategy, script, replicas, os.environ), ALONE
+    plan = _server_plan(workers, 1 if ps is None else ps, values)
+    return server_command(plan, script), plan.members
+
+
+def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
+    """Raise UsageError for an option without effect; returns those to overlook.
+
+    These are from further back than --strategy: a file or a variable for another strategy.
+    """
+    layers = [ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP, ParameterSource.COMMANDLINE]
+    said = ctx.get_parameter_source("strategy")
+    void = set()
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if option.name in allowed or source not in layers:
+            continue
+        # Variables may be a site's, for all jobs.
+        behind = said in layers and layers.index(source) < layers.index(said)
+        if source is not ParameterSource.ENVIRONMENT and not behind:
+            advice = ""
+            if strategy == PARAMETER_SERVER and option.name == "np":
+                advice = "; give --workers N and --ps M"
+            raise UsageError(
+                f"{option.opts[0]} has no effect with --strategy {strategy}: leave it out{advice}"
+            )
+        void.add(option.name or "")
+    return void
+
+
+def _server_plan(workers: int | None, servers: int, values: dict[str, Any]) -> ServerPlan:
+    hosts: tuple[Host, ...] = values.get("hosts") or ()
+    hostfile: Path | None = values.get("hostfile")
+    if hostfile is not None:
+        if hosts:
+            raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
+        hosts = read_hostfile(hostfile)
+    allocation = read_allocation(os.environ)
+    if allocation is not None and not hosts:
+        wanted = None if workers is None else workers + servers
+        hosts = _of_job(allocation, wanted)
+    workers = number_of_workers(workers, servers, hosts)
+    launcher = choose_launcher(values["launcher"], allocation, hosts)
+    if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
+        hosts, launcher = (), "horovodrun"  # This machine; its name need not resolve here.
+    key = values.get("ssh_identity_file")
+    if key is not None and not key.is_file():
+        raise UsageError(f"--ssh-identity-file: there is no file {key}")
+    return ServerPlan(
+        workers=workers,
+        servers=servers,
+        hosts=hosts,
+        by_srun=launcher == "srun",
+        ssh=Ssh(values.get("ssh_port"), key),
+        start_timeout=values.get("start_timeout"),
+    )
+
+
+def _of_job(allocation: Allocation, processes: int | None) -> tuple[Host, ...]:
+    """The job's nodes, with room for all: the user's numbers go before the number of its tasks."""
+    return allocation.hosts if processes is None else roomy(allocation.hosts, processes)

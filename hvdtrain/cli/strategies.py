@@ -1,0 +1,137 @@
+"""`hvdtrain strategies`: the ways to distribute training, and which of them work here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.devices import tpu_here, visible_gpus
+from hvdtrain.launch.engine import find_engine
+from hvdtrain.rank_environment import available_cores
+from hvdtrain.strategy_names import (
+    CENTRAL_STORAGE,
+    HOROVOD,
+    STRATEGIES,
+    TPU,
+    Description,
+)
+
+_WIDTH = 80
+_MARGIN = " " * 18
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What strategies look for.
+
+    Attributes:
+        cores: that a program may run on.
+        gpus: that a program may use.
+        tpu: how a TPU can be reached; empty if not at all.
+        horovod: what Horovod was built with; empty if there is none that works.
+        without_horovod: why there is none.
+        tensorflow: whether it is installed.
+    """
+
+    cores: int
+    gpus: int
+    tpu: str
+    horovod: tuple[str, ...]
+    without_horovod: str
+    tensorflow: bool
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+def strategies(as_json: bool) -> None:
+    """List the strategies of `hvdtrain run --strategy` and `Trainer(strategy=...)`: what each is
+    for, what it needs, and whether this machine has it. Nothing is started."""
+    machine = this_machine(os.environ)
+    click.echo(json_text(machine) if as_json else table(machine))
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Looks without loading TensorFlow."""
+    horovod: tuple[str, ...] = ()
+    without = ""
+    try:
+        horovod = tuple(sorted(find_engine().built))
+    except HvdtrainError as error:
+        without = str(error)
+    return Machine(
+        cores=available_cores(),
+        gpus=len(visible_gpus(environ)),
+        tpu=tpu_here(environ),
+        horovod=horovod,
+        without_horovod=without,
+        tensorflow=importlib.util.find_spec("tensorflow") is not None,
+    )
+
+
+def here(name: str, machine: Machine) -> tuple[bool, str]:
+    """Whether a strategy works on this machine, and what it would use, or lacks."""
+    if not machine.tensorflow:
+        return False, "TensorFlow is not installed"
+    gpus, cores = _count(machine.gpus, "GPU"), _count(machine.cores, "core")
+    devices = gpus if machine.gpus else cores
+    if name == HOROVOD:
+        built = " and ".join({"mpi": "MPI", "gloo": "Gloo"}[one] for one in machine.horovod)
+        return bool(built), f"over {built}, on {devices}" if built else machine.without_horovod
+    if name == TPU:
+        return bool(machine.tpu), machine.tpu or "no device file of one, and TPU_NAME is not set"
+    if name == CENTRAL_STORAGE:
+        found = machine.gpus >= 2
+        return found, f"on {gpus}" if found else f"{gpus}; with -np N on {cores}"
+    return True, f"on {devices}"
+
+
+def table(machine: Machine) -> str:
+    """At most 80 columns wide."""
+    return "\n\n".join(_entry(one, machine) for one in STRATEGIES.values())
+
+
+def json_text(machine: Machine) -> str:
+    rows = []
+    for one in STRATEGIES.values():
+        found, what = here(one.name, machine)
+        rows.append(
+            {
+                "name": one.name,
+                "for": one.purpose,
+                "needs": one.needs,
+                "replaces": list(one.replaces),
+                "here": found,
+                "found": what,
+            }
+        )
+    return json.dumps(rows, indent=2)
+
+
+def _entry(one: Description, machine: Machine) -> str:
+    found, what = here(one.name, machine)
+    lines = [
+        *_wrapped(one.purpose),
+        *_wrapped(f"needs: {one.needs}"),
+        *_wrapped(f"here:  {'yes' if found else 'no'}: {what}"),
+    ]
+    if one.replaces != (one.name,):
+        lines += _wrapped(f"also called: {', '.join(one.replaces)}")
+    return "\n".join([f"{one.name:<{len(_MARGIN)}}{lines[0].strip()}", *lines[1:]])
+
+
+def _wrapped(text: str) -> list[str]:
+    further = _MARGIN + (" " * 7 if text.startswith(("needs:", "here:")) else "")
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=_MARGIN, subsequent_indent=further, break_on_hyphens=False
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,68 @@
+"""The GPUs and TPUs of this machine, as far as they can be known without TensorFlow."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+_SECONDS = 20
+"""nvidia-smi takes seconds where the driver is not kept loaded."""
+# What says that a TPU is elsewhere, and how it is called.
+_TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
+# A TPU's own device files: PCI devices of the host's, or VFIO groups.
+_TPU_FILES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """The NVIDIA GPUs that a program may use here, as CUDA_VISIBLE_DEVICES names them.
+
+    As in CUDA, its list ends at the first entry that names none.
+    """
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and not _entries(chosen):
+        return ()
+    count = _count_gpus(environ)
+    if chosen is None:
+        return tuple(map(str, range(count)))
+    return _entries(chosen)[:count]
+
+
+def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """How a TPU can be reached from here: `TPU_NAME=...`, or its device files; empty if not at all."""
+    for name in _TPU_VARIABLES:
+        if environ.get(name):
+            return f"{name}={environ[name]}"
+    for pattern in _TPU_FILES:
+        files = sorted(root.glob(pattern))
+        if files:
+            return f"/{files[0].relative_to(root)}"
+    return ""
+
+
+def _entries(chosen: str) -> tuple[str, ...]:
+    """`0,GPU-1a2b,-1,3` -> 0 and GPU-1a2b."""
+    found = []
+    for entry in chosen.split(","):
+        word = entry.strip()
+        if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", word, re.ASCII):
+            break
+        found.append(word)
+    return tuple(found)
+
+
+def _count_gpus(environ: Mapping[str, str]) -> int:
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return 0
+    try:
+        said = subprocess.run(
+            [program, "--list-gpus"], capture_output=True, text=True, timeout=_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    if said.returncode != 0:
+        return 0
+    return sum(line.startswith("GPU ") for line in said.stdout.splitlines())

@@ -1,0 +1,42 @@
+"""What the processes of a launch are called: ranks by their numbers, others by their roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Members:
+    """The processes of a launch, as its output, its log folder and its messages name them.
+
+    Attributes:
+        roles: a name for each process, the one that the user watches first; empty: ranks.
+        tagged: whether the launch marks each line with its process; else there is only one.
+    """
+
+    roles: tuple[str, ...] = ()
+    tagged: bool = True
+
+    def name(self, number: int) -> str:
+        """In a message."""
+        return self._role(number) or f"rank {number}"
+
+    def folder(self, number: int) -> str:
+        """Of its output, in the log folder."""
+        return self._role(number) or f"rank.{number}"
+
+    def label(self, number: int) -> str:
+        """In front of its lines."""
+        return self._role(number) or str(number)
+
+    def is_vital(self, number: int) -> bool:
+        """Whether its failure is the run's: any rank's is, of roles only the first one's."""
+        return not self.roles or number == 0
+
+    def _role(self, number: int) -> str:
+        return self.roles[number] if number < len(self.roles) else ""
+
+
+RANKS = Members()
+ALONE = Members(tagged=False)
+"""One process, which no launcher stands around."""

@@ -1,0 +1,121 @@
+"""The supervisor's side of the agents: one on each host, as long as the launch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from hvdtrain.start.agent import GRACE_SECONDS, SILENCE_SECONDS, Greeting
+
+BEAT_SECONDS = SILENCE_SECONDS / 6
+END_SECONDS = GRACE_SECONDS + 1.5
+"""Within which agents end all that they have started; the limit of a host that does not answer."""
+_LONGEST_WORDS = 4096
+News = tuple[str, dict[str, Any]]
+
+
+class Agents:
+    """The agents of a launch, by host. Use as a context manager: at its end nothing is left.
+
+    Args:
+        commands: host -> the command that runs its agent, from here.
+        environ: of the commands.
+    """
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+        self._beaten = time.monotonic()
+        self._held = dict.fromkeys(commands, b"")
+        self._words = dict.fromkeys(commands, b"")
+        self._selector = selectors.DefaultSelector()
+        self._processes = {
+            host: subprocess.Popen(
+                argv,
+                env=environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal is not for them.
+            )
+            for host, argv in commands.items()
+        }
+        for host, process in self._processes.items():
+            assert process.stdout is not None and process.stderr is not None
+            self._selector.register(process.stdout, selectors.EVENT_READ, (host, "news"))
+            self._selector.register(process.stderr, selectors.EVENT_READ, (host, "words"))
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all; agents that take too long are left to notice it themselves."""
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):
+                if process.stdin is not None:
+                    process.stdin.close()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            # Its last words must have a reader, or it could not end.
+            while process.poll() is None and time.monotonic() < deadline:
+                for key, _ in self._selector.select(0.02):
+                    if not os.read(key.fd, 65536):
+                        self._selector.unregister(key.fileobj)
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._selector.close()
+
+    def greet(self, host: str, greeting: Greeting) -> None:
+        self.order(host, **asdict(greeting))
+
+    def order(self, host: str, **order: Any) -> None:
+        self._write(host, json.dumps(order).encode() + b"\n")
+
+    def news(self, seconds: float) -> Iterator[News]:
+        """(host, what its agent tells), of what comes within `seconds`; waits for no more than that.
+
+        Call it again and again: the agents must hear of the supervisor.
+        """
+        if time.monotonic() - self._beaten >= BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            for host in self._processes:
+                self._write(host, b"\n")
+        if not self._selector.get_map():
+            time.sleep(seconds)
+        for key, _ in self._selector.select(seconds):
+            host, what = key.data
+            data = os.read(key.fd, 65536)
+            if not data:
+                self._selector.unregister(key.fileobj)
+            elif what == "words":
+                self._words[host] = (self._words[host] + data)[-_LONGEST_WORDS:]
+            else:
+                *lines, self._held[host] = (self._held[host] + data).split(b"\n")
+                for line in lines:
+                    # The shell of a host may greet, too.
+                    with contextlib.suppress(ValueError):
+                        news = json.loads(line)
+                        if isinstance(news, dict):
+                            yield host, news
+
+    def ended(self) -> dict[str, tuple[int, str]]:
+        """Hosts whose agent has ended, all whose news has been told: exit code, and what it said."""
+        reading = {key.data for key in self._selector.get_map().values()}
+        return {
+            host: (process.returncode, self._words[host].decode(errors="replace"))
+            for host, process in self._processes.items()
+            if process.poll() is not None and (host, "news") not in reading
+        }
+
+    def _write(self, host: str, line: bytes) -> None:
+        stdin = self._processes[host].stdin
+        with contextlib.suppress(OSError, ValueError):
+            if stdin is not None:
+                stdin.write(line)
+                stdin.flush()
