@@ -1,0 +1,136 @@
+"""Differentiable communication between the ranks that split a layer (Megatron-LM, Shoeybi et al. 2019).
+
+Every rank of the group computes the same loss from the same activations; what a rank holds alone is marked
+"part". Backward each of these is the transpose of its forward pass under that rule, so the gradient of a
+whole activation is whole and equal on all ranks, and that of a part is the part's:
+
+    function          forward                    backward
+    copy_to_parts     the same tensor            sum over the ranks            (Megatron's f)
+    sum_parts         sum over the ranks         the same gradient             (Megatron's g)
+    gather_parts      parts side by side         this rank's part
+    take_part         this rank's part           parts side by side
+
+Horovod's own gradients are none of these: they are named after the local tensor and scaled by the number of
+ranks here and there. Names are given here, so that ranks pair the same collectives; inputs are anchored, so that no
+graph optimiser computes them ahead (see keras.reduction).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdtrain.keras.names import in_this_graph
+from hvdtrain.keras.reduction import anchored
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks between which layers are split.
+
+    Args:
+        process_set: Horovod's set of them.
+        index: which of the parts this rank holds.
+        size: number of parts.
+    """
+
+    process_set: hvd.ProcessSet
+    index: int
+    size: int
+
+    @classmethod
+    def of(cls, process_set: hvd.ProcessSet) -> Group:
+        """Return the group of a process set that this rank is in."""
+        return cls(process_set, process_set.rank(), process_set.size())
+
+
+def copy_to_parts(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Return `tensor`, equal on all ranks, for use by what is split; its gradients are summed over the ranks."""
+    return _pair(tensor, group, _same, _summed, f"{name}_copy")
+
+
+def sum_parts(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    """Return the sum of the ranks' tensors, equal on all ranks."""
+    return _pair(tensor, group, _summed, _same, f"{name}_sum")
+
+
+def gather_parts(tensor: tf.Tensor, group: Group, name: str, axis: int = -1) -> tf.Tensor:
+    """Return the ranks' tensors side by side along `axis`, equal on all ranks."""
+    return _pair(tensor, group, _gather_along(axis), _take_along(axis), f"{name}_gather")
+
+
+def take_part(tensor: tf.Tensor, group: Group, name: str, axis: int = -1) -> tf.Tensor:
+    """Return this rank's part, along `axis`, of a tensor that is equal on all ranks."""
+    return _pair(tensor, group, _take_along(axis), _gather_along(axis), f"{name}_take")
+
+
+Communicate = Callable[[tf.Tensor, Group, str], tf.Tensor]
+
+
+def _pair(
+    tensor: tf.Tensor, group: Group, forward: Communicate, backward: Communicate, name: str
+) -> tf.Tensor:
+    """`forward`, whose gradient is `backward`."""
+    if group.size == 1:
+        return tensor
+
+    @tf.custom_gradient
+    def function(x: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> tf.Tensor:
+            # A lookup in the result gives slices.
+            whole = tf.convert_to_tensor(upstream)
+            return backward(whole, group, f"{name}_gradient")
+
+        return forward(x, group, name), gradient
+
+    return function(tensor)
+
+
+def _same(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    del group, name
+    return tf.identity(tensor)
+
+
+def _summed(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    # bfloat16 is no data type of Horovod 0.28.1.
+    wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+    total = hvd.allreduce(
+        anchored(wire),
+        op=hvd.Sum,
+        name=in_this_graph(name),
+        ignore_name_scope=True,
+        process_set=group.process_set,
+    )
+    total.set_shape(tensor.shape)
+    return tf.cast(total, tensor.dtype)
+
+
+def _gather_along(axis: int) -> Communicate:
+    def gather(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        place = axis % tensor.shape.rank
+        # As bits, where Horovod does not know the type: nothing is computed.
+        wire = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
+        gathered = hvd.allgather(
+            anchored(wire[tf.newaxis]),
+            name=in_this_graph(name),
+            ignore_name_scope=True,
+            process_set=group.process_set,
+        )
+        gathered.set_shape([group.size, *tensor.shape])
+        if gathered.dtype != tensor.dtype:
+            gathered = tf.bitcast(gathered, tensor.dtype)
+        return tf.concat(tf.unstack(gathered), axis=place)
+
+    return gather
+
+
+def _take_along(axis: int) -> Communicate:
+    def take(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        del name
+        return tf.split(tensor, group.size, axis=axis)[group.index]
+
+    return take
