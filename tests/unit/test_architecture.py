@@ -17,7 +17,7 @@ TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
 LAUNCH = {"launch"}
 GROUND = {
     *("delivery", "environment", "errors", "failure", "orphan", "rank_environment"),
-    *("scheduling", "strategy_names", "warning"),
+    *("scheduling", "strategy_names", "tf_config", "warning"),
 }
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
