@@ -18,6 +18,14 @@ from typing import Any, Protocol
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.rank_environment import available_cores, rank_environment, size_of
 from hvdtrain.scheduling import kernel_knows_slices, schedule_promptly, threads_of_this_process
+from hvdtrain.strategy_names import (
+    CENTRAL_STORAGE,
+    REPLICAS,
+    STRATEGY,
+    TPU,
+    replicas_of,
+    strategy_of,
+)
 
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",
@@ -104,7 +112,9 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
     schedule_promptly(threads_of_this_process() - before)
 
 
-def init(seed: int | None = None, mesh: RankGroups | None = None) -> Rank:
+def init(
+    seed: int | None = None, mesh: RankGroups | None = None, *, whole_machine: bool = False
+) -> Rank:
     """Make this process a rank of the job: Horovod, GPU, threads and, if given, the seeds.
 
     Safe to call again. Run without a launcher, the job has one rank. From here on an uncaught HvdtrainError is
@@ -114,6 +124,8 @@ def init(seed: int | None = None, mesh: RankGroups | None = None) -> Rank:
         seed: for Python, NumPy and Keras; the same on all ranks, so that initial weights and shuffles agree.
         mesh: hvdtrain.Mesh of a model that is divided over the ranks: Horovod must know its process sets from
             the start.
+        whole_machine: this process uses all devices of its machine instead of one GPU; default where
+            HVDTRAIN_STRATEGY names a strategy that does (tpu, central-storage).
 
     Raises:
         EngineError: Horovod is not installed or does not load.
@@ -128,7 +140,10 @@ def init(seed: int | None = None, mesh: RankGroups | None = None) -> Rank:
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     if mesh is not None:
         mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.
-    _pin_gpu(rank)
+    if whole_machine or strategy_of(os.environ) in (TPU, CENTRAL_STORAGE):
+        _take_all_devices(replicas_of(os.environ))
+    else:
+        _pin_gpu(rank)
     if seed is not None:
         keras.utils.set_random_seed(seed)
     return rank
@@ -193,6 +208,37 @@ def _pin_gpu(rank: Rank) -> None:
         )
     tf.config.set_visible_devices(mine, "GPU")
     tf.config.experimental.set_memory_growth(mine, True)
+
+
+def _take_all_devices(replicas: int | None) -> None:
+    """Let this process see all GPUs of its machine, or the first `replicas`; without GPUs so many logical CPUs."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    if gpus and replicas is not None and replicas > len(gpus):
+        raise UsageError(f"{REPLICAS}={replicas}: this machine shows {len(gpus)} GPUs")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    if gpus:
+        wanted = gpus[:replicas]
+        settled = tf.config.get_visible_devices("GPU") == wanted
+    else:
+        logical = tf.config.get_logical_device_configuration(cpu)
+        settled = replicas is None or len(logical or [None]) == replicas
+    if settled:
+        return
+    if _context_is_open():
+        raise UsageError(
+            "TensorFlow was used before its devices could be set for several replicas: call hvdtrain.init() first, "
+            f"before making a model, an optimizer or a metric, with {STRATEGY} and {REPLICAS} in the environment "
+            "(hvdtrain run --strategy sets them)"
+        )
+    if gpus:
+        tf.config.set_visible_devices(wanted, "GPU")
+        for gpu in wanted:
+            tf.config.experimental.set_memory_growth(gpu, True)
+    else:
+        each = tf.config.LogicalDeviceConfiguration()
+        tf.config.set_logical_device_configuration(cpu, [each] * (replicas or 1))
 
 
 def _context_is_open() -> bool:

@@ -214,15 +214,19 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
 def loss_divisor(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
     """Return what `loss` divides its sum by, where that is not the number of entries; else None."""
+    weights = loss_weights(loss, y_pred, sample_weight)
+    return None if weights is None else tf.reduce_sum(weights)
+
+
+def loss_weights(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
+    """Return the entries whose sum `loss` divides by, where that is not the number of entries; else None."""
     mask = get_keras_mask(y_pred)
     if loss.reduction == "mean_with_sample_weight":
         if mask is None and sample_weight is None:
             return None
         weights = None if sample_weight is None else tf.cast(sample_weight, loss.dtype)
-        return tf.reduce_sum(apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction))
-    if mask is None:
-        return None
-    return tf.reduce_sum(tf.cast(mask, tf.float32))
+        return apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction)
+    return None if mask is None else tf.cast(mask, tf.float32)
 
 
 def overrides(callback: keras.callbacks.Callback, method: str) -> bool:
@@ -258,3 +262,8 @@ def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> tuple[dict[str,
     if not logs or set(logs) == set(results):
         return results, True
     return logs, False
+
+
+def children(owner: Any) -> list[Any]:
+    """Return the layers directly in a layer or model, in its order."""
+    return list(owner._flatten_layers(include_self=False, recursive=False))

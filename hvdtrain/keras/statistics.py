@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdtrain.keras.compat import own_non_trainable_variables
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
 
-_SEED_STRIDE = 0x9E3779B1
+SEED_STRIDE = 0x9E3779B1
 """Odd, so that no two ranks' seeds meet; the 32-bit golden ratio spreads them."""
 
 
@@ -55,5 +55,5 @@ def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:
     for variable in seed_variables(model):
         target = tf_variable(variable)
         if rank:
-            offset = (rank * _SEED_STRIDE) % 2**31
+            offset = (rank * SEED_STRIDE) % 2**31
             target.assign(tf.bitwise.bitwise_xor(target, tf.constant(offset, target.dtype)))

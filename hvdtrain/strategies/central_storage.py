@@ -1,0 +1,109 @@
+"""CentralStorage: the variables on one device, replicas on the GPUs of one machine.
+
+Each replica reads the variables from their device and computes its rows of the global batch; the gradients come
+together where the variables are, and the optimizer runs there, once. On one machine Horovod is usually faster:
+this is for models whose optimizer state (or embedding tables) fits the host's memory but no GPU's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.replicas import ReplicaSteps, build
+from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
+
+HINT = (
+    f"On a machine without GPUs set {REPLICAS}=2 (or hvdtrain run --strategy {CENTRAL_STORAGE} -np 2) for "
+    "two replicas on its cores; with one GPU the default strategy, horovod, does what can be done"
+)
+
+
+class CentralStorage(Strategy):
+    """Several replicas in one process, which share the variables on one device.
+
+    Args:
+        compute_devices: such as ["GPU:0", "GPU:1"], a replica on each. Default: all GPUs; without GPUs
+            as many logical CPU devices as HVDTRAIN_REPLICAS says.
+        parameter_device: of the variables; default "CPU:0".
+    """
+
+    name: ClassVar[str] = CENTRAL_STORAGE
+
+    def __init__(
+        self, compute_devices: Sequence[str] | None = None, parameter_device: str = "CPU:0"
+    ) -> None:
+        super().__init__()
+        self._wanted = compute_devices
+        self._parameter_device = parameter_device
+        self._strategy: tf.distribute.Strategy | None = None
+
+    def start(self, seed: int) -> Rank:
+        rank = init(seed, whole_machine=True)
+        if rank.size > 1:
+            raise UsageError(
+                f"strategy {CENTRAL_STORAGE} runs in one process with all GPUs of its machine, and {rank.size} ranks "
+                f"were started: start one (hvdtrain run --strategy {CENTRAL_STORAGE})"
+            )
+        devices = self._devices()
+        self._strategy = tf.distribute.experimental.CentralStorageStrategy(
+            devices, self._parameter_device
+        )
+        self.workers = len(devices)
+        return rank
+
+    def _devices(self) -> list[str]:
+        there = [d.name for d in tf.config.list_logical_devices()]
+        known = {_short(name) for name in there}
+        wanted = self._wanted
+        if wanted is None:
+            gpus = [name for name in there if ":GPU:" in name]
+            wanted = gpus or [name for name in there if ":CPU:" in name]
+        for name in [*wanted, self._parameter_device]:
+            if _short(name) not in known:
+                raise UsageError(
+                    f"strategy {CENTRAL_STORAGE}: there is no device {name!r}: TensorFlow sees "
+                    f"{', '.join(sorted(known))}. {HINT}"
+                )
+        if len({_short(name) for name in wanted}) < 2:
+            raise UsageError(
+                f"strategy {CENTRAL_STORAGE} needs two devices to compute on, and there is "
+                f"{', '.join(_short(name) for name in wanted) or 'none'}. {HINT}. (TensorFlow's devices are fixed "
+                f"once it is used: {STRATEGY} and {REPLICAS} are read by hvdtrain.init(), so call that first)"
+            )
+        return list(wanted)
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self._parameter_device)
+
+    def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
+        if model.jit_compile:
+            raise UsageError(
+                f"jit_compile=True does not work with strategy {CENTRAL_STORAGE}: XLA cannot read variables of another "
+                "device. Leave jit_compile out"
+            )
+        with self.scope():
+            examples = build(model, data)
+        return self._steps(model, examples)
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
+        with self.scope():
+            compat.symbolic_call(model, inputs)
+        return self._steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))
+
+    def _steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
+        assert self._strategy is not None
+        return ReplicaSteps(model, self._strategy, examples, update_on_replicas=False)
+
+
+def _short(device: str) -> str:
+    """`/device:GPU:0`, `gpu:0` -> `GPU:0`."""
+    return ":".join(device.rsplit(":", 2)[-2:]).rsplit("/", 1)[-1].upper()

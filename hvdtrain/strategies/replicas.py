@@ -1,0 +1,348 @@
+"""Training, test and prediction steps on several replicas of one process, through tf.distribute.
+
+Each replica runs the model's own step on its rows of the global batch, as a pure function (see
+keras/compat_replicas.py): out come gradients, new statistics, and by how much the metrics grow. Their mean or sum
+over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
+them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
+loss scaling, accumulation and moving averages of weights need nothing of their own.
+
+All batches have one shape, the last one of an epoch too: what it lacks is filled up with examples that count zero.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat, compat_replicas
+from hvdtrain.keras.compat_replicas import EVEN, ReplicaScope
+from hvdtrain.keras.statistics import SEED_STRIDE
+from hvdtrain.keras.variables import seed_variables, tf_variable, unique
+from hvdtrain.strategies.placement import Placement, place
+
+Logs = dict[str, Any]
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+@dataclass
+class _Found:
+    """Which variables a traced step changes; a program returns a tensor for each, in this order."""
+
+    trained: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
+
+
+class ReplicaSteps:
+    """Runs a built and compiled model on shares that each hold a whole global batch.
+
+    Args:
+        model: its variables are where the strategy keeps them; compiled and built.
+        strategy: of tf.distribute; its replicas only read variables, unless `update_on_replicas`.
+        examples: in the largest global batch.
+        update_on_replicas: every replica has its own copy of all variables of model and optimizer,
+            and applies what all found to it.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        examples: int,
+        update_on_replicas: bool,
+    ) -> None:
+        self._model = model
+        self._strategy = strategy
+        self._replicas = strategy.num_replicas_in_sync
+        self._rows = -(-examples // self._replicas)
+        self._on_replicas = update_on_replicas
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._placements: dict[int, Placement] = {}
+        if getattr(model, "optimizer", None) is not None and model.optimizer.built:
+            compat_replicas.count_each_example_once(model)
+            if update_on_replicas:
+                compat_replicas.update_on_each_replica(model.optimizer)
+
+    # What the Trainer calls.
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares`, which hold equally many examples, in one call of TensorFlow."""
+        return self._run("train_step", shares)
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`."""
+        return self._run("test_step", [share])
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's outputs for the examples of `share`, in their order."""
+        placement = self._placement(share.examples)
+        data = self._divided([share], placement)
+        outputs = self._program("predict_step", 1, placement.is_full)(data)
+        found = [
+            self._strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(outputs)
+        ]
+        joined = [
+            tf.concat([part[:real] for part, real in zip(parts, placement.real, strict=True)], 0)
+            for parts in found
+        ]
+        return tf.nest.pack_sequence_as(outputs, joined)
+
+    def finish(self) -> None:
+        """Nothing is in flight: each step returns when it is done."""
+
+    # From shares to what the programs take.
+
+    def _placement(self, examples: int) -> Placement:
+        if examples not in self._placements:
+            self._placements[examples] = place(examples, self._replicas, self._rows)
+        return self._placements[examples]
+
+    def _divided(self, shares: Sequence[Share], placement: Placement) -> Any:
+        """Return each replica's rows; of several shares (steps, rows, ...)."""
+        axis = 0 if len(shares) == 1 else 1
+
+        def rows_of(*leaves: tf.Tensor) -> list[tf.Tensor]:
+            leaf = leaves[0] if len(leaves) == 1 else tf.stack(leaves)
+            if not placement.is_full:
+                leaf = tf.gather(leaf, placement.rows.reshape(-1), axis=axis)
+            return tf.split(leaf, self._replicas, axis)
+
+        data = [share.data for share in shares]
+        flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
+        mask = [] if placement.is_full else [tf.constant(placement.mask)]
+        weights = tf.constant(placement.weights)
+
+        def of_replica(context: tf.distribute.experimental.ValueContext) -> Any:
+            replica = context.replica_id_in_sync_group
+            rows = tf.nest.pack_sequence_as(data[0], [leaf[replica] for leaf in flat])
+            return rows, [m[replica] for m in mask], weights[replica]
+
+        return self._strategy.experimental_distribute_values_from_function(of_replica)
+
+    def _run(self, step: str, shares: Sequence[Share]) -> Logs:
+        examples = shares[0].examples
+        placement = self._placement(examples)
+        if not placement.is_full and compat_replicas.has_own_step(self._model, step):
+            raise UsageError(
+                f"The model computes its own {step} or its own loss, and this batch has {examples} examples for "
+                f"{self._replicas} replicas with {self._rows} rows each: what is filled up with repeated examples, "
+                f"such a step would count. {EVEN}"
+            )
+        program = self._program(step, len(shares), placement.is_full)
+        return program(self._divided(shares, placement), tf.constant(float(examples)))
+
+    # The programs. They are traced once for full batches and once for others.
+
+    def _program(self, step: str, count: int, is_full: bool) -> Callable[..., Any]:
+        key = (step, count, is_full)
+        if key not in self._compiled:
+            if step == "predict_step":
+                program: Callable[..., Any] = self._predictions
+            else:
+                # An object of its own, for TensorFlow counts traces by function and warns of many.
+                program = functools.partial(self._steps, step, count)
+            if not self._model.run_eagerly:
+                program = tf.function(program, autograph=False)
+            self._compiled[key] = program
+        return self._compiled[key]
+
+    def _predictions(self, divided: Any) -> Any:
+        def predict(rows: Any, mask: list[tf.Tensor], weight: tf.Tensor) -> Any:
+            with ReplicaScope([], None, self._rows, self._replicas, tf.constant(1.0)):
+                return self._model.predict_step(rows)
+
+        return self._strategy.run(predict, args=divided)
+
+    def _steps(self, step: str, count: int, divided: Any, examples: tf.Tensor) -> Logs:
+        """`count` steps, one after the other."""
+        if count == 1:
+            return self._step(step, divided, examples, None)
+        if tf.executing_eagerly():
+            return [self._step(step, divided, examples, number) for number in range(count)][-1]
+
+        def body(number: Any, _: Any) -> Any:
+            return number + 1, self._step(step, divided, examples, number)
+
+        logs = self._step(step, divided, examples, 0)
+        _, logs = tf.while_loop(
+            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
+        )
+        return logs
+
+    def _step(self, step: str, divided: Any, examples: tf.Tensor, number: Any) -> Logs:
+        """One step, seen from outside the replicas; `number` of the share if there are several."""
+        found = _Found()
+        states = [tf_variable(v).read_value() for v in self._metric_variables()]
+
+        def replica(rows: Any, mask: list[tf.Tensor], weight: tf.Tensor, *shared: Any) -> Any:
+            if number is not None:
+                rows = tf.nest.map_structure(lambda leaf: leaf[shared[-1]], rows)
+            parts = self.parts(step, rows, mask, weight, shared[0], shared[1], found)
+            return self._updated(parts, found) if self._on_replicas else parts
+
+        shared = (examples, states) if number is None else (examples, states, number)
+        with compat_replicas.pure_steps(self._model):
+            parts = self._strategy.run(replica, args=(*divided, *shared))
+            if not self._on_replicas:
+                parts = {**parts, "gradients": self._reduced(MEAN, parts["gradients"])}
+                parts["states"] = self._reduced(SUM, parts["states"])
+                self._apply(parts["gradients"], parts["states"], found)
+        self._add_to_metrics(self._reduced(SUM, parts["metrics"]), found, examples)
+        results = self._model.get_metrics_result()
+        logs = parts["logs"]
+        if set(logs) == set(results):
+            return results
+        return {name: self._strategy.reduce(MEAN, value, axis=None) for name, value in logs.items()}
+
+    def parts(
+        self,
+        step: str,
+        rows: Any,
+        mask: list[tf.Tensor],
+        weight: tf.Tensor,
+        examples: tf.Tensor,
+        states: list[tf.Tensor],
+        found: Any,
+    ) -> dict[str, Any]:
+        """Run the model's `step` on one replica's rows, changing nothing.
+
+        Args:
+            rows: (x, y, sample_weight), with the replica's rows in the leading dimension.
+            mask: [1 for each row that counts, else 0], or [] where all do.
+            weight: this replica's part of averages over replicas.
+            examples: that count, of all replicas.
+            states: of all metrics.
+            found: filled with the variables that the step changes.
+
+        Returns:
+            gradients: of each variable of found.trained; their mean over the replicas is the whole batch's.
+            states: whose sum over the replicas is the new value of each of found.states.
+            metrics: whose sum is the growth, or the new value, of each of found.metrics.
+            logs: what the step returned.
+        """
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        mapping = [(v, _own_seed(v, replica)) for v in seed_variables(self._model)]
+        metrics = self._metric_variables()
+        mapping += [
+            (v, tf.zeros_like(state) if _adds_up(v) else state)
+            for v, state in zip(metrics, states, strict=True)
+        ]
+        scope = ReplicaScope(
+            mapping, mask[0] if mask else None, self._rows, self._replicas, examples
+        )
+        with scope:
+            logs = getattr(self._model, step)(rows)
+        if mask and scope.losses:
+            raise UsageError(
+                "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
+                f"with repeated examples, which they would count. {EVEN}"
+            )
+        counted = {id(v) for v in metrics}
+        others = [v for v in unique(self._model.variables) if id(v) not in counted]
+        found.trained = [v for _, v in scope.handed_out]
+        found.states = [v for v in others if scope.update_of(v) is not None]
+        found.metrics = [v for v in metrics if scope.update_of(v) is not None]
+        is_first = tf.equal(replica, 0)
+        return {
+            "gradients": [gradient for gradient, _ in scope.handed_out],
+            "states": [_part(v, scope.update_of(v), weight, is_first) for v in found.states],
+            "metrics": [
+                _metric_part(v, scope.update_of(v), self._replicas, is_first) for v in found.metrics
+            ],
+            "logs": {name: tf.convert_to_tensor(value) for name, value in logs.items()},
+        }
+
+    # What is done with what the replicas found.
+
+    def _updated(self, parts: dict[str, Any], found: _Found) -> dict[str, Any]:
+        """On a replica: apply what all replicas found to its variables; return the rest of `parts`."""
+        context = tf.distribute.get_replica_context()
+        gradients, states = parts["gradients"], parts["states"]
+        gradients = context.all_reduce(MEAN, gradients) if gradients else []
+        states = context.all_reduce(SUM, states) if states else []
+        self._apply(gradients, states, found)
+        return {"metrics": parts["metrics"], "logs": parts["logs"]}
+
+    def _apply(self, gradients: list[Any], states: list[Any], found: _Found) -> None:
+        for variable, value in zip(found.states, states, strict=True):
+            variable.assign(value)
+        if gradients:
+            pairs = list(zip(gradients, found.trained, strict=True))
+            compat_replicas.apply_gradients(self._model.optimizer, pairs)
+
+    def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
+        return [self._strategy.reduce(operation, value, axis=None) for value in values]
+
+    def _add_to_metrics(self, values: list[Any], found: _Found, examples: tf.Tensor) -> None:
+        trackers = compat_replicas.loss_trackers(self._model)
+        by_rows = {id(v) for tracker in trackers for v in tracker.variables}
+        for variable, value in zip(found.metrics, values, strict=True):
+            if id(variable) in by_rows:
+                # Keras weighs a replica's loss by its rows, fillers included.
+                value = value * tf.cast(examples / (self._replicas * self._rows), value.dtype)
+            variable.assign(variable + value if _adds_up(variable) else value)
+
+    def _metric_variables(self) -> list[Any]:
+        return unique(v for metric in self._model.metrics for v in metric.variables)
+
+
+def _adds_up(variable: Any) -> bool:
+    return (variable.aggregation or "sum") == "sum"
+
+
+def _metric_part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -> tf.Tensor:
+    if _adds_up(variable):
+        return value
+    if variable.aggregation == "mean":
+        return value / tf.cast(replicas, value.dtype)
+    return tf.where(is_first, value, tf.zeros_like(value))
+
+
+def _part(variable: Any, value: tf.Tensor, weight: tf.Tensor, is_first: tf.Tensor) -> tf.Tensor:
+    """This replica's part of the new value: an average for numbers (moving statistics), else the first one's."""
+    value = tf.cast(value, tf_variable(variable).dtype)
+    if value.dtype.is_floating:
+        return value * tf.cast(weight, value.dtype)
+    if value.dtype == tf.bool:
+        raise UsageError(
+            f"The step changes the variable {variable.path!r} of type bool, which several replicas cannot add "
+            "up: keep it as an integer, or use strategy='horovod'"
+        )
+    return tf.where(is_first, value, tf.zeros_like(value))
+
+
+def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
+    """Return other random numbers for each replica; the first one keeps the seed."""
+    seed = tf_variable(variable).read_value()
+    offset = tf.cast(replica, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
+    offset = tf.bitwise.bitwise_and(offset, tf.constant(0x7FFFFFFF, tf.uint32))
+    return tf.bitwise.bitwise_xor(seed, tf.cast(offset, seed.dtype))
+
+
+@contextlib.contextmanager
+def local_variables(strategy: tf.distribute.Strategy) -> Any:
+    """Make variables that every replica of `strategy` has its own copy of, and updates by itself."""
+
+    def create(next_creator: Callable[..., Any], **arguments: Any) -> Any:
+        arguments["aggregation"] = tf.VariableAggregation.NONE
+        arguments["synchronization"] = tf.VariableSynchronization.AUTO
+        return next_creator(**arguments)
+
+    with strategy.scope(), tf.variable_creator_scope(create):
+        yield
+
+
+def build(model: keras.Model, data: Any) -> int:
+    """Create all variables of a compiled model for symbolic `data`; return the examples of a global batch."""
+    compat.symbolic_build(model, data)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    return int(tf.nest.flatten(data)[0].shape[0])

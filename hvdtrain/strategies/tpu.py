@@ -1,0 +1,173 @@
+"""TPU: synchronous training on the cores of a TPU, through tf.distribute.TPUStrategy.
+
+Every core has its own copy of the variables; a step, with its all-reduce and its update, is one program of the TPU.
+All batches have one static shape. `steps_per_execution` runs several steps without returning to Python;
+`precision="mixed_bfloat16"` computes in the TPU's own number format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat, compat_replicas
+from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
+from hvdtrain.strategies.strategy import ModelSource, Strategy
+from hvdtrain.strategy_names import TPU as NAME
+
+CHIPS = ("accel*", "vfio/[0-9]*")
+"""Below /dev: where a TPU's chips are on the machine that has them."""
+
+METADATA = "169.254.169.254"
+"""The address at which Google's machines ask for the address of a TPU; elsewhere nothing answers there."""
+
+SECONDS = 3.0
+"""How long an address may take to answer."""
+
+
+class TPU(Strategy):
+    """The cores of one TPU, or of a slice of several hosts that one process drives.
+
+    Args:
+        name: "local" for the chips of this machine; else a TPU's name or its address, grpc://host:port.
+            Default: what TPU_NAME says, else "local".
+    """
+
+    name: ClassVar[str] = NAME
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__()
+        self._tpu = name
+        self._strategy: tf.distribute.Strategy | None = None
+
+    def start(self, seed: int) -> Rank:
+        rank = init(seed, whole_machine=True)
+        if rank.size > 1:
+            raise UsageError(
+                f"strategy {NAME} drives all cores of a TPU from one process, and {rank.size} ranks were started: "
+                f"start one (hvdtrain run --strategy {NAME})"
+            )
+        self._strategy = connect(self._tpu)
+        compat_replicas.read_mirrored_scalars()
+        self.workers = self._strategy.num_replicas_in_sync
+        return rank
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        assert self._strategy is not None
+        return local_variables(self._strategy)
+
+    def build(self, model: ModelSource) -> keras.Model:
+        if isinstance(model, keras.Model) and model.variables:
+            raise UsageError(
+                f"strategy {NAME}: the model was built before the TPU was there, so its variables are elsewhere: pass "
+                "the Trainer a function that builds it, Trainer(build_model, ...)"
+            )
+        return super().build(model)
+
+    def distribute(self, optimizer: Any) -> Any:
+        """Return an optimizer of the same configuration whose variables are on the TPU."""
+        if optimizer.built:
+            raise UsageError(
+                f"strategy {NAME}: the optimizer was used before the TPU was there, so its state is elsewhere: give "
+                "the Trainer a new one"
+            )
+        with self.scope():
+            return type(optimizer).from_config(optimizer.get_config())
+
+    def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
+        with self.scope():
+            examples = build(model, data)
+        return self._steps(model, examples)
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
+        with self.scope():
+            compat.symbolic_call(model, inputs)
+        return self._steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))
+
+    def _steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
+        assert self._strategy is not None
+        if model.run_eagerly:
+            raise UsageError(
+                f"run_eagerly=True does not work with strategy {NAME}: a TPU runs compiled programs only. Debug with "
+                "strategy='horovod'"
+            )
+        return ReplicaSteps(model, self._strategy, examples, update_on_replicas=True)
+
+
+def connect(name: str | None) -> tf.distribute.Strategy:
+    """Find the TPU, start its system, and return the strategy over its cores.
+
+    Raises:
+        UsageError: there is none, soon: TensorFlow's own resolver asks for minutes.
+    """
+    address = find_tpu(name, os.environ, Path("/dev"))
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
+        if address != "local":
+            tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+        return tf.distribute.TPUStrategy(resolver)
+    except (tf.errors.OpError, ValueError, RuntimeError, ImportError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"strategy {NAME}: the TPU {address!r} does not start: {reason}"
+        ) from error
+
+
+def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str:
+    """Return what TensorFlow's resolver is to be given: "local", a name or an address that answers.
+
+    Args:
+        name: as given to `TPU`.
+        environ: of this process.
+        devices: /dev.
+    """
+    wanted = name or environ.get("TPU_NAME")
+    chips = any(path for pattern in CHIPS for path in devices.glob(pattern))
+    if wanted is None and not chips:
+        raise UsageError(
+            f"strategy {NAME}: this machine has no TPU (no chip in {devices}), and TPU_NAME does not name another: run "
+            "on a TPU machine, set TPU_NAME to a TPU's name or to grpc://host:port, or take another strategy "
+            "(hvdtrain strategies lists them)"
+        )
+    if wanted in (None, "", "local"):
+        if not chips:
+            raise UsageError(
+                f"strategy {NAME}: {wanted!r} asks for a TPU in this machine, which has none (no chip in {devices})"
+            )
+        if importlib.util.find_spec("libtpu") is None:
+            raise UsageError(
+                f"strategy {NAME}: this TensorFlow cannot use the TPU of this machine: pip install tensorflow-tpu, of "
+                f"the version {tf.__version__}"
+            )
+        return "local"
+    assert wanted is not None
+    if wanted.startswith("grpc://"):
+        host, _, port = wanted.removeprefix("grpc://").partition(":")
+        _require_answer(host, port, f"no TPU answers at {wanted}")
+    else:
+        _require_answer(
+            environ.get("GCE_METADATA_IP", METADATA),
+            "80",
+            f"the TPU {wanted!r} can be looked up on Google's machines only, and this is none: give its "
+            "address, grpc://host:port",
+        )
+    return wanted
+
+
+def _require_answer(host: str, port: str, complaint: str) -> None:
+    try:
+        with socket.create_connection((host, int(port or 8470)), SECONDS):
+            pass
+    except (OSError, ValueError) as error:
+        raise UsageError(f"strategy {NAME}: {complaint} ({error})") from error
