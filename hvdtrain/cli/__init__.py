@@ -43,7 +43,7 @@ COMMANDS = {
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
     "strategies": (
         "hvdtrain.cli.strategies:strategies",
-        "List the ways to distribute training, and which of them work here.",
+        "List the strategies, and which of them work here.",
     ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
 }

@@ -59,7 +59,8 @@ def outcome_of(
     told = "\n".join(_STARTER.findall(launcher_text))
     # What befell the others is why the first of several roles failed, whatever it says itself.
     if told and (cause is None or cause.secondary or members.roles):
-        return Outcome(_code_of(ending), f"{told}\n{logs}" if failures or ended else told)
+        has_logs = failures or ended or members.roles
+        return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
     if cause is not None:
         return Outcome(cause.exit_code, f"{_describe(cause, failures, members)}\n{logs}")
     if ended is not None:

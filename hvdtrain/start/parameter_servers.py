@@ -132,7 +132,7 @@ class Launch:
     _addresses: dict[Role, str] = field(default_factory=dict)
     _failed: dict[Role, int] = field(default_factory=dict)
     _started: dict[Role, float] = field(default_factory=dict)
-    _due: dict[Role, float] = field(default_factory=dict)
+    _due: dict[Role, tuple[float, str]] = field(default_factory=dict)
     _chief_code: int | None = None
     _over_at: float | None = None
     _lost: str = ""
@@ -148,9 +148,7 @@ class Launch:
             for host, news in self.agents.news(TICK_SECONDS):
                 self._hear(host, news)
             self._look_after_agents()
-            for role in [one for one, when in self._due.items() if when <= time.monotonic()]:
-                del self._due[role]
-                self._start(role)
+            self._start_again()
         return code
 
     def _code(self) -> int | None:
@@ -252,9 +250,16 @@ class Launch:
                     "its output is in the log folder"
                 )
                 return
-            self._due[role] = now + PAUSE_SECONDS
             text = f"{self._named(role)} {how_it_ended(code)}: starting it again ({count} of {RESTARTS})"
-            _write(2, marked(f"{text}\n".encode(), 0, 2))
+            self._due[role] = (now + PAUSE_SECONDS, text)
+
+    def _start_again(self) -> None:
+        """Start the workers whose pause is over. It is said only now: at the end of a run all end."""
+        for role, (when, text) in list(self._due.items()):
+            if when <= time.monotonic() and not self.received:
+                del self._due[role]
+                _write(2, marked(f"{text}\n".encode(), 0, 2))
+                self._start(role)
 
     def _look_after_agents(self) -> None:
         for host, (code, words) in self.agents.ended().items():

@@ -1,0 +1,315 @@
+"""A chief, workers and servers on this machine: each finds the others, and however it ends, nothing is left.
+
+Workers and servers are stand-ins without TensorFlow, which listen at their ports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.process import processes_of
+from hvdtrain.start import parameter_servers
+from hvdtrain.start.parameter_servers import Launch, Layout, layout_of
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 60
+# In the place of hvdtrain.start.tf_server. With a file `broken.NAME` it fails.
+STAND_IN = """
+import sys
+if sys.orig_argv[1:3] == ["-m", "hvdtrain.start.tf_server"]:
+    import json, os, socket, time
+    config = json.loads(os.environ["TF_CONFIG"])
+    task = config["task"]
+    name = f"{task['type']}-{task['index']}"
+    address = config["cluster"][task["type"]][task["index"]]
+    if os.path.exists(f"broken.{name}"):
+        os.write(2, f"{name} has no memory\\n".encode())
+        os._exit(1)
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("", int(address.rpartition(":")[2])))
+    listener.listen()
+    with open(f"part.{os.getpid()}", "w") as file:
+        json.dump({"pid": os.getpid(), "address": address, "environ": dict(os.environ)}, file)
+    os.rename(f"part.{os.getpid()}", f"{name}.{os.getpid()}")
+    print(name, "serves", flush=True)
+    time.sleep(600)
+"""
+CHIEF = """
+import json, os, signal, sys, time
+from pathlib import Path
+config = json.loads(os.environ["TF_CONFIG"])
+def born(name, count=1):
+    "What processes of this name have said, in the order of their birth."
+    while len(found := list(Path().glob(f"{name}.*[0-9]"))) < count:
+        time.sleep(0.02)
+    return [json.loads(one.read_text()) for one in sorted(found, key=os.path.getmtime)]
+everybody = [born(f"{kind}-{i}")[0] for kind in ("worker", "ps") for i in range(len(config["cluster"][kind]))]
+Path("all.ready").touch()
+"""
+FOR_EVER = CHIEF + "time.sleep(600)\n"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A running `hvdtrain run --strategy parameter-server`."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def wait(self) -> None:
+        """Until all processes are there."""
+        deadline = time.monotonic() + SECONDS
+        while not (self.folder / "all.ready").exists():
+            assert time.monotonic() < deadline, list(self.folder.iterdir())
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self) -> tuple[int, str, str]:
+        stdout, stderr = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, stdout, stderr.removeprefix("\n")
+
+    def born(self, name: str) -> dict[str, str]:
+        return json.loads(next(self.folder.glob(f"{name}.*[0-9]")).read_text())
+
+    def left(self, seconds: float = 0) -> list[str]:
+        """Command lines of what still runs in the folder."""
+        deadline = time.monotonic() + seconds
+        while True:
+            found = []
+            for entry in Path("/proc").glob("[0-9]*"):
+                try:
+                    if (entry / "cwd").readlink() == self.folder:
+                        found.append((entry / "cmdline").read_text().replace("\0", " "))
+                except OSError:
+                    continue
+            if not any(found) or time.monotonic() > deadline:
+                return list(filter(None, found))
+            time.sleep(0.05)
+
+
+Begin = Callable[..., Run]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """begin(script, *options, **environment) -> Run, of two workers and two servers."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(STAND_IN)
+    folder = tmp_path / "work"
+    folder.mkdir()
+    runs: list[Run] = []
+
+    def start(script: str, *options: str, **environment: str) -> Run:
+        (folder / "train.py").write_text(script)
+        numbers = ["--strategy", "parameter-server", "--workers", "2", "--ps", "2"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hvdtrain.cli", "run", *numbers, *options, "train.py"],
+            cwd=folder,
+            env={
+                **{name: value for name, value in os.environ.items() if name[:3] != "TF_"},
+                "PYTHONPATH": f"{tmp_path / 'site'}{os.pathsep}{REPOSITORY}",
+                **environment,
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        runs.append(Run(process, folder))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if run.process.poll() is None:  # Only a failed test leaves one; its guard ends the others.
+            run.process.kill()
+            run.process.communicate()
+        assert run.left(SECONDS) == []
+
+
+def test_each_finds_the_others_and_ends_with_the_chief(begin: Begin) -> None:
+    script = CHIEF + (
+        "import socket\n"
+        "for one in everybody:\n"
+        "    host, _, port = one['address'].rpartition(':')\n"
+        "    socket.create_connection((host, int(port))).close()\n"
+        "print('reached', len(everybody), sys.argv, os.environ['HVDTRAIN_STRATEGY'], flush=True)\n"
+        "sys.exit(7)\n"
+    )
+    cluster = {"HOROVOD_RANK": "3", "OMPI_COMM_WORLD_RANK": "3", "HVDTRAIN_RANK_CORES": ""}
+    run = begin(script, "--log-dir", "logs", "--env", "API_KEY=sesame", **cluster)
+    code, stdout, stderr = run.end()
+    assert (code, stdout) == (7, "reached 4 ['train.py'] parameter-server\n"), stderr
+    assert stderr == "chief ended with exit code 7\nlogs: logs\n"
+    assert run.left() == []
+    logs = {path.parent.name: path.read_text() for path in run.folder.glob("logs/*/stdout")}
+    assert logs == {
+        "chief": stdout,
+        **{name: f"{name} serves\n" for name in ("worker-0", "worker-1", "ps-0", "ps-1")},
+    }
+    told = run.born("ps-1")["environ"]
+    assert not {"HOROVOD_RANK", "OMPI_COMM_WORLD_RANK"} & told.keys()  # type: ignore[attr-defined]
+    assert told["API_KEY"] == "sesame"
+    assert json.loads(told["TF_CONFIG"])["task"] == {"type": "ps", "index": 1}
+    cores = len(os.sched_getaffinity(0))
+    assert told["TF_NUM_INTRAOP_THREADS"] == told["OMP_NUM_THREADS"] == str(max(1, cores // 5))
+
+
+def test_a_worker_that_dies_is_started_again_at_its_port(begin: Begin) -> None:
+    script = CHIEF + (
+        "first = born('worker-1')[0]\n"
+        "os.kill(first['pid'], signal.SIGKILL)\n"
+        "_, second = born('worker-1', 2)\n"
+        "os.kill(second['pid'], signal.SIGTERM)\n"
+        "third = born('worker-1', 3)[2]\n"
+        "print(len({one['address'] for one in (first, second, third)}))\n"
+    )
+    run = begin(script)
+    code, stdout, stderr = run.end()
+    assert (code, stdout) == (0, "1\n"), stderr
+    assert stderr == (
+        "worker-1 was killed by SIGKILL (was memory short?): starting it again (1 of 10)\n"
+        "worker-1 was killed by SIGTERM: starting it again (2 of 10)\n"
+    )
+    assert run.left() == []
+
+
+@pytest.mark.parametrize(
+    ("chief", "seconds"),
+    [("time.sleep(1)\nraise OSError('Socket closed')\n", 4), ("time.sleep(600)\n", 14)],
+    ids=["the chief says so", "the chief waits"],
+)
+def test_without_a_server_the_run_ends_with_one_message(
+    begin: Begin, chief: str, seconds: float
+) -> None:
+    run = begin(CHIEF + chief, "--log-dir", "logs")
+    run.wait()
+    os.kill(int(run.born("ps-0")["pid"]), signal.SIGKILL)
+    killed = time.monotonic()
+    code, stdout, stderr = run.end()
+    assert time.monotonic() - killed < seconds
+    assert (code, stdout) == (1, "")
+    assert stderr == (
+        "ps-0 was killed by SIGKILL (was memory short?): the variables that it held are gone, so the "
+        "run ends; what was saved before is kept\nlogs: logs\n"
+    )
+    assert run.left() == []
+
+
+def test_a_server_that_does_not_start(begin: Begin, tmp_path: Path) -> None:
+    (tmp_path / "work" / "broken.ps-1").touch()
+    run = begin("raise OSError('Socket closed')\n")
+    code, stdout, stderr = run.end()
+    first, second, *_ = stderr.splitlines()
+    assert (code, stdout, first) == (1, "", "[ps-1] ps-1 has no memory")
+    assert second.startswith("ps-1 ended with exit code 1: the variables that it held are gone")
+
+
+def test_the_chiefs_own_failure_is_told_with_its_traceback(begin: Begin) -> None:
+    run = begin(CHIEF + "raise ValueError('no data')\n", "--log-dir", "logs")
+    code, _, stderr = run.end()
+    assert code == 1
+    assert stderr.startswith("chief failed:\nTraceback ")
+    assert stderr.endswith("\nValueError: no data\nlogs: logs\n")
+    assert run.left() == []
+
+
+def test_a_chief_that_is_killed(begin: Begin) -> None:
+    run = begin(CHIEF + "os.kill(os.getpid(), signal.SIGKILL)\n", "--log-dir", "logs")
+    code, _, stderr = run.end()
+    assert (code, stderr) == (137, "chief was killed by SIGKILL (was memory short?)\nlogs: logs\n")
+
+
+def test_ctrl_c_ends_all(begin: Begin) -> None:
+    run = begin(FOR_EVER)
+    run.wait()
+    asked = time.monotonic()
+    os.kill(run.process.pid, signal.SIGINT)
+    code, stdout, stderr = run.end()
+    assert time.monotonic() - asked < 5
+    assert (code, stdout, stderr) == (130, "", "SIGINT: stopping the run (again: at once)\n")
+    assert run.left() == []
+
+
+def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
+    from_worker = "from hvdtrain.warning import warned\n"
+    run = begin(
+        FOR_EVER.replace("time.sleep(600)", f"{from_worker}while not warned(): time.sleep(0.05)")
+    )
+    run.wait()
+    os.kill(run.process.pid, signal.SIGUSR1)
+    code, _, stderr = run.end()
+    assert code == 0
+    assert "rank 0: warned by SIGUSR1" in stderr
+    assert "starting it again" not in stderr
+
+
+@pytest.mark.parametrize("victim", ["hvdtrain.cli", "parameter_servers", "hvdtrain.start.agent"])
+def test_sigkill_of_whom_it_depends_on_leaves_nothing(begin: Begin, victim: str) -> None:
+    run = begin(FOR_EVER)
+    run.wait()
+    if victim == "hvdtrain.cli":
+        run.process.kill()
+    else:
+        (launch_id,) = {
+            run.born(name)["environ"]["HVDTRAIN_LAUNCH_ID"] for name in ("ps-0", "ps-1")
+        }  # type: ignore[index]
+        for pid in processes_of(launch_id):
+            if victim in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+    run.process.communicate(timeout=SECONDS)
+    assert run.process.returncode != 0
+    assert run.left(8) == []
+
+
+class NoAgents:
+    """In the place of the agents: everything is started, and ends as the test says."""
+
+    def __init__(self, ends: Callable[[dict[str, object]], int | None]) -> None:
+        self.ends = ends
+        self.orders: list[dict[str, object]] = []
+        self.told: list[dict[str, object]] = []
+
+    def greet(self, host: str, greeting: object) -> None:
+        report = {"hvdtrain": parameter_servers.__version__, "python": "3.11.2", "interfaces": {}}
+        self.told.append({"report": report, "ports": [1, 2, 3]})
+
+    def order(self, host: str, **order: object) -> None:
+        self.orders.append(order)
+        code = self.ends(order)
+        if code is not None:
+            self.told.append({"ended": [order["start"], code]})
+
+    def news(self, seconds: float) -> Iterator[tuple[str, dict[str, object]]]:
+        told, self.told = self.told, []
+        return iter([("", one) for one in told])
+
+    def ended(self) -> dict[str, tuple[int, str]]:
+        return {}
+
+
+def test_a_worker_that_fails_again_and_again_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    monkeypatch.setattr(parameter_servers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(parameter_servers, "CHIEF_SECONDS", 0.1)
+    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    layout: Layout = layout_of(options)
+    agents = NoAgents(lambda order: 9 if order["kind"] == "worker" else None)
+    assert Launch(layout, options, agents, []).run() == 1  # type: ignore[arg-type]
+    assert sum(order["kind"] == "worker" for order in agents.orders) == 11
+    last = capfdbinary.readouterr().err.splitlines()[-1]
+    assert last == (
+        b"hvdtrain: worker-0 ended with exit code 9, 11 times in a row: its output is in the log folder"
+    )
