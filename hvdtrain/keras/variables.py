@@ -146,6 +146,7 @@ def check_replicas(
     *,
     variables: Sequence[Any] | None = None,
     when: str = "",
+    process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> None:
     """Raise ReplicaError unless every rank holds the same bits in every replicated variable.
 
@@ -156,17 +157,21 @@ def check_replicas(
         optimizer: compared as well.
         variables: compare these instead.
         when: for the message, such as "after epoch 3".
+        process_set: the ranks that are compared; default all.
     """
-    if hvd.size() == 1:
+    ranks = process_set.size()
+    if ranks == 1:
         return
     if variables is None:
         variables = replicated_variables(model, optimizer, local_variables(model, optimizer))
     mine = fingerprints(variables)
-    gathered = hvd.allgather(tf.constant(mine.reshape(1, -1)), name="hvdtrain_fingerprints")
-    everyone = gathered.numpy().reshape(hvd.size(), -1, 8)
+    gathered = hvd.allgather(
+        tf.constant(mine.reshape(1, -1)), name="hvdtrain_fingerprints", process_set=process_set
+    )
+    everyone = gathered.numpy().reshape(ranks, -1, 8)
     drifted = np.flatnonzero((everyone != everyone[0]).any(axis=(0, 2)))
     if drifted.size:
-        raise ReplicaError(_drift_message(variables, everyone, drifted, when))
+        raise ReplicaError(_drift_message(variables, everyone, drifted, when, process_set))
 
 
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
@@ -177,17 +182,21 @@ def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[An
 
 
 def _drift_message(
-    variables: Sequence[Any], everyone: np.ndarray, drifted: np.ndarray, when: str
+    variables: Sequence[Any],
+    everyone: np.ndarray,
+    drifted: np.ndarray,
+    when: str,
+    process_set: hvd.ProcessSet,
 ) -> str:
     """Name the first variable that differs, the ranks, and by how much. A collective: all ranks call it."""
     first = variables[int(drifted[0])]
-    same = [
-        r for r in range(hvd.size()) if (everyone[r, drifted[0]] == everyone[0, drifted[0]]).all()
-    ]
-    others = [r for r in range(hvd.size()) if r not in same]
+    names = process_set.ranks or list(range(hvd.size()))
+    equal = (everyone[:, drifted[0]] == everyone[0, drifted[0]]).all(axis=1)
+    same = [rank for rank, alike in zip(names, equal, strict=True) if alike]
+    others = [rank for rank in names if rank not in same]
     value = tf.cast(tf_variable(first).read_value(), tf.float64)
-    top = hvd.allreduce(value, op=hvd.Max, name="hvdtrain_drift_max")
-    bottom = hvd.allreduce(value, op=hvd.Min, name="hvdtrain_drift_min")
+    top = hvd.allreduce(value, op=hvd.Max, name="hvdtrain_drift_max", process_set=process_set)
+    bottom = hvd.allreduce(value, op=hvd.Min, name="hvdtrain_drift_min", process_set=process_set)
     gap = float(tf.reduce_max(top - bottom))
     return (
         f"The replicas have drifted apart{' ' + when if when else ''}: variable "

@@ -117,10 +117,20 @@ class Mesh:
         here = self.place(rank)
         return self._where(lambda p: p.stage == here.stage)
 
+    def neighbour_ranks(self, rank: int) -> list[int]:
+        """Return `rank` and the rank of the next stage of its copy, if there is one."""
+        here = self.place(rank)
+        return self._where(
+            lambda p: replace(p, stage=here.stage) == here and 0 <= p.stage - here.stage <= 1
+        )
+
     def rank_lists(self, ranks: int) -> list[list[int]]:
         """Return the process sets of a job of `ranks` ranks, each once, without the one of all ranks."""
         mesh = self.for_ranks(ranks)
-        groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
+        groups = (
+            *(mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks),
+            mesh.neighbour_ranks,
+        )
         found = {tuple(group(rank)) for group in groups for rank in range(ranks)}
         return [list(group) for group in sorted(found) if len(group) < ranks]
 
@@ -144,6 +154,10 @@ class Position:
     pipeline_set: hvd.ProcessSet
     stage_set: hvd.ProcessSet
     everyone: hvd.ProcessSet
+
+    def pair_set(self, rank: int) -> hvd.ProcessSet:
+        """Return the set of this rank and its neighbour `rank` in the pipeline."""
+        return _process_set(sorted((hvd.rank(), rank)), _known_sets())
 
 
 def position(mesh: Mesh) -> Position:

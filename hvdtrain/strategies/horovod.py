@@ -26,7 +26,7 @@ from hvdtrain.metrics import average_logs, merge_state, state_variables
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.steps import RankSteps
-from hvdtrain.strategies.strategy import Logs, Strategy, write_model
+from hvdtrain.strategies.strategy import Logs, Steps, Strategy, write_model
 
 
 class HorovodStrategy(Strategy):
@@ -59,7 +59,7 @@ class HorovodStrategy(Strategy):
         _check_reduction(reducer_of(optimizer).reduction)
         return optimizer
 
-    def prepare(self, model: keras.Model, data: Any, what: str) -> RankSteps:
+    def prepare(self, model: keras.Model, data: Any, what: str) -> Steps:
         self.build_variables(model, data, what)
         self.broadcast(model)
         fold_rank_into_seeds(model, self.part.index)
@@ -79,7 +79,7 @@ class HorovodStrategy(Strategy):
         }
         require_equal(built, what, "model")
 
-    def prepare_prediction(self, model: keras.Model, inputs: Any) -> RankSteps:
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
         compat.symbolic_call(model, inputs)
         broadcast_variables(model.variables)
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)

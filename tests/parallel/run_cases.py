@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,8 +11,21 @@ from typing import Any
 from hvdtrain import runtime
 
 
+def _start_with_meshes(text: str) -> None:
+    """Start Horovod with the process sets of several meshes: "DATA,TENSOR,PIPELINE;..."."""
+    if not text:
+        return
+    from hvdtrain.parallel.mesh import Mesh
+
+    hvd = runtime.load_horovod()
+    meshes = [Mesh(*map(int, one.split(","))) for one in text.split(";")]
+    groups = {tuple(group) for mesh in meshes for group in mesh.rank_lists(mesh.size)}
+    runtime.start_horovod(process_sets=[hvd.ProcessSet(group) for group in sorted(groups)])
+
+
 def main() -> None:
     name, folder, *only = sys.argv[1:]
+    _start_with_meshes(os.environ.get("TEST_MESHES", ""))
     rank = runtime.init().rank
     sys.path.insert(0, str(Path(__file__).parent / "cases"))
     module = importlib.import_module(name)

@@ -1,0 +1,154 @@
+"""The graph of a Keras model: its calls in order, and models of a part of them. Tested with Keras 3.15.
+
+A Sequential or functional model is a graph of calls: a layer (or an operation of keras.ops) is called on
+tensors and makes tensors. A layer that is called twice has two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src import backend, tree
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.models.functional import Functional
+
+Tensor = Any
+"""A keras.KerasTensor: symbolic, told from others by its identity."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer or operation.
+
+    Attributes:
+        operation: what is called.
+        inputs: the tensors that it is called on.
+        outputs: the tensors that it makes.
+    """
+
+    operation: Any
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return str(self.operation.name)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the layer, those of the layers inside it and of its random generators included."""
+        return list(getattr(self.operation, "variables", ()))
+
+
+def functional_of(model: keras.Model) -> Functional | None:
+    """Return the graph inside a functional or a built Sequential model; None if it has none."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def calls_of(functional: Functional) -> list[Call]:
+    """Return the calls of a graph, each behind those whose outputs it takes.
+
+    The order is depth first from the outputs, an operation's first input first: what belongs together
+    (a tower, a residual branch) stays together, and code that reads from top to bottom comes out in its order.
+    """
+    nodes = {node for level in functional._nodes_by_depth.values() for node in level}
+    done: set[Any] = set()
+    ordered: list[Call] = []
+    waiting = [(_node_of(tensor), False) for tensor in reversed(functional.outputs)]
+    while waiting:
+        node, ready = waiting.pop()
+        if node in done or node.is_input or node not in nodes:
+            continue
+        if ready:
+            done.add(node)
+            ordered.append(Call(node.operation, tuple(node.input_tensors), tuple(node.outputs)))
+            continue
+        waiting.append((node, True))
+        waiting += [(_node_of(tensor), False) for tensor in reversed(node.input_tensors)]
+    return ordered
+
+
+def _node_of(tensor: Tensor) -> Any:
+    history = tensor._keras_history
+    return history.operation._inbound_nodes[history.node_index]
+
+
+def part_of(inputs: Sequence[Tensor], outputs: Any, name: str) -> keras.Model:
+    """Return the model of the calls between `inputs` and `outputs`: the same layers, under the same names."""
+    model = keras.Model(inputs=list(inputs), outputs=outputs, name=name)
+    # Its layers have given the outputs their masks; those of the inputs are no one else's.
+    model.supports_masking = True
+    model.compute_mask = lambda inputs, previous_mask: None
+    return model
+
+
+def outputs_struct(functional: Functional) -> Any:
+    """Return the structure of a graph's outputs, as the user gave it."""
+    return functional._outputs_struct
+
+
+def like_outputs(functional: Functional, flat: Sequence[Any]) -> Any:
+    """Return `flat` in the structure in which the model returns its outputs."""
+    packed = tree.pack_sequence_as(functional._outputs_struct, list(flat))
+    return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
+
+
+def flat_inputs(functional: Functional, x: Any) -> list[Any]:
+    """Return a user's `x` as the flat list of the graph's inputs, of their dtypes and ranks."""
+    return list(functional._standardize_inputs(x))
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask of padding that a tensor carries, symbolic or computed, or None."""
+    return get_keras_mask(tensor)
+
+
+def give_mask(tensor: Any, mask: Any) -> None:
+    """Make `tensor` carry a mask of padding."""
+    set_keras_mask(tensor, mask)
+
+
+def trains_by_keras(model: keras.Model) -> str | None:
+    """Return the name of a method by which the model trains in its own way; None if Keras's steps do."""
+    own = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+    for name in own:
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            return name
+    return None
+
+
+def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    """Return the compiled loss plus the model's own losses."""
+    return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)
+
+
+def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
+    """Count `loss`, of so many examples, in the running mean that the logs call "loss"."""
+    model._loss_tracker.update_state(loss, sample_weight=examples)
+
+
+def build_compiled(model: keras.Model, y: Any, weight: Any) -> None:
+    """Create the states of a compiled model's loss and metrics from symbolic `y` and sample weights.
+
+    The model is built; what it is called on counts for nothing here.
+    """
+    x = [backend.KerasTensor(tensor.shape, tensor.dtype) for tensor in model.inputs]
+    model._symbolic_build(data_batch=(x, y, weight))
+
+
+def drop_compiled(model: keras.Model) -> None:
+    """Leave a compiled model no loss and no metrics but its running mean, to which `track_loss` adds."""
+    model._compile_loss = model._compile_metrics = None
+
+
+def release(variable: Any) -> None:
+    """Forget the value of a Keras variable, and its memory with it; shape and name stay."""
+    if variable._value is not None:
+        variable._initializer = keras.initializers.Zeros()
+        variable._value = None

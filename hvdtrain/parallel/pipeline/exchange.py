@@ -1,0 +1,131 @@
+"""What one stage hands to its neighbours for a micro-batch, as messages of a transport.
+
+Forward: each tensor that crosses the cut, behind it its mask of padding if it has one. Backward: the gradient of
+each of them that has one. Shapes are sent ahead once for each size of micro-batch; dtypes are those of the
+symbolic model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import EngineError
+from hvdtrain.parallel.pipeline.stages import Crossing, Stage
+from hvdtrain.parallel.pipeline.transport import Spec, Transport
+
+Tensors = list[Any]
+
+
+class Exchange:
+    """The messages of one stage of one copy of the model.
+
+    Args:
+        stage: this rank's.
+        ranks: of all stages of this copy.
+        transport: carries the messages.
+    """
+
+    def __init__(self, stage: Stage, ranks: Sequence[int], transport: Transport) -> None:
+        self._stage = stage
+        self._ranks = ranks
+        self._transport = transport
+        self._before: dict[Hashable, list[Spec]] = {}
+        self._behind: dict[Hashable, list[Spec]] = {}
+
+    def receive_forward(self, micro_batch: int, size: Hashable) -> Tensors:
+        """Return what the stage before made of a micro-batch; [] on the first stage.
+
+        Args:
+            micro_batch: its number, for messages.
+            size: whatever decides on the shapes; the same on all stages.
+        """
+        if not self._stage.index:
+            return []
+        rank = self._ranks[self._stage.index - 1]
+        what = f"the activations of micro-batch {micro_batch} (stage {self._stage.index - 1})"
+        dtypes = _dtypes(self._stage.received)
+        if size not in self._before:
+            ranks = [len(shape) for shape in _shapes(self._stage.received)]
+            flat = self._transport.receive(rank, [Spec((sum(ranks),), np.int64)], what)[0]
+            ends = np.cumsum(ranks)
+            self._before[size] = [
+                Spec(tuple(int(d) for d in flat[end - length : end]), dtype)
+                for end, length, dtype in zip(ends, ranks, dtypes, strict=True)
+            ]
+        arrays = self._transport.receive(rank, self._before[size], what)
+        return [tf.convert_to_tensor(array) for array in arrays]
+
+    def send_forward(self, tensors: Sequence[Any], size: Hashable) -> None:
+        """Send what the next stage takes of a micro-batch."""
+        rank = self._ranks[self._stage.index + 1]
+        arrays = [tensor.numpy() for tensor in tensors]
+        if size not in self._behind:
+            self._behind[size] = [Spec(array.shape, array.dtype) for array in arrays]
+            dtypes = [np.dtype(dtype) for dtype in _dtypes(self._stage.sent)]
+            if [array.dtype for array in arrays] != dtypes:
+                raise EngineError(
+                    f"Stage {self._stage.index} makes {[str(a.dtype) for a in arrays]} where the model says "
+                    f"{[str(d) for d in dtypes]}: give the layers at the cut a fixed dtype"
+                )
+            shapes = [dimension for array in arrays for dimension in array.shape]
+            self._transport.send(rank, [np.array(shapes, np.int64)])
+        self._transport.send(rank, arrays)
+
+    def receive_backward(
+        self, micro_batch: int, size: Hashable, values: int
+    ) -> tuple[Tensors, np.ndarray]:
+        """Return the gradients of what was sent forward, and `values` numbers that came with them."""
+        rank = self._ranks[self._stage.index + 1]
+        what = f"the gradients of micro-batch {micro_batch} (stage {self._stage.index + 1})"
+        specs = [
+            spec
+            for spec, has_gradient in zip(
+                self._behind[size], _have_gradients(self._stage.sent), strict=True
+            )
+            if has_gradient
+        ]
+        extra = [Spec((values,), np.float64)] if values else []
+        arrays = self._transport.receive(rank, [*specs, *extra], what)
+        gradients = [tf.convert_to_tensor(array) for array in arrays[: len(specs)]]
+        return gradients, arrays[-1] if values else np.zeros(0)
+
+    def send_backward(self, gradients: Sequence[Any], values: np.ndarray) -> None:
+        """Send the gradients of what came from the stage before, and some numbers, to it."""
+        rank = self._ranks[self._stage.index - 1]
+        arrays = [gradient.numpy() for gradient in gradients]
+        self._transport.send(rank, [*arrays, values] if values.size else arrays)
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left."""
+        self._transport.flush()
+
+
+def tensors_of(crossings: Sequence[Crossing]) -> list[tuple[Crossing, bool]]:
+    """Return what travels for `crossings`, in order: each with whether it is the mask."""
+    return [
+        (crossing, mask)
+        for crossing in crossings
+        for mask in ((False, True) if crossing.masked else (False,))
+    ]
+
+
+def _have_gradients(crossings: Sequence[Crossing]) -> list[bool]:
+    return [crossing.differentiable and not mask for crossing, mask in tensors_of(crossings)]
+
+
+def _shapes(crossings: Sequence[Crossing]) -> list[Any]:
+    return [
+        crossing.mask.shape if mask else crossing.tensor.shape
+        for crossing, mask in tensors_of(crossings)
+    ]
+
+
+def _dtypes(crossings: Sequence[Crossing]) -> list[Any]:
+    return [
+        np.bool_ if mask else tf.as_dtype(str(crossing.tensor.dtype)).as_numpy_dtype
+        for crossing, mask in tensors_of(crossings)
+    ]

@@ -1,0 +1,349 @@
+"""Cut a Sequential or functional model into stages.
+
+The calls of the model's graph stand in one order (see keras.compat_graph.calls_of); a stage is a run of them,
+so data only flows towards later stages. What is made in one stage and used in a later one crosses all the cuts
+between them: skip connections travel through. What the user feeds in travels nowhere, for every rank reads it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat_graph
+from hvdtrain.keras.compat_graph import Call
+
+SLACK = 1.05
+"""Cuts may make the largest stage this much larger than it need be, if less has to cross them."""
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A tensor that crosses a cut.
+
+    Attributes:
+        tensor: the symbolic tensor.
+        mask: its symbolic mask of padding, or None.
+    """
+
+    tensor: Any
+    mask: Any
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask of padding travels with it."""
+        return self.mask is not None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether a gradient comes back for it."""
+        return "float" in str(self.tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a model.
+
+    Attributes:
+        index, count: which of how many.
+        model: of the stage's layers; called on the model's own inputs that it uses, then on `used`.
+        own_inputs: places of the whole model's flat inputs that the stage takes.
+        received: what crosses the cut before the stage.
+        used: places in `received` of what the stage's model takes.
+        sent: what crosses the cut behind it.
+        passed: for each of `sent`, its place in `received`, or None for what the stage makes: the
+            model's outputs, in their order.
+        whole: the whole model's graph; only this stage's variables have values.
+        names: of the layers of each stage.
+    """
+
+    index: int
+    count: int
+    model: keras.Model
+    own_inputs: tuple[int, ...]
+    received: tuple[Crossing, ...]
+    used: tuple[int, ...]
+    sent: tuple[Crossing, ...]
+    passed: tuple[int | None, ...]
+    whole: Any
+    names: tuple[tuple[str, ...], ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends in the model's outputs."""
+        return self.index == self.count - 1
+
+
+def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None = None) -> Stage:
+    """Return stage `index` of `count` of a model.
+
+    Args:
+        model: functional or a built Sequential; may be without values (see keras.compat_variables).
+        begins: names, or regular expressions for the whole names, of the layers that begin the stages
+            behind the first; None: stages of about equal cost.
+
+    Raises:
+        UsageError: a model without a graph, patterns that fit no cut, a layer in several stages.
+    """
+    functional = _graph(model)
+    calls = compat_graph.calls_of(functional)
+    starts = (
+        _balanced_starts(functional, calls, count)
+        if begins is None
+        else _named_starts(calls, begins)
+    )
+    stage_of = [sum(place >= start for start in starts) for place in range(len(calls))]
+    _check_shared(calls, stage_of)
+    _check_trained(calls, stage_of, count)
+    return _stage(functional, calls, stage_of, index, count)
+
+
+def balanced(
+    costs: Sequence[float],
+    stages: int,
+    weights: Sequence[float] | None = None,
+    forbidden: AbstractSet[int] = frozenset(),
+) -> list[int]:
+    """Return the places at which the second and later stages begin.
+
+    The largest stage's cost is the smallest possible within SLACK; among such cuts the one over which least
+    crosses. Dynamic programming over the places, O(stages * places^2).
+
+    Args:
+        costs: of each place, in order.
+        stages: at most as many as places.
+        weights: what crosses a cut before each place.
+        forbidden: places at which no stage may begin.
+
+    Raises:
+        ValueError: fewer places to cut at than cuts.
+    """
+    weights = [0.0] * len(costs) if weights is None else weights
+    sums = [0.0, *accumulate(costs)]
+    places = [p for p in range(1, len(costs)) if p not in forbidden]
+    if len(places) < stages - 1:
+        raise ValueError(f"{len(places)} places to cut at, {stages - 1} cuts")
+    # Largest stage of the best division of costs[:end] into the stages so far.
+    ends = [*places, len(costs)]
+    largest = {end: sums[end] for end in ends}
+    for _ in range(stages - 1):
+        largest = {
+            end: min(
+                (max(largest[p], sums[end] - sums[p]) for p in places if p < end and p in largest),
+                default=math.inf,
+            )
+            for end in ends
+        }
+    limit = largest[len(costs)] * SLACK
+    crossing: dict[int, tuple[float, list[int]]] = {
+        end: (0.0, []) for end in ends if sums[end] <= limit
+    }
+    for _ in range(stages - 1):
+        crossing = {
+            end: min(found)
+            for end in ends
+            if (
+                found := [
+                    (crossing[p][0] + weights[p], [*crossing[p][1], p])
+                    for p in places
+                    if p < end and p in crossing and sums[end] - sums[p] <= limit
+                ]
+            )
+        }
+    return crossing[len(costs)][1]
+
+
+def _graph(model: keras.Model) -> Any:
+    functional = compat_graph.functional_of(model)
+    if functional is None:
+        what = (
+            "it has no keras.layers.Input, so it has no shapes yet: put one in front"
+            if isinstance(model, keras.Sequential)
+            else "it is a class of its own, of which only the code of its call is known: write it as "
+            "keras.Sequential or keras.Model(inputs, outputs)"
+        )
+        raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")
+    own = compat_graph.trains_by_keras(model)
+    if own is not None:
+        raise UsageError(
+            f"Pipeline stages: the model {model.name!r} has a {own} of its own, which needs the whole model in one "
+            f"process: leave it out, or train without pipeline stages"
+        )
+    for layer in model._flatten_layers():
+        if hasattr(layer, "share_weight"):
+            raise UsageError(
+                f"Pipeline stages: layer {layer.name!r} ({type(layer).__name__}) synchronizes over ranks within a "
+                "step, which micro-batches do not: use BatchNormalization or LayerNormalization"
+            )
+    return functional
+
+
+def _balanced_starts(functional: Any, calls: Sequence[Call], count: int) -> list[int]:
+    costs = [_cost(call, calls[:place]) for place, call in enumerate(calls)]
+    forbidden = {
+        place
+        for variables in _places_of_variables(calls).values()
+        for place in range(min(variables) + 1, max(variables) + 1)
+    }
+    # A stage without anything to train has no gradients to reduce (see _check_trained).
+    forbidden |= {
+        p for p in range(1, len(calls)) if not _trains(calls[:p]) or not _trains(calls[p:])
+    }
+    weights = [
+        sum(_elements(t) for t in _crossing(functional, calls, place))
+        for place in range(len(calls))
+    ]
+    try:
+        return balanced(costs, count, weights, forbidden)
+    except ValueError as error:
+        raise UsageError(
+            f"Pipeline stages: the model has too few layers to cut it into {count} stages ({error}): use a mesh with a "
+            "smaller pipeline"
+        ) from error
+
+
+def _cost(call: Call, before: Sequence[Call]) -> float:
+    """Weights, which cost memory and work, and activations for an example, which are kept."""
+    if any(call.operation is other.operation for other in before):
+        weights = 0
+    else:
+        weights = sum(math.prod(v.shape) for v in call.variables)
+    return float(weights + sum(_elements(t) for t in call.outputs))
+
+
+def _elements(tensor: Any) -> int:
+    """Elements for one example; a dimension that is not known counts as 1."""
+    return math.prod(d or 1 for d in tensor.shape[1:])
+
+
+def _crossing(functional: Any, calls: Sequence[Call], place: int) -> list[Any]:
+    """What calls[:place] make and calls[place:] or the user take."""
+    made = {id(t): t for call in calls[:place] for t in call.outputs}
+    taken = {id(t) for call in calls[place:] for t in call.inputs}
+    taken |= {id(t) for t in functional.outputs}
+    return [t for key, t in made.items() if key in taken]
+
+
+def _named_starts(calls: Sequence[Call], begins: Sequence[str]) -> list[int]:
+    starts = []
+    for pattern in begins:
+        found = [p for p, call in enumerate(calls) if _fits(pattern, call.name)]
+        layers = list(dict.fromkeys(calls[p].name for p in found))
+        if len(layers) != 1:
+            names = ", ".join(layers or dict.fromkeys(call.name for call in calls))
+            has = "matches several layers" if layers else "matches no layer of the model"
+            raise UsageError(f"Layout: stages: {pattern!r} {has}: {names}")
+        starts.append(found[0])
+    if starts != sorted(set(starts)) or 0 in starts:
+        order = ", ".join(dict.fromkeys(call.name for call in calls))
+        raise UsageError(
+            f"Layout: stages={list(begins)!r}: name the layers in the model's order, and not its first one, with "
+            f"which the first stage begins. The order is: {order}"
+        )
+    return starts
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if pattern == name:
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error as error:
+        raise UsageError(
+            f"Layout: stages: {pattern!r} is no name and no regular expression: {error}"
+        ) from None
+
+
+def _places_of_variables(calls: Sequence[Call]) -> dict[int, list[int]]:
+    places: dict[int, list[int]] = {}
+    for place, call in enumerate(calls):
+        for variable in call.variables:
+            places.setdefault(id(variable), []).append(place)
+    return places
+
+
+def _check_shared(calls: Sequence[Call], stage_of: Sequence[int]) -> None:
+    for places in _places_of_variables(calls).values():
+        stages = sorted({stage_of[p] for p in places})
+        if len(stages) > 1:
+            names = " and ".join(dict.fromkeys(repr(calls[p].name) for p in places))
+            raise UsageError(
+                f"Pipeline stages: the weights of layer {names} are used in stages {', '.join(map(str, stages))}: cut "
+                "the model so that one stage has all their uses, or give each use its own layer"
+            )
+
+
+def _trains(calls: Sequence[Call]) -> bool:
+    return any(getattr(call.operation, "trainable_variables", ()) for call in calls)
+
+
+def _check_trained(calls: Sequence[Call], stage_of: Sequence[int], count: int) -> None:
+    for stage in range(count):
+        own = [call for call, of in zip(calls, stage_of, strict=True) if of == stage]
+        if not _trains(own):
+            raise UsageError(
+                f"Pipeline stages: stage {stage} ({', '.join(call.name for call in own)}) has no weights to train: cut "
+                "the model elsewhere (Layout(stages=...))"
+            )
+
+
+def _stage(
+    functional: Any, calls: Sequence[Call], stage_of: Sequence[int], index: int, count: int
+) -> Stage:
+    starts = [stage_of.index(stage) for stage in range(count)]
+    ends = [*starts[1:], len(calls)]
+    own = calls[starts[index] : ends[index]]
+    received = _crossing(functional, calls, starts[index]) if index else []
+    is_last = index == count - 1
+    sent = [] if is_last else _crossing(functional, calls, ends[index])
+    taken = {id(t) for call in own for t in call.inputs}
+    if is_last:
+        taken |= {id(t) for t in functional.outputs}
+    own_inputs = tuple(i for i, t in enumerate(functional.inputs) if id(t) in taken)
+    used = tuple(i for i, t in enumerate(received) if id(t) in taken)
+    inputs = [*(functional.inputs[i] for i in own_inputs), *(received[i] for i in used)]
+    places = {id(t): i for i, t in enumerate(received)}
+    outputs = (
+        compat_graph.outputs_struct(functional)
+        if is_last
+        else [t for t in sent if id(t) not in places]
+    )
+    model = compat_graph.part_of(inputs, outputs, f"{functional.name}_stage_{index}")
+    if is_last:
+        # Metrics of several outputs are named after them.
+        model.output_names = list(functional.output_names)
+    return Stage(
+        index=index,
+        count=count,
+        model=model,
+        own_inputs=own_inputs,
+        received=tuple(Crossing(t, compat_graph.mask_of(t)) for t in received),
+        used=used,
+        sent=tuple(Crossing(t, compat_graph.mask_of(t)) for t in sent),
+        passed=tuple(places.get(id(t)) for t in sent),
+        whole=functional,
+        names=tuple(
+            tuple(dict.fromkeys(call.name for call in calls[begin:end]))
+            for begin, end in zip(starts, ends, strict=True)
+        ),
+    )
+
+
+def stage_variables(stage: Stage) -> tuple[list[Any], list[Any]]:
+    """Return the variables of the stage, and those of all the others."""
+    own = {id(v) for v in stage.model.variables}
+    others = {
+        id(v): v
+        for call in compat_graph.calls_of(stage.whole)
+        for v in call.variables
+        if id(v) not in own
+    }
+    return list(stage.model.variables), list(others.values())
