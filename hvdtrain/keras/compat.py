@@ -141,7 +141,8 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
     reducer = getattr(self.inner_optimizer, "hvdtrain_reducer", None)
     if reducer is None:
         return finite
-    return tf.cast(reducer.extreme(tf.cast(finite, tf.int32), hvd.Min, "finite"), tf.bool)
+    vote = reducer.extreme(tf.cast(finite, tf.int32), hvd.Min, "finite", everyone=True)
+    return tf.cast(vote, tf.bool)
 
 
 def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:

@@ -25,6 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.clipping import NormSets, clip_by_norm
 from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.reduction import GradientReducer, Reduction, scaled
 
@@ -37,12 +38,14 @@ class OptimizerReducer(GradientReducer):
             batches are averaged exactly. None: all ranks count the same.
         share_is_in_loss: the Trainer's training step passes the loss through `scale_loss`, where the
             share costs nothing; otherwise the gradients are multiplied by it.
+        norms: where this rank holds only parts of the gradients: over which ranks their squares add up.
     """
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__(reduction)
         self.share: tf.Variable | None = None
         self.share_is_in_loss = False
+        self.norms: NormSets | None = None
         self.pending: list[Any] = []
         self.reduced = False
 
@@ -60,6 +63,12 @@ class OptimizerReducer(GradientReducer):
             gradients = [scaled(g, self.share, no_nan=True) for g in gradients]
         positions = [optimizer._get_variable_index(v) for v in self.pending]
         return self(gradients, self.pending, positions, weighted=self.share is not None)
+
+    def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
+        """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`."""
+        assert self.norms is not None
+        name = f"{self._prefix(())}_norm"
+        return clip_by_norm(gradients, self.pending, limit, together, self.norms, name)
 
 
 class _Distributed:
@@ -108,7 +117,11 @@ class _Distributed:
             )
 
     def _clip_gradients(self, grads: Any) -> Any:
-        reduced = self.hvdtrain_reducer.reduce(list(grads), self)
+        reducer = self.hvdtrain_reducer
+        reduced = reducer.reduce(list(grads), self)
+        limit = self.clipnorm or self.global_clipnorm  # type: ignore[attr-defined]
+        if reducer.norms is not None and limit:
+            return reducer.clip(reduced, limit, together=not self.clipnorm)  # type: ignore[attr-defined]
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:

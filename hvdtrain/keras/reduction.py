@@ -81,12 +81,29 @@ class Reduction:
             raise UsageError("op=Adasum needs the MPI controller: start with --controller mpi")
 
 
+@dataclass(frozen=True)
+class Holders:
+    """The ranks over which one variable's gradient is reduced, where those are not all of the reduction's.
+
+    Args:
+        process_set: the ranks.
+        copies: how many of them have computed each example.
+    """
+
+    process_set: hvd.ProcessSet
+    copies: int = 1
+
+
 class GradientReducer:
     """Reduces gradients over the ranks of a process set.
 
     Args:
         reduction: how.
         prefix: makes the first part of the collectives' names from the variables.
+
+    Attributes:
+        holders: for a variable, the ranks that hold it, if those are others than the reduction's.
+        everyone: the ranks that hold parts of the model; default those of the reduction.
     """
 
     def __init__(
@@ -95,6 +112,8 @@ class GradientReducer:
         self.reduction = reduction
         self._prefix = prefix or InstanceName(reduction.name or "gradient")
         self._local: dict[int, Any] = {}
+        self.holders: Callable[[Any], Holders | None] | None = None
+        self.everyone: hvd.ProcessSet | None = None
 
     @property
     def local_variables(self) -> list[Any]:
@@ -105,14 +124,18 @@ class GradientReducer:
         """Keep the gradients of `variable` (Keras or tf.Variable) on this rank."""
         self._local[id(tf_variable(variable))] = variable
 
-    def extreme(self, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
-        """Return the element-wise minimum or maximum of `tensor` over the ranks (`op` Min or Max)."""
+    def extreme(self, tensor: tf.Tensor, op: Any, suffix: str, everyone: bool = False) -> tf.Tensor:
+        """Return the element-wise minimum or maximum of `tensor` over the ranks (`op` Min or Max).
+
+        With `everyone`, over those too that hold other parts of the model.
+        """
+        ranks = self.everyone if everyone else None
         return hvd.allreduce(
             anchored(tensor),
             op=op,
             name=f"{self._prefix(())}_{suffix}",
             ignore_name_scope=True,
-            process_set=self.reduction.process_set,
+            process_set=ranks or self.reduction.process_set,
         )
 
     def __call__(
@@ -143,14 +166,14 @@ class GradientReducer:
                 shared.append(place)
         if not shared:
             return result
-        reduction = self.reduction
-        if weighted:
-            reduction = replace(reduction, op=hvd.Sum, gradient_predivide_factor=1.0)
+        how = {place: self._how(variables[place], weighted) for place in shared}
         prefix = in_this_graph(self._prefix(variables))
         names = {place: f"{prefix}_{positions[place]}" for place in shared}
-        ready = {place: _ready(result[place], reduction) for place in shared}
-        for group in self._groups(shared, variables, ready):
-            reduced = _reduce_group([ready[p] for p in group], [names[p] for p in group], reduction)
+        ready = {place: _ready(result[place], how[place]) for place in shared}
+        for group in self._groups(shared, variables, ready, how):
+            reduced = _reduce_group(
+                [ready[p] for p in group], [names[p] for p in group], how[group[0]]
+            )
             for place, gradient in zip(group, reduced, strict=True):
                 result[place] = gradient
         return result
@@ -162,10 +185,27 @@ class GradientReducer:
             factor /= ranks
         return gradient if factor == 1.0 else scaled(gradient, factor)
 
+    def _how(self, variable: Any, weighted: bool) -> Reduction:
+        """Return how the gradient of `variable` is combined, and over which ranks."""
+        reduction = self.reduction
+        if weighted:
+            reduction = replace(reduction, op=hvd.Sum, gradient_predivide_factor=1.0)
+        holders = self.holders(variable) if self.holders is not None else None
+        if holders is None:
+            return reduction
+        factor = reduction.postscale_factor
+        if reduction.op == hvd.Sum:
+            factor /= holders.copies
+        return replace(reduction, process_set=holders.process_set, postscale_factor=factor)
+
     def _groups(
-        self, shared: list[int], variables: Sequence[Any], ready: dict[int, Gradient]
+        self,
+        shared: list[int],
+        variables: Sequence[Any],
+        ready: dict[int, Gradient],
+        how: dict[int, Reduction],
     ) -> Iterable[list[int]]:
-        """Places that go into one collective together: dense and of one dtype."""
+        """Places that go into one collective together: dense, of one dtype, over the same ranks."""
         groups = self.reduction.groups
         if groups is None:
             return [[place] for place in shared]
@@ -176,17 +216,20 @@ class GradientReducer:
             number = {id(tf_variable(v)): n for n, group in enumerate(groups) for v in group}
             key = {p: number.get(id(tf_variable(variables[p])), -1 - p) for p in shared}
             wanted = [[p for p in shared if key[p] == k] for k in dict.fromkeys(key.values())]
-        return [part for group in wanted for part in _same_kind(group, ready)]
+        return [part for group in wanted for part in _same_kind(group, ready, how)]
 
 
-def _same_kind(group: list[int], ready: dict[int, Gradient]) -> list[list[int]]:
-    """Split `group` where Horovod's grouped_allreduce must not mix: sparse tensors and dtypes."""
+def _same_kind(
+    group: list[int], ready: dict[int, Gradient], how: dict[int, Reduction]
+) -> list[list[int]]:
+    """Split `group` where Horovod's grouped_allreduce must not mix: sparse tensors, dtypes, process sets."""
     kinds: dict[Any, list[int]] = {}
     for place in group:
         gradient = ready[place]
         # Names, for TensorFlow's dtypes equal small integers.
         kind = str(place) if isinstance(gradient, tf.IndexedSlices) else gradient.dtype.name
-        kinds.setdefault(kind, []).append(place)
+        ranks = how[place].process_set.process_set_id
+        kinds.setdefault((kind, ranks), []).append(place)
     return list(kinds.values())
 
 

@@ -1,0 +1,153 @@
+"""Attention split by heads: each rank projects to, attends with, and projects back from its own heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_graph import give_mask, mask_of
+from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.parallel.collectives import Group, copy_to_parts, gather_parts
+from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
+from hvdtrain.parallel.tensor.dropout import PartDropout
+from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+
+
+class _HeadsParallel(SplitLayer):
+    """Lays the split over an attention layer that projects with `_query_dense` and so on."""
+
+    def split(self) -> None:
+        layer: Any = self
+        # Each of Keras's attention layers keeps it under a name of its own.
+        if getattr(layer, "_activity_regularizer", None) or layer.activity_regularizer:
+            raise UsageError(
+                f"Layer {layer.name!r} cannot be split by heads: its activity_regularizer looks at all heads. "
+                "Leave it out"
+            )
+        for name in ("_query_dense", "_key_dense", "_value_dense", "_gate_dense"):
+            projection = getattr(layer, name, None)
+            if projection is not None:
+                self._cut_projection(projection, name)
+        output = layer._output_dense
+        output.__class__ = RowParallelEinsumDense
+        output.join(self.group)
+        output.split()
+        dropout = layer._dropout_layer
+        dropout.__class__ = PartDropout
+        dropout.join(self.group)
+        # Scores are (batch dimensions, heads, query's dimensions, key's dimensions).
+        dropout.split_axis = self._scores_axis
+
+    def _cut_projection(self, projection: Any, name: str) -> None:
+        heads = int(projection._kernel.shape[1])
+        if heads % self.group.size:
+            raise UsageError(
+                f"Layer {self.name!r} cannot be split by heads: {heads} {name.strip('_').split('_')[0]} heads are no "  # type: ignore[attr-defined]
+                f"multiple of the {self.group.size} ranks that split it"
+            )
+        self._cut(projection._kernel, 1)
+        self._cut(projection.bias, 0)
+
+    @property
+    def _scores_axis(self) -> int:
+        return -1 - 2 * len(getattr(self, "_attention_axes", None) or (1,))
+
+    def call(
+        self,
+        query: Any,
+        value: Any,
+        key: Any = None,
+        query_mask: Any = None,
+        value_mask: Any = None,
+        key_mask: Any = None,
+        attention_mask: Any = None,
+        return_attention_scores: bool = False,
+        training: Any = None,
+        use_causal_mask: bool = False,
+    ) -> Any:
+        copies: dict[int, tuple[Any, Any]] = {}
+
+        def copied(tensor: Any, name: str) -> Any:
+            # Once for each tensor: in self-attention query, key and value are one.
+            if tensor is None:
+                return None
+            if id(tensor) not in copies:
+                copy = copy_to_parts(tensor, self.group, f"{self.collective}_{name}")
+                give_mask(copy, mask_of(tensor))
+                copies[id(tensor)] = (tensor, copy)
+            return copies[id(tensor)][1]
+
+        outputs = super().call(  # type: ignore[misc]
+            copied(query, "query"),
+            copied(value, "value"),
+            key=copied(key, "key"),
+            query_mask=query_mask,
+            value_mask=value_mask,
+            key_mask=key_mask,
+            attention_mask=attention_mask,
+            return_attention_scores=return_attention_scores,
+            training=training,
+            use_causal_mask=use_causal_mask,
+        )
+        for tensor, copy in copies.values():
+            give_mask(tensor, mask_of(copy))  # Keras takes away the masks that it has used.
+        if not return_attention_scores:
+            return outputs
+        output, scores = outputs
+        return output, gather_parts(scores, self.group, self.collective, self._scores_axis)
+
+
+class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
+    """MultiHeadAttention whose rank i of n computes the i-th n-th of the heads.
+
+    Args:
+        num_heads: of the whole layer; a multiple of the group's size.
+        key_dim: of a head.
+        group: the ranks that split it.
+        kwargs: as in keras.layers.MultiHeadAttention.
+    """
+
+    def __init__(self, num_heads: int, key_dim: int, *, group: Group, **kwargs: Any) -> None:
+        super().__init__(num_heads, key_dim, **kwargs)
+        self.join(group)
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        with waiting_variables(least=0) as waiting:
+            super().build(query_shape, value_shape, key_shape)
+        split_and_initialize(self, waiting)
+
+
+class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAttention):
+    """GroupedQueryAttention whose rank i of n computes the i-th n-th of the query heads and of the key heads.
+
+    Args:
+        head_dim: of a head.
+        num_query_heads: a multiple of the group's size.
+        num_key_value_heads: a multiple of the group's size.
+        group: the ranks that split it.
+        kwargs: as in keras.layers.GroupQueryAttention.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        num_query_heads: int,
+        num_key_value_heads: int,
+        *,
+        group: Group,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
+        self.join(group)
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        with waiting_variables(least=0) as waiting:
+            super().build(query_shape, value_shape, key_shape)
+        split_and_initialize(self, waiting)
+
+
+compat.adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)
+compat.adopt_names(HeadsParallelGroupedAttention, keras.layers.GroupQueryAttention)

@@ -1,0 +1,221 @@
+"""Split the layers of a Keras model by a plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_variables import initialize, keep_part, waiting_variables
+from hvdtrain.keras.shards import mark_shard, shard_of
+from hvdtrain.parallel.collectives import Group
+from hvdtrain.parallel.mesh import Position
+from hvdtrain.parallel.tensor.attention import (
+    HeadsParallelAttention,
+    HeadsParallelGroupedAttention,
+)
+from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
+from hvdtrain.parallel.tensor.dropout import PartDropout
+from hvdtrain.parallel.tensor.elementwise import is_elementwise_activation
+from hvdtrain.parallel.tensor.embedding import (
+    ColumnParallelEmbedding,
+    VocabularyParallelEmbedding,
+)
+from hvdtrain.parallel.tensor.flow import Graph, find_flow, graph_of
+from hvdtrain.parallel.tensor.split import SplitLayer
+
+KINDS: dict[type, dict[str, type]] = {
+    keras.layers.Dense: {"column": ColumnParallelDense, "row": RowParallelDense},
+    keras.layers.Embedding: {
+        "vocabulary": VocabularyParallelEmbedding,
+        "column": ColumnParallelEmbedding,
+    },
+    keras.layers.MultiHeadAttention: {"heads": HeadsParallelAttention},
+    keras.layers.GroupQueryAttention: {"heads": HeadsParallelGroupedAttention},
+}
+"""Layer class -> way to split it -> class of the split layer."""
+
+
+def convert(
+    model: keras.Model | Callable[[], keras.Model], plan: Mapping[str, str], position: Position
+) -> keras.Model:
+    """Split the layers that `plan` names over the ranks of `position.tensor_set`; return the model.
+
+    The model is changed in place: named layers become split ones, with this rank's parts of their
+    variables (and of their optimizer state, if there is some). A model that comes as a function is
+    built without memory for what this rank does not keep, one variable at a time. Nothing is sent:
+    ranks that draw the same initial values hold parts of the same model.
+
+    Args:
+        model: built (it knows its input shapes), or a function that makes such a model.
+        plan: regular expression for the whole path of layers -> "column", "row", "heads" or "vocabulary".
+        position: of this rank.
+
+    Raises:
+        UsageError: a pattern that names no layer, a layer that cannot be split that way, or sizes that the
+            number of ranks does not divide.
+    """
+    with waiting_variables() as waiting:
+        made = model if isinstance(model, keras.Model) else model()
+    if position.tensor_set.size() > 1:
+        if not compat.is_built(made):
+            raise UsageError(
+                f"Model {made.name!r} has layers without weights yet, which cannot be split: begin it with "
+                "keras.Input(shape), or call it once"
+            )
+        split_model(made, plan, Group.of(position.tensor_set))
+    for variable in waiting:
+        initialize(variable)
+    return made
+
+
+def split_model(model: keras.Model, plan: Mapping[str, str], group: Group) -> None:
+    """Split the layers of a built model, in place; see `convert`."""
+    layers = Layers(model)
+    ways = _ways(layers, plan)
+    for identity, way in ways.items():
+        _require_kind(layers.paths[identity][0], layers.by_id[identity], way)
+    dense = {i: w for i, w in ways.items() if type(layers.by_id[i]) is keras.layers.Dense}
+    seen = {i: layers.by_id[i] for i in dense if i not in layers.in_code}
+    flow = find_flow(
+        layers.graphs,
+        {
+            i: layer
+            for i, layer in seen.items()
+            if dense[i] == "column"
+            and layer.activity_regularizer is None
+            and (layer.activation is None or is_elementwise_activation(layer.activation))
+        },
+        {i: layer for i, layer in seen.items() if dense[i] == "row"},
+        layers.in_code,
+    )
+    whole_shapes = {id(v): tuple(v.shape) for v in model.trainable_variables}
+    for identity, way in ways.items():
+        layer = layers.by_id[identity]
+        layer.__class__ = KINDS[type(layer)][way]
+        layer.join(group)
+        layer.split()
+        if isinstance(layer, ColumnParallelDense):
+            layer.gather_output = identity not in flow.open_columns
+        if isinstance(layer, RowParallelDense):
+            layer.input_is_split = identity in flow.split_rows
+            layer.accept_input()
+    for identity in flow.between:
+        layer = layers.by_id.get(identity)  # None for an operation of keras.ops.
+        if layer is not None and type(layer) is keras.layers.Dropout:
+            layer.__class__ = PartDropout
+            layer.join(group)
+    split_optimizer(getattr(model, "optimizer", None), whole_shapes)
+
+
+def split_optimizer(optimizer: Any, whole_shapes: Mapping[int, tuple[int, ...]]) -> None:
+    """Split the state that an optimizer has already for variables that were split.
+
+    Args:
+        optimizer: built or not, or None.
+        whole_shapes: the shapes that the variables had, by id.
+    """
+    if optimizer is None or not optimizer.built:
+        return
+    for variable, slots in compat.optimizer_slots(optimizer):
+        shard = shard_of(variable)
+        if shard is None:
+            continue
+        for slot in slots:
+            if tuple(slot.shape) == whole_shapes.get(id(variable)):
+                keep_part(slot, shard)
+
+
+def mark_optimizer(optimizer: Any) -> None:
+    """Mark the state of a built optimizer for variables that are parts as parts."""
+    for variable, slots in compat.optimizer_slots(optimizer):
+        shard = shard_of(variable)
+        if shard is None:
+            continue
+        for slot in slots:
+            if tuple(slot.shape) == tuple(variable.shape):
+                mark_shard(slot, shard)
+
+
+class Layers:
+    """The layers in a model, at any depth.
+
+    Attributes:
+        by_id: the layers.
+        paths: by id, the names by which a layer can be reached: its own behind those that it is in.
+        graphs: those of the model and of the models in it, where they run one.
+        in_code: ids of layers that are called by code, where it cannot be seen with what.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.by_id: dict[int, Any] = {}
+        self.paths: dict[int, list[str]] = {}
+        self.graphs: list[Graph] = []
+        self.in_code: set[int] = set()
+        self._visit(model, "")
+
+    def _visit(self, owner: Any, prefix: str) -> None:
+        graph = graph_of(owner)
+        if graph is not None:
+            self.graphs.append(graph)
+        for layer in compat.children(owner):
+            if graph is None:
+                self.in_code.add(id(layer))
+            path = f"{prefix}{layer.name}"
+            known = id(layer) in self.by_id
+            self.by_id[id(layer)] = layer
+            self.paths.setdefault(id(layer), []).append(path)
+            if not known:
+                self._visit(layer, f"{path}/")
+
+    def splittable(self) -> list[str]:
+        """Return the paths of layers that can be split."""
+        return [self.paths[i][0] for i, layer in self.by_id.items() if type(layer) in KINDS]
+
+
+def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
+    """Return how each layer is split that the plan names, by id, in the model's order."""
+    found: dict[int, str] = {}
+    by_pattern: dict[int, str] = {}
+    for pattern, way in plan.items():
+        named = [
+            i for i, paths in layers.paths.items() if any(re.fullmatch(pattern, p) for p in paths)
+        ]
+        if not named:
+            paths = layers.splittable()
+            shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
+            raise UsageError(
+                f"split: no layer's path is {pattern!r}. Paths of layers that can be split: {shown or 'none'}"
+            )
+        for i in named:
+            if found.setdefault(i, way) != way:
+                raise UsageError(
+                    f"split: layer {layers.paths[i][0]!r} is split by {found[i]} by {by_pattern[i]!r} and by {way} "
+                    f"by {pattern!r}: let one pattern name it"
+                )
+            by_pattern[i] = pattern
+    return {i: found[i] for i in layers.by_id if i in found}
+
+
+def _require_kind(path: str, layer: Any, way: str) -> None:
+    """Raise UsageError unless `layer` can be split that way."""
+    if isinstance(layer, SplitLayer):
+        raise UsageError(f"split: layer {path!r} is split already")
+    ways = KINDS.get(type(layer))
+    if ways is None:
+        kinds = ", ".join(kind.__name__ for kind in KINDS)
+        raise UsageError(
+            f"split: layer {path!r} is a {type(layer).__name__}, which cannot be split; these can: {kinds} "
+            "(and no sub-classes of them). Let the pattern name layers of these kinds only"
+        )
+    if way not in ways:
+        raise UsageError(
+            f"split: layer {path!r} is a {type(layer).__name__}, which can be split by "
+            f"{' or '.join(ways)}, not by {way}"
+        )
+    if getattr(layer, "quantization_mode", None) or getattr(layer, "lora_enabled", False):
+        raise UsageError(f"split: layer {path!r} is quantized or has LoRA: split plain layers")

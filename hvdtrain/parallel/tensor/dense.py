@@ -1,0 +1,129 @@
+"""Dense layers split over ranks: by columns (its outputs) or by rows (its inputs) of the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.parallel.collectives import (
+    Group,
+    copy_to_parts,
+    gather_parts,
+    sum_parts,
+    take_part,
+)
+from hvdtrain.parallel.tensor.elementwise import is_elementwise_activation
+from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+
+
+class ColumnParallelDense(SplitLayer, keras.layers.Dense):
+    """Dense whose rank i of n computes the i-th n-th of the units.
+
+    Args:
+        units: of the whole layer; a multiple of the group's size.
+        group: the ranks that split it.
+        gather_output: return all units on every rank; False: this rank's, for elementwise layers and a
+            RowParallelDense behind them.
+        kwargs: as in keras.layers.Dense.
+    """
+
+    gather_output = True
+
+    def __init__(
+        self, units: int, *, group: Group, gather_output: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(units, **kwargs)
+        self.join(group)
+        self.gather_output = gather_output
+
+    def build(self, input_shape: Any) -> None:
+        with waiting_variables(least=0) as waiting:
+            super().build(input_shape)
+        split_and_initialize(self, waiting)
+
+    def split(self) -> None:
+        self._cut(self._kernel, 1)
+        self._cut(self.bias, 0)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        x = copy_to_parts(inputs, self.group, self.collective)
+        x = ops.matmul(x, self.kernel)
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        if not self.gather_output:
+            return x if self.activation is None else self.activation(x)
+        if self.activation is None or is_elementwise_activation(self.activation):
+            x = x if self.activation is None else self.activation(x)
+            return gather_parts(x, self.group, self.collective)
+        return self.activation(gather_parts(x, self.group, self.collective))
+
+    def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
+        parts = 1 if self.gather_output else self.group.size
+        return (*input_shape[:-1], self.units // parts)
+
+
+class RowParallelDense(SplitLayer, keras.layers.Dense):
+    """Dense whose rank i of n computes with the i-th n-th of the inputs; the ranks' sums are added up.
+
+    Args:
+        units: of the layer.
+        group: the ranks that split it.
+        input_is_split: the input holds this rank's part only, from a ColumnParallelDense without
+            gather_output; False: the input is whole, and each rank takes its part.
+        kwargs: as in keras.layers.Dense.
+    """
+
+    input_is_split = False
+
+    def __init__(
+        self, units: int, *, group: Group, input_is_split: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(units, **kwargs)
+        self.join(group)
+        self.input_is_split = input_is_split
+
+    def build(self, input_shape: Any) -> None:
+        parts = self.group.size if self.input_is_split else 1
+        with waiting_variables(least=0) as waiting:
+            super().build((*input_shape[:-1], input_shape[-1] * parts))
+        split_and_initialize(self, waiting)
+        self.accept_input()
+
+    def accept_input(self) -> None:
+        """Expect the input that `input_is_split` says."""
+        parts = 1 if self.input_is_split else self.group.size
+        size = int(self._kernel.shape[0]) * parts
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: size})
+
+    def split(self) -> None:
+        self._cut(self._kernel, 0)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        x = inputs if self.input_is_split else take_part(inputs, self.group, self.collective)
+        x = sum_parts(ops.matmul(x, self.kernel), self.group, self.collective)
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
+class RowParallelEinsumDense(SplitLayer, keras.layers.EinsumDense):
+    """EinsumDense that sums over the split first dimension of its kernel; its input is split (attention's output)."""
+
+    def split(self) -> None:
+        self._cut(self._kernel, 0)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        x = ops.einsum(self.equation, inputs, self.kernel)
+        x = sum_parts(x, self.group, self.collective)
+        if self.bias is not None:
+            x = ops.add(x, self.bias)
+        return x if self.activation is None else self.activation(x)
+
+
+compat.adopt_names(ColumnParallelDense, keras.layers.Dense)
+compat.adopt_names(RowParallelDense, keras.layers.Dense)
+compat.adopt_names(RowParallelEinsumDense, keras.layers.EinsumDense)

@@ -1,0 +1,97 @@
+"""Embeddings split over ranks: by words (the table's rows) or by features (its columns)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.parallel.collectives import Group, gather_parts, sum_parts
+from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
+
+
+class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
+    """An Embedding whose table is cut along `_axis`."""
+
+    _axis: int
+
+    def __init__(self, input_dim: int, output_dim: int, *, group: Group, **kwargs: Any) -> None:
+        super().__init__(input_dim, output_dim, **kwargs)
+        self.join(group)
+
+    def build(self, input_shape: Any = None) -> None:
+        if self.built:
+            return
+        with waiting_variables(least=0) as waiting:
+            super().build(input_shape)
+        split_and_initialize(self, waiting)
+
+    def split(self) -> None:
+        self._cut(self._embeddings, self._axis)
+
+    def _words(self, inputs: Any) -> tf.Tensor:
+        """Return the numbers of the words; those of an unknown word are an error, as in a whole table on a CPU."""
+        if not isinstance(inputs, tf.Tensor):
+            raise UsageError(
+                f"Layer {self.name!r}: a split Embedding takes dense tensors, not {type(inputs).__name__}"
+            )
+        words = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
+        size = tf.constant(self.input_dim, words.dtype)
+        words = tf.where(words < 0, words + size, words)
+        known = tf.debugging.Assert(
+            tf.reduce_all((words >= 0) & (words < size)),
+            [f"Embedding {self.name!r}: a number is not in [0, {self.input_dim}):", words],
+        )
+        if tf.executing_eagerly():
+            return words
+        with tf.control_dependencies([known]):
+            return tf.identity(words)
+
+
+class VocabularyParallelEmbedding(_ParallelEmbedding):
+    """Embedding whose rank i of n holds the i-th n-th of the words; each rank's vectors, or zeros, are added up.
+
+    Args:
+        input_dim: number of words; a multiple of the group's size.
+        output_dim: features of a word.
+        group: the ranks that split it.
+        kwargs: as in keras.layers.Embedding.
+    """
+
+    _axis = 0
+
+    def call(self, inputs: Any) -> Any:
+        part = self.input_dim // self.group.size
+        local = self._words(inputs) - self.group.index * part
+        mine = (local >= 0) & (local < part)
+        vectors = tf.gather(self.embeddings, tf.where(mine, local, tf.zeros_like(local)))
+        vectors = tf.where(mine[..., tf.newaxis], vectors, tf.zeros_like(vectors))
+        # Cast before the sum: all but one of its terms are 0.
+        vectors = keras.ops.cast(vectors, self.compute_dtype)
+        return sum_parts(vectors, self.group, self.collective)
+
+
+class ColumnParallelEmbedding(_ParallelEmbedding):
+    """Embedding whose rank i of n holds the i-th n-th of the features of all words; they are gathered.
+
+    Args:
+        input_dim: number of words.
+        output_dim: features of a word; a multiple of the group's size.
+        group: the ranks that split it.
+        kwargs: as in keras.layers.Embedding.
+    """
+
+    _axis = 1
+
+    def call(self, inputs: Any) -> Any:
+        vectors = tf.gather(tf.convert_to_tensor(self.embeddings), self._words(inputs))
+        vectors = keras.ops.cast(vectors, self.compute_dtype)
+        return gather_parts(vectors, self.group, self.collective)
+
+
+compat.adopt_names(VocabularyParallelEmbedding, keras.layers.Embedding)
+compat.adopt_names(ColumnParallelEmbedding, keras.layers.Embedding)

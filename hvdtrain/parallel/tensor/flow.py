@@ -1,0 +1,131 @@
+"""Where activations may stay split: from column layers through elementwise calls into row layers.
+
+A column layer that keeps its output split saves two collectives, and the memory of the whole activation. It
+is right only if nothing takes the part for the whole, so that is what is looked for in the model's graphs: a
+column layer whose output reaches anything else but elementwise calls and row layers gathers it. In code
+(a layer's or a model's own `call`) nothing can be seen, so layers called there gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvdtrain.keras.compat_graph import Call, Functional, calls_of, functional_of
+from hvdtrain.parallel.tensor.elementwise import is_elementwise
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The calls of a functional or Sequential model, each behind those whose outputs it takes, and its outputs."""
+
+    calls: tuple[Call, ...]
+    outputs: tuple[Any, ...]
+
+
+def graph_of(model: Any) -> Graph | None:
+    """Return the graph that `model` runs; None for a layer, and for a model whose `call` is code of its own."""
+    functional = functional_of(model) if isinstance(model, keras.Model) else None
+    if functional is None:
+        return None
+    if type(model).call not in (keras.Sequential.call, Functional.call):
+        return None
+    return Graph(tuple(calls_of(functional)), tuple(functional.outputs))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """By the id of layers, what split activations touch.
+
+    Attributes:
+        open_columns: column layers that do not gather their output.
+        split_rows: row layers whose input is split.
+        between: elementwise layers whose input and output are split.
+    """
+
+    open_columns: frozenset[int]
+    split_rows: frozenset[int]
+    between: frozenset[int]
+
+
+def find_flow(
+    graphs: Sequence[Graph],
+    columns: Mapping[int, Any],
+    rows: Mapping[int, Any],
+    in_code: Set[int] = frozenset(),
+) -> Flow:
+    """Return the largest flow of split activations that is right.
+
+    Args:
+        graphs: of the model and of the models in it.
+        columns: by id, column layers whose output may stay split, called in these graphs only.
+        rows: by id, row layers, called in these graphs only.
+        in_code: ids of layers that are called elsewhere as well.
+    """
+    open_columns = set(columns)
+    while True:
+        sources, touched, whole = _trace(graphs, open_columns)
+        wrong = _wrong(graphs, sources, touched & (whole | in_code), rows)
+        if not wrong:
+            break
+        open_columns -= wrong
+    return Flow(
+        frozenset(open_columns),
+        frozenset(touched & set(rows)),
+        frozenset(touched - set(rows)),
+    )
+
+
+def _trace(
+    graphs: Sequence[Graph], open_columns: set[int]
+) -> tuple[dict[int, frozenset[int]], set[int], set[int]]:
+    """Return the column layers behind each split tensor, and the layers called with split and with whole tensors.
+
+    All by id.
+    """
+    sources: dict[int, frozenset[int]] = {}
+    touched: set[int] = set()
+    whole: set[int] = set()
+    for graph in graphs:
+        for call in graph.calls:
+            behind = [sources[id(tensor)] for tensor in call.inputs if id(tensor) in sources]
+            if behind:
+                touched.add(id(call.operation))
+            if len(behind) < len(call.inputs):
+                whole.add(id(call.operation))
+            made: frozenset[int] = frozenset()
+            if id(call.operation) in open_columns:
+                made = frozenset([id(call.operation)])
+            elif behind and is_elementwise(call.operation):
+                made = frozenset().union(*behind)
+            if made:
+                sources |= {id(tensor): made for tensor in call.outputs}
+    return sources, touched, whole
+
+
+def _wrong(
+    graphs: Sequence[Graph],
+    sources: Mapping[int, frozenset[int]],
+    mixed: Set[int],
+    rows: Mapping[int, Any],
+) -> set[int]:
+    """Return the column layers whose parts would be taken for the whole somewhere.
+
+    Args:
+        mixed: ids of layers that get parts here and, or so it may be, wholes there.
+    """
+    wrong: set[int] = set()
+    for graph in graphs:
+        wrong |= {s for tensor in graph.outputs for s in sources.get(id(tensor), ())}
+        for call in graph.calls:
+            behind = {s for tensor in call.inputs for s in sources.get(id(tensor), ())}
+            fits = id(call.operation) in rows or (
+                is_elementwise(call.operation)
+                and len({len(tensor.shape) for tensor in call.inputs}) == 1
+            )
+            if id(call.operation) in mixed or not fits:
+                wrong |= behind
+    return wrong

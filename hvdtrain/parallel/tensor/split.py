@@ -1,0 +1,130 @@
+"""What the split layers share: their group, the names of their collectives, and variables cut into parts.
+
+A layer of Keras becomes a split one by a change of its class, in place: its name, its place in the model, its
+variables with their paths, and what it draws as initial values stay what they are in the whole model.
+Files name the layer's own class and its whole size, so they load where nothing is split.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.compat_variables import initialize, keep_part
+from hvdtrain.keras.shards import Shard
+from hvdtrain.keras.variables import variable_name
+from hvdtrain.parallel.collectives import Group, sum_parts
+
+_numbers = itertools.count()
+
+
+class SplitLayer:
+    """Comes before a Keras layer class in the bases of a split layer."""
+
+    # Horovod's operations have no XLA kernel.
+    supports_jit = False
+    group: Group
+    _collective: str | None = None
+
+    @property
+    def collective(self) -> str:
+        """The first part of the names of this layer's collectives: numbered by first use, alike on all ranks."""
+        if self._collective is None:
+            object.__setattr__(self, "_collective", f"hvdtrain_tensor_{next(_numbers)}")
+        assert self._collective is not None
+        return self._collective
+
+    def join(self, group: Group) -> None:
+        """Say with whom this layer is split."""
+        object.__setattr__(self, "group", group)
+        self.supports_jit = False
+
+    def split(self) -> None:
+        """Keep this rank's parts of the layer's variables, of a layer that is built."""
+        raise NotImplementedError
+
+    def save_own_variables(self, store: Any) -> None:
+        """Refuse: a file of one rank's parts would pass for the whole model."""
+        del store
+        raise UsageError(
+            f"Layer {self.name!r} is split over ranks, and this rank has only its part: save the whole model on all "  # type: ignore[attr-defined]
+            "ranks together, with Trainer.save or run_dir, instead of model.save or a callback that saves"
+        )
+
+    def _cut(self, variable: Any, axis: int) -> None:
+        """Keep this rank's part of `variable` along `axis`; None is left alone."""
+        if variable is not None:
+            split_variable(variable, axis, self.group, self.collective)
+
+
+def split_and_initialize(layer: Any, waiting: list[Any]) -> None:
+    """Split a layer that was just built by hand, its variables waiting."""
+    layer.split()
+    for variable in waiting:
+        initialize(variable)
+
+
+def split_variable(variable: Any, axis: int, group: Group, name: str) -> None:
+    """Keep this rank's part of a Keras variable, with penalties and constraints that mean what they meant.
+
+    Raises:
+        UsageError: a size that the number of ranks does not divide, a regularizer or a constraint that needs
+            the whole variable.
+    """
+    size = int(variable.shape[axis])
+    if size % group.size:
+        raise UsageError(
+            f"Variable {variable_name(variable)!r} of shape {tuple(variable.shape)} cannot be split over {group.size} "
+            f"ranks along dimension {axis}: {size} is no multiple of {group.size}. Change the layer's size or the mesh"
+        )
+    _check_constraint(variable, axis)
+    if variable.regularizer is not None:
+        variable.regularizer = SummedPenalty(variable, group, name)
+    keep_part(variable, Shard(axis, group.index, group.size))
+
+
+class SummedPenalty(keras.regularizers.Regularizer):
+    """A penalty on a variable that is split: that of the parts, added up over the ranks."""
+
+    def __init__(self, variable: Any, group: Group, name: str) -> None:
+        plain = variable.regularizer
+        if type(plain) not in (
+            keras.regularizers.L1,
+            keras.regularizers.L2,
+            keras.regularizers.L1L2,
+        ):
+            raise UsageError(
+                f"Variable {variable_name(variable)!r} cannot be split: its regularizer {type(plain).__name__} may "
+                "not be a sum over the elements. L1, L2 and L1L2 can be split"
+            )
+        self._plain = plain
+        self._group = group
+        self._name = f"{name}_{variable.name}_penalty"
+
+    def __call__(self, x: Any) -> Any:
+        return sum_parts(keras.ops.convert_to_tensor(self._plain(x)), self._group, self._name)
+
+    def get_config(self) -> dict[str, Any]:
+        return self._plain.get_config()
+
+
+def _check_constraint(variable: Any, axis: int) -> None:
+    constraint = variable.constraint
+    if constraint is None or type(constraint) is keras.constraints.NonNeg:
+        return
+    norms = (
+        keras.constraints.MaxNorm,
+        keras.constraints.UnitNorm,
+        keras.constraints.MinMaxNorm,
+    )
+    if type(constraint) in norms:
+        over = constraint.axis if isinstance(constraint.axis, list | tuple) else [constraint.axis]
+        if axis not in [a % len(variable.shape) for a in over if a is not None]:
+            return
+    raise UsageError(
+        f"Variable {variable_name(variable)!r} cannot be split along dimension {axis}: its constraint "
+        f"{type(constraint).__name__} needs all of that dimension. Split the layer the other way, or leave one out"
+    )

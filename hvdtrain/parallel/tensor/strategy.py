@@ -1,0 +1,142 @@
+"""TensorStrategy: synchronous training of a model whose layers are split over ranks, on a mesh of data x tensor.
+
+The ranks of a tensor set compute the same examples: they read the same share, draw the same dropout masks, hold the
+same unsplit variables. `Trainer.model` is the model with split layers; what it returns is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import horovod.tensorflow as hvd
+import keras
+
+from hvdtrain.data import Part
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.clipping import NormSets
+from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.reduction import Holders
+from hvdtrain.keras.shards import shard_of
+from hvdtrain.keras.variables import (
+    broadcast_variables,
+    check_replicas,
+    local_variables,
+    replicated_variables,
+    tf_variable,
+    trained_variables,
+)
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.mesh import Position, position
+from hvdtrain.parallel.tensor.convert import convert, mark_optimizer
+from hvdtrain.parallel.zero.elementwise import require_elementwise
+from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.horovod import HorovodStrategy
+from hvdtrain.strategies.steps import RankSteps
+from hvdtrain.strategies.strategy import ModelSource, Steps
+
+
+class TensorStrategy(HorovodStrategy):
+    """Each rank holds its parts of the layers that the layout names, and all of the others.
+
+    Args:
+        layout: the mesh, and which layers are split how.
+        wrap: makes a Keras optimizer distributed.
+    """
+
+    name: ClassVar[str] = "tensor"
+    position: Position
+
+    def __init__(self, layout: Layout, wrap: Callable[..., Any] = DistributedOptimizer) -> None:
+        super().__init__(wrap)
+        self.layout = layout
+
+    def start(self, seed: int) -> Rank:
+        rank = init(seed, self.layout.mesh)
+        self.position = position(self.layout.mesh)
+        self.part = Part(self.position.data_index, self.position.mesh.data)
+        self.workers = self.position.mesh.data
+        self.is_first = rank.is_first
+        self.data_set = self.position.data_set
+        return rank
+
+    def build(self, model: ModelSource) -> keras.Model:
+        with self.scope():
+            return convert(model, self.layout.split, self.position)
+
+    def distribute(self, optimizer: Any) -> Any:
+        if compat.is_distributed(optimizer):
+            raise UsageError(
+                "The optimizer is distributed already; Trainer(layout=...) reduces each gradient over the ranks that "
+                "hold its variable: give it a plain optimizer"
+            )
+        optimizer = self._wrap(optimizer, process_set=self.data_set)
+        reducer = reducer_of(optimizer)
+        reducer.everyone = self.position.everyone
+        reducer.holders = self._holders
+        reducer.norms = NormSets(self._sets_of_parts)
+        return optimizer
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        if model.jit_compile:
+            raise UsageError(
+                "jit_compile=True does not work with split layers, which communicate within the model: leave it out"
+            )
+        super().build_variables(model, data, what)
+        self.mark_state(model)
+
+    def mark_state(self, model: keras.Model) -> None:
+        """Mark the state of the built optimizer for parts of variables as parts."""
+        if any(shard_of(v) is not None for v in model.trainable_variables):
+            inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+            require_elementwise(inner)
+        mark_optimizer(model.optimizer)
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
+        compat.symbolic_call(model, inputs)
+        self._broadcast(model.variables)
+        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+
+    def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
+        optimizer = model.optimizer
+        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
+        state = [*model.variables, *optimizer.variables]
+        self._broadcast([v for v in state if id(tf_variable(v)) not in kept])
+
+    def check_step(self, model: keras.Model, when: str) -> None:
+        self._compare(trained_variables(model), when)
+
+    def check(self, model: keras.Model, when: str) -> None:
+        self._compare(replicated_variables(model, local=local_variables(model)), when)
+
+    def save(self, model: keras.Model, path: Path) -> None:
+        raise UsageError("Trainer(layout=...) with split layers cannot save the model yet")
+
+    def _holders(self, variable: Any) -> Holders | None:
+        """Return over which ranks the gradient of `variable` is reduced."""
+        if shard_of(variable) is not None:
+            return None
+        # All that hold it, so that it stays equal to the last bit; those of a tensor set did the same work.
+        return Holders(self.position.stage_set, self.position.mesh.tensor)
+
+    def _sets_of_parts(self, variable: Any) -> tuple[hvd.ProcessSet, ...]:
+        return () if shard_of(variable) is None else (self.position.tensor_set,)
+
+    def _by_holders(self, variables: Iterable[Any]) -> list[tuple[hvd.ProcessSet, list[Any]]]:
+        """Return the variables with the ranks that hold the same values."""
+        parts: list[Any] = []
+        wholes: list[Any] = []
+        for variable in variables:
+            (wholes if shard_of(variable) is None else parts).append(variable)
+        found = [(self.position.stage_set, wholes), (self.position.data_set, parts)]
+        return [(ranks, held) for ranks, held in found if held and ranks.size() > 1]
+
+    def _broadcast(self, variables: Iterable[Any]) -> None:
+        for ranks, held in self._by_holders(variables):
+            broadcast_variables(held, root_rank=ranks.ranks[0], process_set=ranks)
+
+    def _compare(self, variables: Iterable[Any], when: str) -> None:
+        for ranks, held in self._by_holders(variables):
+            check_replicas(variables=held, when=when, process_set=ranks)
