@@ -31,7 +31,7 @@ from hvdtrain.keras.variables import (
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Position, position
 from hvdtrain.parallel.tensor.convert import convert, mark_optimizer
-from hvdtrain.parallel.zero.elementwise import require_elementwise
+from hvdtrain.parallel.zero.elementwise import ELEMENTWISE, WHOLE
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.steps import RankSteps
@@ -72,6 +72,8 @@ class TensorStrategy(HorovodStrategy):
                 "The optimizer is distributed already; Trainer(layout=...) reduces each gradient over the ranks that "
                 "hold its variable: give it a plain optimizer"
             )
+        if self.position.mesh.tensor > 1:
+            _require_elementwise(getattr(optimizer, "inner_optimizer", optimizer))
         optimizer = self._wrap(optimizer, process_set=self.data_set)
         reducer = reducer_of(optimizer)
         reducer.everyone = self.position.everyone
@@ -89,9 +91,6 @@ class TensorStrategy(HorovodStrategy):
 
     def mark_state(self, model: keras.Model) -> None:
         """Mark the state of the built optimizer for parts of variables as parts."""
-        if any(shard_of(v) is not None for v in model.trainable_variables):
-            inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-            require_elementwise(inner)
         mark_optimizer(model.optimizer)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
@@ -140,3 +139,17 @@ class TensorStrategy(HorovodStrategy):
     def _compare(self, variables: Iterable[Any], when: str) -> None:
         for ranks, held in self._by_holders(variables):
             check_replicas(variables=held, when=when, process_set=ranks)
+
+
+def _require_elementwise(optimizer: Any) -> None:
+    """Raise UsageError unless `optimizer` can update parts of variables."""
+    kind = type(optimizer)
+    if kind in ELEMENTWISE or getattr(kind, "hvdtrain_elementwise", False):
+        return
+    known = ", ".join(each.__name__ for each in ELEMENTWISE)
+    reason = WHOLE.get(kind.__name__, "may look at more than one element of a variable")
+    raise UsageError(
+        f"{kind.__name__} cannot train split layers: it {reason}. Use one of {known}; an optimizer of your own that "
+        "updates each element by that element's gradient and state alone says so by a class attribute "
+        "hvdtrain_elementwise = True"
+    )
