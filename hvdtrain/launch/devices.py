@@ -10,10 +10,9 @@ from pathlib import Path
 
 _SECONDS = 20
 """nvidia-smi takes seconds where the driver is not kept loaded."""
-# What says that a TPU is elsewhere, and how it is called.
-_TPU_VARIABLES = ("TPU_NAME", "KUBE_GOOGLE_CLOUD_TPU_ENDPOINTS", "COLAB_TPU_ADDR")
-# A TPU's own device files: PCI devices of the host's, or VFIO groups.
-_TPU_FILES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+_TPU_NAME = "TPU_NAME"
+# The device files of a TPU's chips: accelerators of the host's, or VFIO groups.
+_TPU_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -32,9 +31,8 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
     """How a TPU can be reached from here: `TPU_NAME=...`, or its device files; empty if not at all."""
-    for name in _TPU_VARIABLES:
-        if environ.get(name):
-            return f"{name}={environ[name]}"
+    if environ.get(_TPU_NAME):
+        return f"{_TPU_NAME}={environ[_TPU_NAME]}"
     for pattern in _TPU_FILES:
         files = sorted(root.glob(pattern))
         if files:

@@ -211,7 +211,7 @@ def test_a_server_that_does_not_start(begin: Begin, tmp_path: Path) -> None:
     (tmp_path / "work" / "broken.ps-1").touch()
     run = begin("raise OSError('Socket closed')\n")
     code, stdout, stderr = run.end()
-    first, second, *_ = stderr.splitlines()
+    first, second, *_ = filter(None, stderr.splitlines())
     assert (code, stdout, first) == (1, "", "[ps-1] ps-1 has no memory")
     assert second.startswith("ps-1 ended with exit code 1: the variables that it held are gone")
 
