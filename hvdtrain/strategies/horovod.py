@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,8 +111,12 @@ class HorovodStrategy(Strategy):
         return gather_predictions(outputs, self.data_set)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        if self.is_first:
-            write_model(model, path)
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        # An optimizer in parts: all ranks enter.
+        whole_state = getattr(inner, "whole_state", contextlib.nullcontext)
+        with whole_state():
+            if self.is_first:
+                write_model(model, path)
 
 
 def _check_reduction(reduction: Reduction) -> None:

@@ -1,0 +1,300 @@
+"""ShardedOptimizer: each rank keeps the optimizer state of its part of every variable (ZeRO stage 1).
+
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1. In a step gradients are reduce-scattered, each rank
+updates its part of the weights, and the new weights are all-gathered. Per rank, for n elements of 4
+bytes and Adam on N ranks: weights 4n, gradients 4n, state 8n/N, where DistributedOptimizer holds 8n; the traffic is
+that of an allreduce.
+
+Why this design. The wrapped Keras optimizer does the update: it is given, for each variable, a flat tf.Variable
+that holds this rank's part while the step needs it and nothing else, so its state is as large as the part. The
+hooks are DistributedOptimizer's (see keras.optimizer): `_clip_gradients` gets whole gradients
+and returns parts; `_backend_update_step` updates the parts and gathers the weights. All that Keras does by
+variable (exclusion from weight decay, clipping, averages, accumulation) stays by variable.
+
+Gradient accumulation (gradient_accumulation_steps) keeps whole sums on each rank: 4n more, as without sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_state import prepare_saving, slot_name, take_state
+from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
+from hvdtrain.keras.reduction import Reduction
+from hvdtrain.keras.variables import tf_variable, variable_name
+from hvdtrain.parallel.zero.elementwise import require_elementwise
+from hvdtrain.parallel.zero.partition import Partition
+from hvdtrain.parallel.zero.reducer import ShardedReducer
+
+_ACCUMULATOR = "gradient_accumulator"
+"""Keras's name of a sum of gradients."""
+
+
+class _Sharded(_Distributed):
+    """Methods that ShardedOptimizer lays over the wrapped optimizer's class."""
+
+    hvdtrain_reducer: ShardedReducer
+    hvdtrain_parts: dict[int, tf.Variable]
+    hvdtrain_owners: dict[str, Any]
+    hvdtrain_whole: list[np.ndarray] | None
+    hvdtrain_loads: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _begin(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise UsageError(
+            "A sharded optimizer cannot be copied or pickled: its state lies on several ranks. Copy the plain one"
+        )
+
+    def register_local_var(self, var: Any) -> None:
+        if self.built:  # type: ignore[attr-defined]
+            raise UsageError(
+                "register_local_var: the state of a sharded optimizer is divided when it is built: call this before"
+            )
+        super().register_local_var(var)
+
+    # Building: state as large as the parts.
+
+    def build(self, variables: Any) -> None:
+        if self.built:  # type: ignore[attr-defined]
+            return
+        variables = list(variables)
+        for variable in variables:
+            part = _empty_part(variable)
+            self.hvdtrain_parts[id(tf_variable(variable))] = part
+            self.hvdtrain_owners[self._var_key(part)] = variable  # type: ignore[attr-defined]
+        super().build(variables)  # type: ignore[misc]
+        for key, variable in self.hvdtrain_owners.items():
+            self._trainable_variables_indices[key] = self._get_variable_index(variable)  # type: ignore[attr-defined]
+        known = {id(v) for v in self.hvdtrain_reducer.own_state}
+        for variable in self.variables:  # type: ignore[attr-defined]
+            if len(variable.shape) and id(variable) not in known:
+                raise UsageError(
+                    f"{type(self).__name__} makes the state {variable_name(variable)!r} without "
+                    "add_variable_from_reference, so that it cannot be sharded"
+                )
+
+    def add_variable_from_reference(
+        self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        shape = tuple(reference_variable.shape)
+        if name != _ACCUMULATOR:
+            shape = (self.hvdtrain_reducer.partition(reference_variable).size,)
+        variable = self.add_variable(  # type: ignore[attr-defined]
+            shape=shape,
+            initializer=initializer,
+            dtype=reference_variable.dtype,
+            name=slot_name(reference_variable, name or "var"),
+        )
+        self.hvdtrain_reducer.own_state.append(variable)
+        return variable
+
+    # A step.
+
+    def _clip_gradients(self, grads: Any) -> Any:
+        clipped = super()._clip_gradients(grads)
+        for gradient, variable in zip(clipped, self.hvdtrain_reducer.pending, strict=True):
+            # Not before the gradient is here: a graph would take all parts at its beginning.
+            with tf.control_dependencies([gradient]):
+                self._part(variable).assign(self._part_of(variable))
+        return clipped
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        super()._apply_weight_decay([self._part(v) for v in variables])  # type: ignore[misc]
+
+    def _use_weight_decay(self, variable: Any) -> bool:
+        owner = self.hvdtrain_owners.get(self._var_key(variable), variable)  # type: ignore[attr-defined]
+        return bool(super()._use_weight_decay(owner))  # type: ignore[misc]
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        parts = [self._part(v) for v in trainable_variables]
+        super()._backend_update_step(grads, parts, learning_rate)  # type: ignore[misc]
+        self._set_whole(trainable_variables, [part.read_value() for part in parts], "weights")
+        for part in parts:
+            part.assign(tf.zeros([0], part.dtype))
+
+    def _update_model_variables_moving_average(self, trainable_variables: Any) -> None:
+        if self.use_ema:  # type: ignore[attr-defined]
+            parts = [self._part_of(v) for v in trainable_variables]
+            super()._update_model_variables_moving_average(parts)  # type: ignore[misc]
+
+    def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
+        # A collective, also at the end of training: finalize_variable_values.
+        averages = self._model_variables_moving_average  # type: ignore[attr-defined]
+        pairs = [
+            (v, averages[self._get_variable_index(v)])  # type: ignore[attr-defined]
+            for v in trainable_variables
+        ]
+        held = [(v, average.value.read_value()) for v, average in pairs if average is not None]
+        self._set_whole([v for v, _ in held], [average for _, average in held], "averages")
+
+    def _part(self, variable: Any) -> tf.Variable:
+        """The flat tf.Variable for this rank's part of `variable`."""
+        return self.hvdtrain_parts[id(tf_variable(variable))]
+
+    def _part_of(self, variable: Any) -> tf.Tensor:
+        """This rank's part of the value of `variable`."""
+        flat = tf.reshape(tf_variable(variable).read_value(), [-1])
+        return self.hvdtrain_reducer.partition(variable).of(flat)
+
+    def _set_whole(self, variables: Sequence[Any], parts: Sequence[tf.Tensor], what: str) -> None:
+        """Give `variables` the values whose parts the ranks hold."""
+        reducer = self.hvdtrain_reducer
+        for variable, part in zip(variables, parts, strict=True):
+            part.set_shape([reducer.partition(variable).size])
+        names = [f"{what}_{self._get_variable_index(v)}" for v in variables]  # type: ignore[attr-defined]
+        for variable, flat in zip(variables, reducer.whole(parts, variables, names), strict=True):
+            tf_variable(variable).assign(tf.reshape(flat, variable.shape))
+
+    # Saving and loading: see state.py.
+
+    @contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """In this block rank 0 of the process set can save the optimizer. A collective at its beginning."""
+        from hvdtrain.parallel.zero.state import gathered_state
+
+        first = self.process_set.rank() == 0
+        gathered = gathered_state(self, only_first=True)
+        object.__setattr__(self, "hvdtrain_whole", list(gathered.values()) if first else None)
+        try:
+            yield
+        finally:
+            object.__setattr__(self, "hvdtrain_whole", None)
+
+    def whole_values(self) -> list[np.ndarray]:
+        """Return the whole arrays of `variables`, inside `whole_state` on rank 0 of the process set."""
+        if self.hvdtrain_whole is None:
+            raise UsageError(
+                f"The state of this optimizer lies on {self.process_set.size()} ranks, and one alone cannot save it: "
+                "use Trainer.save, or save inside `with optimizer.whole_state():`, which all ranks enter"
+            )
+        return self.hvdtrain_whole
+
+    def set_whole_values(self, values: Sequence[Any]) -> None:
+        """Give each of `variables` its part of the whole array in `values`."""
+        object.__setattr__(self, "hvdtrain_loads", self.hvdtrain_loads + 1)
+        reducer = self.hvdtrain_reducer
+        owners = owners_of_state(self)
+        accumulated = {id(v) for v in compat.accumulators(self)}
+        for variable, value in zip(self.variables, values, strict=True):  # type: ignore[attr-defined]
+            owner = owners.get(id(variable))
+            if owner is None:
+                variable.assign(value)
+            elif id(variable) in accumulated:
+                variable.assign(reducer.to_accumulate(np.asarray(value), owner))
+            else:
+                variable.assign(reducer.partition(owner).of(np.reshape(value, [-1])))
+
+    def save_own_variables(self, store: Any) -> None:
+        for index, value in enumerate(self.whole_values()):
+            store[str(index)] = value
+
+    def load_own_variables(self, store: Any) -> None:
+        if len(store.keys()) != len(self.variables):  # type: ignore[attr-defined]
+            super().load_own_variables(store)  # type: ignore[misc]
+            return
+        self.set_whole_values([store[str(i)] for i in range(len(store.keys()))])
+
+
+def owners_of_state(optimizer: Any) -> dict[int, Any]:
+    """Return the trained variable that each state variable belongs to, by id(): state of parts, and accumulators."""
+    return {
+        id(slot): variable
+        for variable, slots in compat.optimizer_slots(optimizer)
+        for slot in slots
+    }
+
+
+def divided_state(optimizer: Any) -> dict[int, Partition]:
+    """Return the partition of each state variable that is a part, by id(); accumulators are whole."""
+    accumulated = {id(v) for v in compat.accumulators(optimizer)}
+    return {
+        state: optimizer.hvdtrain_reducer.partition(variable)
+        for state, variable in owners_of_state(optimizer).items()
+        if state not in accumulated
+    }
+
+
+def _begin(optimizer: Any) -> None:
+    """Give `optimizer`, of a sharded class, what it needs."""
+    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    reducer = ShardedReducer(optimizer.hvdtrain_reduction)
+    for name, value in {
+        "hvdtrain_reducer": reducer,
+        "hvdtrain_parts": {},
+        "hvdtrain_owners": {},
+        "hvdtrain_whole": None,
+        "hvdtrain_loads": 0,
+    }.items():
+        object.__setattr__(optimizer, name, value)
+
+
+def _empty_part(variable: Any) -> tf.Variable:
+    """Return a variable that holds no element, and a part of `variable` during steps."""
+    dtype = tf.as_dtype(variable.dtype)
+    with tf.init_scope():
+        return tf.Variable(tf.zeros([0], dtype), shape=[None], trainable=False, dtype=dtype)
+
+
+def ShardedOptimizer(
+    optimizer: Any,
+    process_set: hvd.ProcessSet | None = None,
+    name: str | None = None,
+) -> Any:
+    """Make a Keras optimizer average its gradients and keep its state in parts, one on each rank.
+
+    The optimizer is changed in place and returned; it stays an instance of its class. With one rank it
+    is what DistributedOptimizer makes.
+
+    Args:
+        optimizer: a keras.optimizers.Optimizer that updates element by element (SGD, Adam and its
+            relatives, Lion, Ftrl; not Lamb, Muon, Adafactor), or a LossScaleOptimizer around one.
+        process_set: the ranks that hold the same variables; default all.
+        name: part of the collectives' names; the same on every rank.
+
+    Raises:
+        UsageError: an optimizer that needs whole variables, or that is distributed already.
+    """
+    if compat.is_distributed(optimizer):
+        raise UsageError("ShardedOptimizer: this optimizer is distributed already; wrap it once")
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"ShardedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
+        )
+    require_elementwise(inner)
+    process_set = hvd.global_process_set if process_set is None else process_set
+    if process_set.size() == 1:
+        return DistributedOptimizer(optimizer, name=name, process_set=process_set)
+    _shard(inner, Reduction(name=name, process_set=process_set))
+    return optimizer
+
+
+def _shard(optimizer: Any, reduction: Reduction) -> None:
+    """Make `optimizer` an instance of a sharded subclass of its class; state that it has is divided."""
+    plain = type(optimizer)
+    compat.require_hooks(plain)
+    compat.prepare_keras()
+    prepare_saving()
+    variables, values = take_state(optimizer)
+    body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
+    sharded = type(plain.__name__, (_Sharded, plain), body)
+    compat.adopt_names(sharded, plain)
+    optimizer.__class__ = sharded
+    _begin(optimizer)
+    if variables is not None:
+        optimizer.build(variables)
+        optimizer.set_whole_values(values)

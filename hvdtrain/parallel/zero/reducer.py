@@ -1,0 +1,150 @@
+"""Reduce-scatter of gradients and all-gather of weights, between the ranks that share out an optimizer.
+
+Each variable has its own two collectives, which Horovod's fusion buffer packs, so that a gradient travels
+as soon as the backward pass has made it. The rules of keras.reduction hold: names of our own, anchored
+inputs, outputs that the update needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdtrain.keras.clipping import NormSets, clip_by_norm
+from hvdtrain.keras.names import in_this_graph
+from hvdtrain.keras.optimizer import OptimizerReducer
+from hvdtrain.keras.reduction import Gradient, Reduction, anchored
+from hvdtrain.keras.variables import tf_variable
+from hvdtrain.parallel.zero.partition import Partition
+
+
+class ShardedReducer(OptimizerReducer):
+    """Gives each rank its parts of the reduced gradients.
+
+    A variable is divided over the ranks that hold the same one: those of the reduction, or its `holders`.
+
+    Attributes:
+        own_state: optimizer state that this rank holds for its parts; no other rank has the same.
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        super().__init__(reduction)
+        self.norms = NormSets(lambda _: ())
+        self.own_state: list[Any] = []
+
+    @property
+    def local_variables(self) -> list[Any]:
+        """The variables of `register_local`, and the state: what no other rank holds."""
+        return [*super().local_variables, *self.own_state]
+
+    def is_local(self, variable: Any) -> bool:
+        """Whether `variable` was given to `register_local`."""
+        return id(tf_variable(variable)) in self._local
+
+    def partition(self, variable: Any) -> Partition:
+        """Return which part of `variable` this rank updates; a local variable is not divided."""
+        shape = tuple(int(size) for size in variable.shape)
+        if self.is_local(variable):
+            return Partition(shape, 0, 1)
+        ranks = self._how(variable, False).process_set
+        return Partition(shape, ranks.rank(), ranks.size())
+
+    def __call__(
+        self,
+        gradients: Sequence[Gradient],
+        variables: Sequence[Any],
+        positions: Sequence[int] | None = None,
+        weighted: bool = False,
+    ) -> list[Gradient]:
+        """Return this rank's parts, of (size,), of `gradients` combined over the ranks, in the same order."""
+        assert positions is not None
+        prefix = in_this_graph(self._prefix(variables))
+        parts = []
+        for gradient, variable, position in zip(gradients, variables, positions, strict=True):
+            flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
+            if self.is_local(variable):
+                parts.append(self._keep_local(flat, self.reduction.process_set.size()))
+                continue
+            how = self._how(variable, weighted)
+            # Horovod 0.28.1 knows no bfloat16.
+            wire = tf.cast(flat, tf.float32) if flat.dtype == tf.bfloat16 else flat
+            part = hvd.reducescatter(
+                anchored(wire),
+                op=how.op,
+                name=f"{prefix}_{position}",
+                postscale_factor=how.postscale_factor,
+                process_set=how.process_set,
+                ignore_name_scope=True,
+            )
+            part.set_shape([self.partition(variable).size])
+            parts.append(tf.cast(part, flat.dtype))
+        return parts
+
+    def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
+        """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
+        assert self.norms is not None
+        further = self.norms
+
+        def parts(variable: Any) -> list[hvd.ProcessSet]:
+            if self.is_local(variable) and not together:
+                return list(further.parts(variable))
+            return [self._how(variable, False).process_set, *further.parts(variable)]
+
+        sets = NormSets(parts, further.rest)
+        name = f"{self._prefix(())}_norm"
+        return clip_by_norm(gradients, self.pending, limit, together, sets, name)
+
+    def whole(
+        self, parts: Sequence[Any], variables: Sequence[Any], names: Sequence[str]
+    ) -> list[tf.Tensor]:
+        """Return the flat tensors, of (elements,), whose parts the ranks hold.
+
+        Args:
+            parts: this rank's, of (size,).
+            variables: for each, the variable that is divided as it is.
+            names: the last piece of each collective's name.
+        """
+        prefix = in_this_graph(f"{self._prefix(())}_whole")
+        found = []
+        for part, variable, name in zip(parts, variables, names, strict=True):
+            partition = self.partition(variable)
+            if partition.count == 1:
+                found.append(part)
+                continue
+            # As bits, where Horovod does not know the type: nothing is computed.
+            wire = tf.bitcast(part, tf.uint16) if part.dtype == tf.bfloat16 else part
+            flat = hvd.allgather(
+                anchored(wire),
+                name=f"{prefix}_{name}",
+                ignore_name_scope=True,
+                process_set=self._how(variable, False).process_set,
+            )
+            flat.set_shape([partition.elements])
+            found.append(flat if flat.dtype == part.dtype else tf.bitcast(flat, part.dtype))
+        return found
+
+    def accumulated(self, tensor: tf.Tensor, variable: Any, name: str) -> tf.Tensor:
+        """Return what the ranks have accumulated of the gradient of `variable`, as one process would have it."""
+        if self.is_local(variable):
+            return tensor
+        how = self._how(variable, self.share_is_in_loss)
+        wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
+        combined = hvd.allreduce(
+            wire,
+            op=how.op,
+            name=f"{self._prefix(())}_{name}",
+            postscale_factor=how.postscale_factor,
+            process_set=how.process_set,
+            ignore_name_scope=True,
+        )
+        return tf.cast(combined, tensor.dtype)
+
+    def to_accumulate(self, value: Any, variable: Any) -> Any:
+        """Return this rank's part of what one process would have accumulated: see `accumulated`."""
+        if self.is_local(variable) or not self.share_is_in_loss:
+            return value
+        how = self._how(variable, True)
+        return value / (how.process_set.size() * how.postscale_factor)

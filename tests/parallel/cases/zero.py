@@ -1,0 +1,294 @@
+"""ShardedOptimizer against the plain optimizer in one process, which every rank runs as well."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.tensorflow as engine
+import keras
+import numpy as np
+import tensorflow as tf
+from against_keras import WEIGHT, Y, apart, inputs, mixed_model
+from small import RANK, SIZE, crossentropy, difference, optimizers, weights
+
+import hvdtrain
+import hvdtrain.keras as hvd
+from hvdtrain.errors import UsageError
+from hvdtrain.parallel.zero import ShardedOptimizer, gathered_state, scatter_state, state_names
+
+STEPS = 30
+# The parts of (1,) are empty on all ranks but one; 7 x 3 and 5 divide unevenly.
+SHAPES = {"kernel": (7, 3), "bias": (5,), "gamma": (1,), "table": (6, 2)}
+RNG = np.random.default_rng(1)
+START = {name: RNG.normal(size=shape) for name, shape in SHAPES.items()}
+TARGETS = {name: RNG.normal(size=(SIZE, STEPS, *shape)) for name, shape in SHAPES.items()}
+SGD, Adam = optimizers.SGD, optimizers.Adam
+
+
+def momentum(rate: float = 0.05, **kwargs: Any) -> Any:
+    return SGD(rate, momentum=0.9, **kwargs)
+
+
+def variables(dtype: str = "float32") -> list[Any]:
+    return [keras.Variable(v.astype("float32"), dtype=dtype, name=n) for n, v in START.items()]
+
+
+def play(
+    optimizer: Any,
+    mine: bool,
+    trained: list[Any] | None = None,
+    steps: range = range(STEPS),
+    eager: bool = False,
+    sparse: bool = True,
+) -> list[np.ndarray]:
+    """Minimise (w - target)^2 / 2; `mine`: this rank's targets, else the mean over the ranks, and return w."""
+    trained = trained or variables()
+    targets = {n: t[RANK] if mine else t.mean(axis=0) for n, t in TARGETS.items()}
+    if not optimizer.built:
+        optimizer.build(trained)
+
+    def step(goals: list[tf.Tensor]) -> None:
+        gradients: list[Any] = [
+            v.value - tf.cast(goal, v.value.dtype) for v, goal in zip(trained, goals, strict=True)
+        ]
+        # Every row of the table once, and its first one in two pieces.
+        table = gradients[-1]
+        pieces = tf.concat([table[:1] / 4, table[1:], table[:1] * 3 / 4], axis=0)
+        if mine and sparse:
+            gradients[-1] = tf.IndexedSlices(pieces, [0, *range(1, 6), 0], (6, 2))
+        if isinstance(optimizer, optimizers.LossScaleOptimizer):
+            scale = tf.convert_to_tensor(optimizer.dynamic_scale)
+            gradients = [g * tf.cast(scale, g.dtype) for g in map(tf.convert_to_tensor, gradients)]
+        optimizer.apply(gradients, trained)
+
+    run = step if eager else tf.function(step)
+    for number in steps:
+        run([tf.constant(targets[n][number], tf.float32) for n in SHAPES])
+    optimizer.finalize_variable_values(trained)
+    return [keras.ops.convert_to_numpy(keras.ops.cast(v, "float32")) for v in trained]
+
+
+def far(
+    make: Callable[[], Any], wrap: Callable[..., Any] = ShardedOptimizer, **kwargs: Any
+) -> float:
+    found = play(wrap(make()), True, **kwargs)
+    everyone = engine.allgather(np.concatenate([w.ravel() for w in found])[np.newaxis]).numpy()
+    assert (everyone == everyone[0]).all()
+    return difference(found, play(make(), False))
+
+
+def without_bias() -> Any:
+    optimizer = optimizers.AdamW(1e-2, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias", "gamma"])
+    return optimizer
+
+
+def case_optimizers() -> dict[str, float]:
+    decay = optimizers.schedules.ExponentialDecay
+    made = {
+        "momentum": momentum,
+        "nesterov": lambda: momentum(nesterov=True, weight_decay=0.1),
+        "Adam": lambda: Adam(1e-2, amsgrad=True),
+        "AdamW, exclusions": without_bias,
+        "RMSprop": lambda: optimizers.RMSprop(1e-2, momentum=0.5, centered=True),
+        "Nadam": lambda: optimizers.Nadam(1e-2),
+        "Lion": lambda: optimizers.Lion(1e-3),
+        "Adagrad": lambda: optimizers.Adagrad(1e-2),
+        "Adadelta": lambda: optimizers.Adadelta(0.5),
+        "Adamax": lambda: optimizers.Adamax(1e-2),
+        "Ftrl": lambda: optimizers.Ftrl(1e-2, l1_regularization_strength=0.01),
+        "clipnorm": lambda: momentum(clipnorm=0.5),
+        "global_clipnorm": lambda: Adam(1e-2, global_clipnorm=0.7),
+        "clipvalue": lambda: momentum(clipvalue=0.3),
+        "EMA": lambda: momentum(use_ema=True, ema_momentum=0.8),
+        "EMA, overwriting": lambda: Adam(1e-2, use_ema=True, ema_overwrite_frequency=4),
+        "accumulation": lambda: momentum(gradient_accumulation_steps=3, global_clipnorm=1.0),
+        "schedule": lambda: Adam(decay(1e-2, 5, 0.5)),
+        "loss scaling": lambda: optimizers.LossScaleOptimizer(momentum(), initial_scale=4.0),
+    }
+    return {name: far(make) for name, make in made.items()}
+
+
+def case_ways() -> dict[str, float]:
+    def inside(optimizer: Any) -> Any:
+        return optimizers.LossScaleOptimizer(ShardedOptimizer(optimizer), initial_scale=8.0)
+
+    return {
+        "eager": far(lambda: Adam(1e-2, global_clipnorm=0.7), eager=True),
+        "eager accumulation": far(lambda: Adam(1e-2, gradient_accumulation_steps=3), eager=True),
+        "inside loss scaling": far(momentum, inside),
+    }
+
+
+def case_dtypes() -> dict[str, float]:
+    """Other types: as far from float32 as the plain optimizer of that type, and equal on all ranks."""
+    found = {}
+    for dtype in ("float16", "bfloat16", "float64"):
+        sharded = play(ShardedOptimizer(momentum()), True, variables(dtype))
+        found[dtype] = difference(sharded, play(momentum(), False))
+    return found
+
+
+def case_state_size() -> dict[str, Any]:
+    """Elements of Adam's state on this rank, of how many; what is not divided."""
+    optimizer = ShardedOptimizer(Adam())
+    optimizer.build(variables())
+    plain = Adam()
+    plain.build(variables())
+    sizes = [int(np.prod(v.shape)) for v in optimizer.variables if len(v.shape)]
+    play(optimizer, True, optimizer._trainable_variables, range(2))
+    return {
+        "mine": sum(sizes),
+        "whole": sum(int(np.prod(v.shape)) for v in plain.variables if len(v.shape)),
+        "largest": sum(2 * -(-int(np.prod(s)) // SIZE) for s in SHAPES.values()),
+        "held between steps": sum(int(tf.size(p)) for p in optimizer.hvdtrain_parts.values()),
+        "names": state_names(optimizer) == state_names(plain),
+        "is Adam": isinstance(optimizer, Adam) and type(optimizer).__name__ == "Adam",
+    }
+
+
+def case_state_moves() -> dict[str, float]:
+    """20 steps, state gathered, 10 more: sharded, in a plain optimizer, and in a plain one wrapped then."""
+    made = {
+        "EMA, Nadam": lambda: optimizers.Nadam(1e-2, use_ema=True),
+        "loss scaling": lambda: optimizers.LossScaleOptimizer(Adam(1e-2), initial_scale=4.0),
+        "accumulation": lambda: momentum(gradient_accumulation_steps=3),
+    }
+    found = {}
+    for name, make in made.items():
+        wanted_variables, plain = variables(), make()
+        play(plain, False, wanted_variables, range(20))
+        wanted = gathered_state(plain)
+        trained, sharded = variables(), ShardedOptimizer(make())
+        play(sharded, True, trained, range(20))
+        state = gathered_state(sharded)
+        assert list(state) == list(wanted), (list(state), list(wanted))
+        found[name] = difference(list(state.values()), list(wanted.values()))
+        end = play(plain, False, wanted_variables, range(20, STEPS))
+        for way in ("scattered", "wrapped", "plain"):
+            again = [keras.Variable(v, name=v.name) for v in trained]
+            optimizer = make() if way != "scattered" else ShardedOptimizer(make())
+            optimizer.build(again)
+            scatter_state(optimizer, state)
+            if way == "wrapped":
+                optimizer = ShardedOptimizer(optimizer)
+            moved = play(optimizer, way != "plain", again, range(20, STEPS))
+            found[f"{name}, {way}"] = difference(moved, end)
+        play(sharded, True, trained, range(20, STEPS))
+    return found
+
+
+def case_inf_on_one_rank() -> list[float]:
+    """The loss scale's change after an inf on the last rank, and how far the weights went."""
+    optimizer = ShardedOptimizer(optimizers.LossScaleOptimizer(momentum(), initial_scale=4.0))
+    trained = variables()
+    optimizer.build(trained)
+    before = [v.numpy() for v in trained]
+    wrong = np.inf if RANK == SIZE - 1 else 1.0
+    tf.function(
+        lambda: optimizer.apply([tf.ones_like(v.value) * wrong for v in trained], trained)
+    )()
+    return [float(optimizer.dynamic_scale) / 4.0, difference(before, [v.numpy() for v in trained])]
+
+
+def case_local_variable() -> dict[str, float]:
+    """The table is this rank's own: its gradient is divided by the ranks, as DistributedOptimizer does."""
+
+    def own(wrap: Callable[..., Any]) -> list[np.ndarray]:
+        trained, optimizer = variables(), wrap(Adam(1e-2))
+        optimizer.register_local_var(trained[-1])
+        return play(optimizer, True, trained, sparse=False)
+
+    sharded, distributed = own(ShardedOptimizer), own(hvd.DistributedOptimizer)
+    everyone = engine.allgather(sharded[-1][np.newaxis]).numpy()
+    return {
+        "apart": difference(sharded, distributed),
+        "ranks": difference(everyone[0], everyone[-1]),
+    }
+
+
+def complaint(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def case_errors() -> dict[str, str]:
+    class Mine(Adam):
+        pass
+
+    class Sworn(Mine):
+        hvdtrain_elementwise = True
+
+    sharded = ShardedOptimizer(Adam())
+    sharded.build(variables())
+    model = mixed_model()
+    model.compile(ShardedOptimizer(Adam()), "mse")
+    model.optimizer.build(model.trainable_variables)
+    state = gathered_state(sharded)
+    wrong = {**state, next(reversed(state)): np.zeros(3)}
+    folder = Path(os.environ["FOLDER"])
+    return {
+        **{
+            n: complaint(lambda n=n: ShardedOptimizer(getattr(optimizers, n)()))
+            for n in ("Lamb", "Muon", "Adafactor")
+        },
+        "Mine": complaint(lambda: ShardedOptimizer(Mine())),
+        "Sworn": complaint(lambda: ShardedOptimizer(Sworn())),
+        "twice": complaint(lambda: ShardedOptimizer(sharded)),
+        "distributed": complaint(lambda: ShardedOptimizer(hvd.DistributedOptimizer(Adam()))),
+        "save": complaint(lambda: model.save(folder / f"one{RANK}.keras")),
+        "h5": complaint(lambda: model.save(folder / f"one{RANK}.h5")),
+        "lacks": complaint(lambda: scatter_state(sharded, {})),
+        "shape": complaint(lambda: scatter_state(sharded, wrong)),
+        "local": complaint(lambda: sharded.register_local_var(variables()[0])),
+    }
+
+
+def regularized() -> keras.Model:
+    return mixed_model(penalties=True)
+
+
+def case_trainer() -> dict[str, dict[str, Any]]:
+    """Trainer on uneven batches (the last has one example: all ranks but one are idle), 30 steps."""
+    made: dict[str, Any] = {
+        "Adam": (lambda: Adam(1e-2, global_clipnorm=0.5), {}),
+        "EMA, compiled": (lambda: momentum(use_ema=True, ema_momentum=0.9), {"jit_compile": True}),
+        "accumulation": (lambda: momentum(gradient_accumulation_steps=2), {"run_eagerly": True}),
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for name, (make, trainer) in made.items():
+        found[name] = apart(
+            regularized,
+            make,
+            (inputs(), Y, WEIGHT),
+            trainer={"shard_optimizer": True} | trainer,
+        )
+        del found[name]["histories"]
+    return found
+
+
+def case_trainer_saves() -> dict[str, Any]:
+    """What Trainer.fit leaves in run_dir, and Trainer.save in a file, for plain Keras to go on with."""
+    folder = Path(os.environ["FOLDER"]) / "run"
+    trainer = hvdtrain.Trainer(
+        mixed_model,
+        optimizers.AdamW(1e-2, weight_decay=0.1),
+        crossentropy(),
+        global_batch_size=16,
+        seed=1,
+        run_dir=folder,
+        shard_optimizer=True,
+    )
+    begin = {f"begin{i}": w for i, w in enumerate(weights(trainer.model))}
+    if RANK == 0:
+        np.savez(folder.parent / "data.npz", y=Y, **inputs(), **begin)
+    trainer.fit((inputs(), Y), epochs=5, shuffle=False, verbose=0)
+    trainer.save(folder / "again.keras")
+    assert len(Y) == EXAMPLES
+    return {"weights": [float(np.sum(w, dtype="float64")) for w in weights(trainer.model)]}
