@@ -219,7 +219,7 @@ def test_parts_are_slices_of_what_the_whole_model_would_have() -> None:
                 shard = shard_of(variable)
                 expected = other.numpy() if shard is None else shard.part_of(other.numpy())
                 np.testing.assert_array_equal(variable.numpy(), expected)
-            kernel = model.get_layer("down").kernel
+            kernel = model.get_layer("down").variables[0]
             assert shard_of(kernel) == Shard(0, index, 2)
             assert tuple(kernel.shape) == tuple(kernel.value.shape) == (4, 4)
 
@@ -242,6 +242,27 @@ def test_a_split_model_saves_no_part_as_the_whole(tmp_path: Any) -> None:
     model = convert(mlp(), {"up": "column"}, position())
     with pytest.raises(UsageError, match="save the whole model on all ranks"):
         model.save(tmp_path / "part.keras")
+
+
+def test_weights_that_other_code_reads_are_not_split() -> None:
+    class Tied(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = layers.Embedding(8, 4, name="words")
+
+        def call(self, x: Any) -> Any:
+            return keras.ops.matmul(self.words(x), keras.ops.transpose(self.words.embeddings))
+
+    model = Tied()
+    model(np.zeros((1, 2), "int32"))
+    convert(model, {"words": "vocabulary"}, position(size=1))
+    assert model(np.zeros((1, 2), "int32")).shape == (1, 2, 8)
+    convert(model, {"words": "vocabulary"}, position())
+    with pytest.raises(UsageError, match="'words' is split over ranks, and its whole weights"):
+        _ = model.words.embeddings
+    up = convert(mlp(), {"up": "column"}, position()).get_layer("up")
+    with pytest.raises(UsageError, match="leave it out of the layout's split"):
+        _ = up.kernel
 
 
 def test_the_configuration_is_that_of_the_whole_model() -> None:

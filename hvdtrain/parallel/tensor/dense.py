@@ -51,7 +51,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         x = copy_to_parts(inputs, self.group, self.collective)
-        x = ops.matmul(x, self.kernel)
+        x = ops.matmul(x, self._kernel)
         if self.bias is not None:
             x = ops.add(x, self.bias)
         if not self.gather_output:
@@ -104,7 +104,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
 
     def call(self, inputs: Any, training: Any = None) -> Any:
         x = inputs if self.input_is_split else take_part(inputs, self.group, self.collective)
-        x = sum_parts(ops.matmul(x, self.kernel), self.group, self.collective)
+        x = sum_parts(ops.matmul(x, self._kernel), self.group, self.collective)
         if self.bias is not None:
             x = ops.add(x, self.bias)
         return x if self.activation is None else self.activation(x)
@@ -117,7 +117,7 @@ class RowParallelEinsumDense(SplitLayer, keras.layers.EinsumDense):
         self._cut(self._kernel, 0)
 
     def call(self, inputs: Any, training: Any = None) -> Any:
-        x = ops.einsum(self.equation, inputs, self.kernel)
+        x = ops.einsum(self.equation, inputs, self._kernel)
         x = sum_parts(x, self.group, self.collective)
         if self.bias is not None:
             x = ops.add(x, self.bias)

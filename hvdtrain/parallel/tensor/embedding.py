@@ -68,7 +68,10 @@ class VocabularyParallelEmbedding(_ParallelEmbedding):
         part = self.input_dim // self.group.size
         local = self._words(inputs) - self.group.index * part
         mine = (local >= 0) & (local < part)
-        vectors = tf.gather(self.embeddings, tf.where(mine, local, tf.zeros_like(local)))
+        vectors = tf.gather(
+            keras.ops.convert_to_tensor(self._embeddings),
+            tf.where(mine, local, tf.zeros_like(local)),
+        )
         vectors = tf.where(mine[..., tf.newaxis], vectors, tf.zeros_like(vectors))
         # Cast before the sum: all but one of its terms are 0.
         vectors = keras.ops.cast(vectors, self.compute_dtype)
@@ -88,7 +91,7 @@ class ColumnParallelEmbedding(_ParallelEmbedding):
     _axis = 1
 
     def call(self, inputs: Any) -> Any:
-        vectors = tf.gather(tf.convert_to_tensor(self.embeddings), self._words(inputs))
+        vectors = tf.gather(keras.ops.convert_to_tensor(self._embeddings), self._words(inputs))
         vectors = keras.ops.cast(vectors, self.compute_dtype)
         return gather_parts(vectors, self.group, self.collective)
 

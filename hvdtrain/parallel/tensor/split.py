@@ -54,6 +54,22 @@ class SplitLayer:
             "ranks together, with Trainer.save or run_dir, instead of model.save or a callback that saves"
         )
 
+    @property
+    def kernel(self) -> Any:
+        """Refuse: code that reads a layer's weights (to tie them to another layer's) means all of them."""
+        raise self._only_a_part()
+
+    @property
+    def embeddings(self) -> Any:
+        """Refuse, as `kernel`."""
+        raise self._only_a_part()
+
+    def _only_a_part(self) -> UsageError:
+        return UsageError(
+            f"Layer {self.name!r} is split over ranks, and its whole weights are nowhere: leave it out of the layout's "  # type: ignore[attr-defined]
+            "split if other code reads them. This rank's part is in the layer's `variables`"
+        )
+
     def _cut(self, variable: Any, axis: int) -> None:
         """Keep this rank's part of `variable` along `axis`; None is left alone."""
         if variable is not None:
