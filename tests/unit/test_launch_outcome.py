@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.failure import Failure, from_line, is_secondary
+from hvdtrain.launch.members import ALONE, Members
 from hvdtrain.launch.outcome import Outcome, outcome_of
 from hvdtrain.launch.process import Ending
 
@@ -13,6 +14,8 @@ LOGS = "\nlogs of all ranks: logs"
 KILLED = "mpirun noticed that process rank 1 with PID 0 on node n exited on signal 9 (Killed)."
 LOST = Failure(0, 1, True, "HorovodInternalError: Horovod has been shut down")
 BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
+
+ROLES = Members(("chief", "worker-0", "ps-0"))
 
 
 def judge(code: int, *failures: Failure, launcher: str = "") -> Outcome:
@@ -129,3 +132,23 @@ def test_secondary_errors() -> None:
             raise ValueError("no batch") from error
     except ValueError as wrapped:
         assert is_secondary(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("members", "code", "failures", "launcher", "expected"),
+    [
+        (ALONE, 1, [Failure(0, 1, False, "no data")], "", (1, "the script failed: no data")),
+        (ALONE, 7, [], "", (7, "the script ended with exit code 7")),
+        (ALONE, -9, [], "", (137, "the script was killed by SIGKILL (was memory short?)")),
+        (ROLES, 3, [Failure(0, 3, False, "")], "", (3, "chief ended with exit code 3")),
+        (ROLES, 137, [], "", (137, "chief was killed by SIGKILL (was memory short?)")),
+        # A server's end is why the chief failed, whatever the chief says.
+        (ROLES, 1, [Failure(0, 9, False, "lost")], "hvdtrain: ps-0 died\n", (1, "ps-0 died")),
+        (ROLES, 1, [], "usage: x\nerror: y\n", (1, "the launcher failed (exit code 1):\nusage: x\nerror: y")),
+    ],
+)  # fmt: skip
+def test_processes_that_are_no_ranks(
+    members: Members, code: int, failures: list[Failure], launcher: str, expected: tuple[int, str]
+) -> None:
+    found = outcome_of(Ending(code, None), failures, launcher, Path("logs"), members)
+    assert found == Outcome(expected[0], expected[1] + "\nlogs: logs")

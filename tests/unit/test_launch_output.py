@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.failure import Failure
+from hvdtrain.launch.members import ALONE, Members
 from hvdtrain.launch.noise import is_noise, without_stamp
 from hvdtrain.launch.output import Output
 from hvdtrain.launch.streams import TagReader
@@ -197,3 +198,35 @@ def test_the_time_in_front_of_each_line(tmp_path: Path, all_ranks: bool) -> None
     assert (tmp_path / "rank.0/stdout").read_bytes() == b"0 one\n"
     assert (tmp_path / "rank.1/stdout").read_bytes() == b"1 two\n"
     assert (tmp_path / "rank.0/stderr").read_bytes() == b"2 three\n"
+
+
+def test_roles_are_called_by_their_names(tmp_path: Path) -> None:
+    """Only the first one's failure is the run's; others are shown when they come."""
+    members = Members(("chief", "worker-0"))
+    ours, theirs = Failure(0, 3, False, "bug"), Failure(0, 1, False, "no memory")
+    terminal = Terminal(tmp_path, members=members).run(
+        b"[0]<stdout>:one\n[1]<stdout>:served\n",
+        b"[1]<stderr>:warning\n[1]<stderr>:%s\n[0]<stderr>:%s\nhvdtrain: over\n"
+        % (theirs.to_line().encode(), ours.to_line().encode()),
+    )
+    assert terminal.out.getvalue() == b"one\n"
+    assert terminal.err.getvalue() == b"[worker-0] warning\n[worker-0] no memory\n"
+    assert terminal.output.failures == [ours]
+    assert terminal.logged("chief/stdout") == b"one\n"
+    assert terminal.logged("worker-0/stderr") == b"warning\nno memory\n"
+    assert terminal.logged("launcher.log") == b"hvdtrain: over\n"
+
+
+def test_all_roles_are_shown_with_their_names(tmp_path: Path) -> None:
+    members = Members(("chief", "ps-0"))
+    terminal = Terminal(tmp_path, members=members, all_ranks=True)
+    terminal.run(b"[0]<stdout>:one\n[1]<stdout>:two\n")
+    assert terminal.out.getvalue() == b"[chief] one\n[ps-0] two\n"
+
+
+def test_one_process_has_no_tags_and_no_launcher(tmp_path: Path) -> None:
+    data = b"[1]<stdout>:mine [0"
+    terminal = Terminal(tmp_path, members=ALONE).run(data, b"words\n")
+    assert (terminal.out.getvalue(), terminal.err.getvalue()) == (data, b"words\n")
+    assert terminal.logged("rank.0/stdout") == data
+    assert not (tmp_path / "launcher.log").exists()
