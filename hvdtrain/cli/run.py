@@ -116,8 +116,9 @@ def run(
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
-        values["env"] = tuple(map(_variable_to_pass, values["env"]))
-        argv, members = other_launch(ctx, choice.name, workers, ps, without_outranked(ctx, values))
+        env = tuple(map(_variable_to_pass, values["env"]))
+        asked = without_outranked(ctx, values) | {"env": env}
+        argv, members = other_launch(ctx, choice.name, workers, ps, asked)
         _print_or_run(argv, values, view, dry_run, members=members)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):

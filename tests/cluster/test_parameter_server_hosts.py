@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
@@ -41,16 +43,23 @@ Path("trained").touch()
 while not Path("go").exists():
     time.sleep(0.05)
 """
-# Without TensorFlow, in the place of workers and servers.
+# Without TensorFlow, in the place of workers and servers; deaf to SIGTERM.
 STAND_IN = f"""
 import sys
 if sys.orig_argv[1:3] == {SERVE.split()!r}:
-    import os, time
-    name = __import__("json").loads(os.environ["TF_CONFIG"])["task"]
-    open(f"started.{{name['type']}}{{name['index']}}.{{os.environ.get('WANTED_TOKEN')}}", "w").close()
+    import json, os, signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    task = json.loads(os.environ["TF_CONFIG"])["task"]
+    open(f"started.{{task['type']}}{{task['index']}}.{{os.environ.get('WANTED_TOKEN')}}", "w").close()
     time.sleep(600)
 """
-WAIT = "import time\nopen('started.chief', 'w').close()\ntime.sleep(600)\n"
+WAIT = """
+import os, time
+with open('started.part', 'w') as file:
+    file.write(os.environ["TF_CONFIG"])
+os.rename('started.part', 'started.chief')
+time.sleep(600)
+"""
 TWO_AND_ONE = ("--strategy", "parameter-server", "--workers", "2", "--ps", "1")
 
 
@@ -127,11 +136,19 @@ def test_hosts_that_cannot_be_used(launch: Launch, tmp_path: Path) -> None:
 def test_a_server_on_another_host_dies(
     launch: Launch, hosts: Hosts, tmp_path: Path, stand_in: str
 ) -> None:
-    job = launch(*TWO_AND_ONE, "-H", "node2:1,node1:2", "train.py", PYTHONPATH=stand_in)
-    wait_for(tmp_path, "started.*", 4)
-    (server,) = [pid for pid, line in hosts["node2"].processes().items() if SERVE in line]
+    """All but the chief are there, and find it where ssh came from."""
+    job = launch(*TWO_AND_ONE, "-H", "node2:3", "train.py", PYTHONPATH=stand_in)
+    wait_for(tmp_path, "started.*.*", 3)
+    wait_for(tmp_path, "started.chief", 1)
+    cluster = json.loads((tmp_path / "started.chief").read_text())["cluster"]
+    found = {kind: {one.partition(":")[0] for one in all_of} for kind, all_of in cluster.items()}
+    chief = hosts["node1"].address
+    assert found == {"chief": {chief}, "worker": {"node2"}, "ps": {"node2"}}
     killed = time.monotonic()
-    os.kill(server, signal.SIGKILL)
+    for pid in hosts["node2"].processes():
+        with contextlib.suppress(OSError):
+            if b'"ps", "index": 0' in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
     _, stderr = job.end()
     assert time.monotonic() - killed < 30
     assert job.process.returncode == 1

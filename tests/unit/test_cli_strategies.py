@@ -185,13 +185,15 @@ def test_one_process_as_if_it_ran_alone(folder: Path) -> None:
     script = (
         "import os, sys\n"
         "print('[1]<stdout>:', *(os.environ.get('HVDTRAIN_' + name) for name in ('STRATEGY', 'REPLICAS')))\n"
+        "launcher = open(f'/proc/{os.getppid()}/cmdline').read()\n"
+        "print('hvdtrain.cli' in launcher, 'sesame' in launcher, os.environ['API_KEY'])\n"
         "print('HOROVOD_RANK' in os.environ, end='')\n"
         "raise ValueError('no data')\n"
     )
-    run = begin(folder, script, "--log-dir", "logs")
+    run = begin(folder, script, "--log-dir", "logs", "--env", "API_KEY=sesame")
     stdout, stderr = run.communicate(timeout=60)
     assert run.returncode == 1
-    assert stdout == "[1]<stdout>: central-storage 2\nFalse"
+    assert stdout == "[1]<stdout>: central-storage 2\nTrue False sesame\nFalse"
     assert stderr.lstrip().startswith("the script failed:\nTraceback ")
     assert stderr.endswith("\nValueError: no data\nlogs: logs\n")
     assert (folder / "logs/rank.0/stdout").read_text() == stdout

@@ -82,8 +82,9 @@ def test_command(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
         return
     result = CliRunner().invoke(main, ["run", "--dry-run", *rest[1:]], prog_name="hvdtrain")
     assert result.exit_code == 0, result.output
-    printed = shlex.split(result.output)
-    assert any(word.endswith("horovodrun") for word in printed)
+    printed = shlex.split(result.stdout)
+    program = "hvdtrain.worker" if "--strategy" in rest else "horovodrun"
+    assert any(word.endswith(program) for word in printed)
     assert "train.py" in printed
 
 
