@@ -1,0 +1,141 @@
+"""The steps as functions that a worker runs: all that a step changes beside the weights comes back as values.
+
+Weights and the optimizer's state are updated on the servers, by operations that lose no update of another
+worker (assign_add, assign_sub). Keras's own `Variable.assign_add` reads, adds and assigns: two workers at
+a time would lose one. So whatever else a step assigns is caught while it is traced:
+
+- metrics start from zero, and what they are after the step is returned; the chief adds it up;
+- the number of the step and the learning rate come with the step;
+- statistics (BatchNormalization) and seeds are changed on the servers by the difference that the step made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat_remote import in_step, make_step_variable, step_constants
+from hvdtrain.keras.variables import seed_variables, unique
+from hvdtrain.metrics import state_variables
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step for data of one signature.
+
+    Attributes:
+        function: a concrete function of (constants, data).
+        signature: a tf.TensorSpec for each tensor of the data.
+        log_names: of the values that follow the metrics' state in what the function returns.
+    """
+
+    function: Any
+    signature: list[tf.TensorSpec]
+    log_names: list[str]
+
+
+class StepFunctions:
+    """Traces the steps of a built and compiled model whose variables are on the servers.
+
+    Attributes:
+        metrics: the variables of the metrics' state, on this process.
+        constants: those variables of the optimizer whose values come with each step.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        model.reset_metrics()
+        self.metrics = [make_step_variable(v) for v in state_variables(model.metrics)]
+        self._zero = [v.value.numpy() for v in self.metrics]
+        self.constants = step_constants(model.optimizer)
+        statistics = [*compat.own_non_trainable_variables(model), *seed_variables(model)]
+        counted = {id(v) for v in self.metrics}
+        self._statistics = [
+            make_step_variable(v) for v in unique(statistics) if id(v) not in counted
+        ]
+        self._steps: dict[str, Step] = {
+            "train": model.train_step,
+            "test": model.test_step,
+            "predict": model.predict_step,
+        }
+        self._traced: dict[tuple[str, int], Traced] = {}
+
+    def values(self) -> list[tf.Tensor]:
+        """Return what the constants are now."""
+        return [v.value.read_value() for v in self.constants]
+
+    def traced(self, kind: str, data: Any) -> Traced:
+        """Return the step for data like `data`.
+
+        "train" and "test" return the metrics' state from zero on and the step's logs, in one float64 vector;
+        "predict" returns the model's outputs.
+        """
+        signature = [tf.TensorSpec.from_tensor(leaf) for leaf in tf.nest.flatten(data)]
+        # A function for each number of examples: Keras weighs the losses of several outputs by the
+        # number only if it is known while tracing. Other dimensions may vary in one function.
+        key = (kind, int(signature[0].shape[0]))
+        known = self._traced.get(key)
+        if known is not None:
+            if all(map(_takes, known.signature, signature)):
+                return known
+            pairs = zip(known.signature, signature, strict=True)
+            signature = [old.most_specific_common_supertype([new]) for old, new in pairs]
+        self._traced[key] = self._trace(kind, signature, data)
+        return self._traced[key]
+
+    def unpack(
+        self, vector: np.ndarray, traced: Traced
+    ) -> tuple[list[np.ndarray], dict[str, float]]:
+        """Return the metrics' state and the logs in what a training or test step returned."""
+        parts = np.split(vector, np.cumsum([zero.size for zero in self._zero]))
+        state = [part.reshape(zero.shape) for part, zero in zip(parts, self._zero, strict=False)]
+        return state, dict(zip(traced.log_names, parts[-1].tolist(), strict=True))
+
+    def _trace(self, kind: str, signature: list[tf.TensorSpec], data: Any) -> Traced:
+        names: list[str] = []
+        step = self._steps[kind]
+
+        def run(constants: Sequence[tf.Tensor], data: Any) -> Any:
+            with in_step(self.constants, constants):
+                return step(data) if kind == "predict" else self._counted(step, data, names)
+
+        constants = [tf.TensorSpec.from_tensor(value) for value in self.values()]
+        # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a
+        # replica. A concrete function is what the coordinator takes as it is.
+        function = tf.function(run, autograph=False).get_concrete_function(
+            constants, tf.nest.pack_sequence_as(data, signature)
+        )
+        return Traced(function, signature, names)
+
+    def _counted(self, step: Step, data: Any, names: list[str]) -> tf.Tensor:
+        """Run `step` with metrics at zero; return the metrics' state after it and its logs."""
+        before = [v.value.read_value() for v in self._statistics]
+        with in_step([*self.metrics, *self._statistics], [*map(tf.constant, self._zero), *before]):
+            logs = step(data)
+            state = [v.value for v in self.metrics]
+            after = [v.value for v in self._statistics]
+        for variable, old, new in zip(self._statistics, before, after, strict=True):
+            if new is not old:
+                _add_difference(variable.value, old, new)
+        names[:] = sorted(logs)
+        values = [*state, *(logs[name] for name in names)]
+        return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values], 0)
+
+
+def _takes(known: tf.TensorSpec, given: tf.TensorSpec) -> bool:
+    return known.dtype == given.dtype and known.shape.is_compatible_with(given.shape)
+
+
+def _add_difference(variable: tf.Variable, old: tf.Tensor, new: tf.Tensor) -> None:
+    if variable.dtype.is_bool or variable.dtype == tf.string:
+        variable.assign(new)
+    else:
+        variable.assign_add(new - old)

@@ -1,0 +1,115 @@
+"""Which server holds which variable: large ones are split over several, all are balanced by size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras.compat_remote import (
+    SplitVariable,
+    make_step_variable,
+    may_be_split,
+    replace_value,
+    slots_of,
+    split_value,
+    step_constants,
+    tf_variables,
+    update_where_variables_are,
+)
+
+MIN_PART_BYTES = 256 * 1024
+"""Below this, a call to one more server costs more than it brings (TensorFlow's guide recommends the same)."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A variable, as placement sees it: its rows, its size in bytes, whether it may be split."""
+
+    rows: int
+    size: int
+    splittable: bool
+
+
+def plan(items: Sequence[Item], servers: int, min_part: int = MIN_PART_BYTES) -> list[list[int]]:
+    """Return for each item the servers of its parts, in the order of the rows.
+
+    The largest items choose first, each the servers that hold least so far.
+    """
+    load = [0.0] * servers
+    result: list[list[int]] = [[] for _ in items]
+    for number in sorted(range(len(items)), key=lambda n: -items[n].size):
+        item = items[number]
+        parts = max(1, min(servers, item.rows, item.size // min_part)) if item.splittable else 1
+        chosen = sorted(range(servers), key=lambda server: load[server])[:parts]
+        result[number] = sorted(chosen)
+        for server in chosen:
+            load[server] += item.size / parts
+    return result
+
+
+def part_sizes(rows: int, parts: int) -> list[int]:
+    """Rows of each part: they differ by at most one, the first ones are larger."""
+    return [rows // parts + (number < rows % parts) for number in range(parts)]
+
+
+def move_to_servers(
+    model: keras.Model, optimizer: Any, servers: int, min_part: int = MIN_PART_BYTES
+) -> None:
+    """Move the variables of a built model, and of its built optimizer, to the servers, values and all.
+
+    State of the optimizer goes where its weight is, part by part. What belongs to a step (its number, the learning
+    rate) stays here: it travels with the step.
+    """
+    constants = step_constants(optimizer)
+    for variable in constants:
+        make_step_variable(variable)
+    trained = list(model.trainable_variables)
+    state = [slots_of(optimizer, n) for n in range(len(optimizer._trainable_variables))]
+    of_weight = {
+        id(v): slots for v, slots in zip(optimizer._trainable_variables, state, strict=True)
+    }
+    here = {id(v) for v in constants} | {id(slot) for slots in state for slot in slots}
+    rest = [v for v in [*model.variables, *optimizer.variables] if id(v) not in here]
+    wanted = [v for v in _unique([*trained, *rest]) if not _is_moved(v)]
+    splittable = {id(v) for v in trained} if may_be_split(optimizer) else set()
+    places = plan([_item(v, splittable) for v in wanted], servers, min_part)
+    for variable, place in zip(wanted, places, strict=True):
+        for mine in (variable, *of_weight.get(id(variable), ())):
+            _move(mine, place, variable)
+    update_where_variables_are(optimizer)
+
+
+def _item(variable: Any, splittable: set[int]) -> Item:
+    shape = tuple(variable.shape)
+    size = variable.value.dtype.size * max(1, variable.value.shape.num_elements())
+    return Item(shape[0] if shape else 1, size, id(variable) in splittable and len(shape) > 1)
+
+
+def _move(variable: Any, place: Sequence[int], weight: Any) -> None:
+    """Move a variable to the servers `place`; state that has not its weight's shape stays whole."""
+    value = variable.value.read_value()
+    if len(place) == 1 or tuple(variable.shape) != tuple(weight.shape):
+        replace_value(variable, _on_server(place[0], value, variable))
+        return
+    pieces = tf.split(value, part_sizes(int(variable.shape[0]), len(place)))
+    parts = [
+        _on_server(server, piece, variable) for server, piece in zip(place, pieces, strict=True)
+    ]
+    split_value(variable, parts, _on_server(place[0], tf.zeros([], value.dtype), variable))
+
+
+def _on_server(server: int, value: tf.Tensor, variable: Any) -> tf.Variable:
+    with tf.init_scope(), tf.device(f"/job:ps/replica:0/task:{server}/device:CPU:0"):
+        return tf.Variable(value, trainable=variable.trainable, name=variable.name)
+
+
+def _is_moved(variable: Any) -> bool:
+    return isinstance(variable, SplitVariable) or "/job:ps" in tf_variables(variable)[0].device
+
+
+def _unique(variables: Sequence[Any]) -> list[Any]:
+    return list({id(v): v for v in variables}.values())

@@ -1,0 +1,182 @@
+"""Steps that workers compute at their own speed, directed by the chief.
+
+Each global batch is one closure of TensorFlow's ClusterCoordinator: one worker computes it with the weights that the
+servers hold at that time, and changes them. If the worker dies, another one gets the closure: a batch counts
+exactly once in the metrics and in the number of steps. (Its update of the weights may have been made in part
+by then, and is made again.) So an epoch makes as many updates as on one worker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.data import Share
+from hvdtrain.strategies.parameter_server.connection import Watch, lost_server, server_errors
+from hvdtrain.strategies.parameter_server.functions import StepFunctions, Traced
+from hvdtrain.strategies.strategy import Logs
+from hvdtrain.tf_config import TfConfig
+
+REFRESH_SECONDS = 0.2
+"""The running values are brought up to date this often."""
+
+
+class _LostError(Exception):
+    """A worker died between the end of its step and the reading of the result."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A step that is on its way, and what it returned once it is done."""
+
+    kind: str
+    traced: Traced
+    data: Any
+    arguments: Any
+    wait: Callable[[], None]
+    result: Any = None
+    is_done: bool = False
+
+    def get(self) -> Any:
+        """Wait for the step; return NumPy arrays."""
+        while not self.is_done:
+            self.wait()
+        return self.result
+
+
+class ServerSteps:
+    """The steps of one model; at most `limit` of them are on their way at a time."""
+
+    def __init__(
+        self, model: keras.Model, coordinator: Any, watch: Watch, config: TfConfig, limit: int
+    ) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._watch = watch
+        self._config = config
+        self._limit = limit
+        self._functions = StepFunctions(model)
+        self._fetchers = ThreadPoolExecutor(limit, thread_name_prefix="hvdtrain-fetch")
+        self._running: dict[Future[Any], Pending] = {}
+        self._total: list[np.ndarray] | None = None
+        self._logs: Logs = {}
+        self._refreshed = 0.0
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Let workers train on `shares`; return the values of the steps that are done so far.
+
+        The dict that is returned is brought up to date until `finish`.
+        """
+        iterations = self._functions.constants[0]
+        for share in shares:
+            self._count("train", share)
+            # The number of the step went with it; this is that of the next one.
+            iterations.value.assign_add(1)
+        return self._logs
+
+    def test(self, share: Share) -> Logs:
+        """Let a worker evaluate `share`; return the values of the steps that are done so far."""
+        self._count("test", share)
+        return self._logs
+
+    def predict(self, share: Share) -> Pending:
+        """Return what will be the model's outputs for `share`."""
+        return self._start("predict", share.data)
+
+    def finish(self) -> None:
+        """Wait for all steps; what the metrics hold is complete then."""
+        while self._running:
+            self._wait()
+        self._refresh()
+        self._total = None
+        self._watch.check()
+
+    def _count(self, kind: str, share: Share) -> None:
+        if self._total is None:
+            self._total = [v.value.numpy().astype(np.float64) for v in self._functions.metrics]
+            self._logs = {}
+        self._start(kind, share.data)
+
+    def _start(self, kind: str, data: Any) -> Pending:
+        while len(self._running) >= self._limit:
+            self._wait()
+        traced = self._functions.traced(kind, data)
+        arguments = (self._functions.values(), data)
+        pending = Pending(kind, traced, data, arguments, self._wait)
+        self._schedule(pending)
+        return pending
+
+    def _schedule(self, pending: Pending) -> None:
+        self._watch.check()
+        with server_errors(self._config):
+            remote = self._coordinator.schedule(pending.traced.function, args=pending.arguments)
+        self._running[self._fetchers.submit(self._fetch, remote)] = pending
+
+    def _fetch(self, remote: Any) -> Any:
+        """Return what a step returned, as NumPy arrays."""
+        result = remote.get()
+        try:
+            return tf.nest.map_structure(lambda value: value.numpy(), result)
+        except tf.errors.OpError as error:
+            if lost_server(error, self._config) is not None:
+                raise
+            raise _LostError from error
+
+    def _wait(self) -> None:
+        """Wait until some step is done, and take the results of those that are."""
+        done: set[Future[Any]] = set()
+        while not done:
+            self._watch.check()
+            done, _ = wait(self._running, timeout=1.0, return_when=FIRST_COMPLETED)
+        for future in done:
+            pending = self._running.pop(future)
+            try:
+                with server_errors(self._config):
+                    result = future.result()
+            except _LostError:
+                self._again(pending)
+            else:
+                self._take(pending, result)
+        if time.monotonic() - self._refreshed > REFRESH_SECONDS:
+            self._refresh()
+
+    def _again(self, pending: Pending) -> None:
+        """Get a lost result again. Training is done, so only what it counted is found out, by a test."""
+        if pending.kind == "train":
+            pending.kind = "test"
+            pending.traced = self._functions.traced("test", pending.data)
+        self._schedule(pending)
+
+    def _take(self, pending: Pending, result: Any) -> None:
+        pending.is_done = True
+        # Its data are not needed any more, and there may be many predictions.
+        pending.data = pending.arguments = None
+        if pending.kind == "predict":
+            pending.result = result
+            return
+        assert self._total is not None
+        state, logs = self._functions.unpack(result, pending.traced)
+        for number, (variable, value) in enumerate(
+            zip(self._functions.metrics, state, strict=True)
+        ):
+            added = getattr(variable, "aggregation", "sum") in ("sum", None)
+            self._total[number] = self._total[number] + value if added else value
+        self._logs.update(logs)
+
+    def _refresh(self) -> None:
+        """Bring the metrics, and the logs that `train` and `test` returned, up to date."""
+        if self._total is None:
+            return
+        self._refreshed = time.monotonic()
+        for variable, value in zip(self._functions.metrics, self._total, strict=True):
+            variable.value.assign(value.astype(variable.value.dtype.as_numpy_dtype))
+        results = self._model.get_metrics_result()
+        if set(self._logs) <= set(results):
+            self._logs.update({name: float(value) for name, value in results.items()})
