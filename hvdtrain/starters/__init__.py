@@ -19,10 +19,11 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Starter:
-    """A script to copy: its name at the command line, and what it shows."""
+    """A script to copy: its name at the command line, what it shows, and how run.yaml starts it."""
 
     name: str
     shows: str
+    launch: str = "np: 2                   # workers"
 
     @property
     def script(self) -> str:
@@ -35,6 +36,11 @@ _ALL = (
     Starter("tabular", "the Trainer on a million rows of NumPy arrays"),
     Starter("custom-loop", "a training loop of your own, step by step"),
     Starter("horovod-style", "model.fit with Horovod's callbacks, without the Trainer"),
+    Starter(
+        "tpu",
+        "the Trainer on the cores of a TPU",
+        "strategy: tpu           # one process, all cores",
+    ),
 )
 STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
 
@@ -49,7 +55,10 @@ def contents(starter: Starter) -> dict[str, str]:
             f"this installation of hvdtrain lacks {script}: {error.strerror}; install hvdtrain again"
         ) from error
     config = (_FOLDER / CONFIG).read_text(encoding="utf-8")
-    return {starter.script: text, CONFIG: config.replace("SCRIPT", starter.script)}
+    return {
+        starter.script: text,
+        CONFIG: config.replace("SCRIPT", starter.script).replace("LAUNCH", starter.launch),
+    }
 
 
 def copy(starter: Starter, folder: Path, *, force: bool) -> list[Path]:

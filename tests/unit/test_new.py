@@ -23,7 +23,9 @@ SOURCES = {
     "tabular": "train_tabular.py",
     "custom-loop": "train_custom_loop.py",
     "horovod-style": "horovod_style.py",
+    "tpu": "train_tpu.py",
 }
+LAUNCHES: dict[str, dict[str, object]] = {"tpu": {"strategy": "tpu"}}
 
 
 def call(*args: str | Path) -> Result:
@@ -49,7 +51,7 @@ def test_the_copy_is_the_script_with_a_configuration(name: str, here: Path) -> N
     assert (here / f"{name}.py").read_text() == original
     assert not (here / f"{name}.py").is_symlink()
     settings = yaml.safe_load((here / CONFIG).read_text())
-    assert settings == {"script": f"{name}.py", "arguments": [], "np": 2}
+    assert settings == {"script": f"{name}.py", "arguments": [], **LAUNCHES.get(name, {"np": 2})}
     assert result.stdout.splitlines()[-1] == "Train with: hvdtrain run --config run.yaml"
 
 
@@ -102,7 +104,7 @@ def test_nothing_is_overwritten_without_force(here: Path) -> None:
     [
         (
             ["mnits"],
-            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style. Did you mean",
+            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu. Did you mean",
         ),
         (["mnist", "file"], "is a file"),
         (["mnist", "file/below"], "cannot write to file/below"),
