@@ -6,13 +6,14 @@ Facts travel as JSON in Horovod's allgather, never pickled.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import ReplicaError
+from hvdtrain.errors import ReplicaError, UsageError
 
 
 def exchange(value: Any, name: str) -> list[Any]:
@@ -55,6 +56,24 @@ def require_equal(facts: dict[str, Any], what: str, name: str = "facts") -> None
                 f"The ranks disagree before {what}: {'; '.join(differing)}. Every rank must run the same script with "
                 "the same arguments and data; hvdtrain itself gives each its share."
             )
+
+
+def on_first(is_first: bool, work: Callable[[], Any], name: str) -> Any:
+    """Let rank 0 do `work`, and return its result, which JSON can hold, on all ranks. A collective.
+
+    Raises:
+        UsageError: on all ranks, if `work` raised one.
+    """
+    found: dict[str, Any] = {}
+    if is_first:
+        try:
+            found = {"result": work()}
+        except UsageError as error:
+            found = {"complaint": str(error)}
+    found = exchange(found, name)[0]
+    if "complaint" in found:
+        raise UsageError(found["complaint"])
+    return found["result"]
 
 
 def any_rank(flag: bool, name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import keras
 
-from hvdtrain.agreement import require_equal
+from hvdtrain.agreement import on_first, require_equal
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
@@ -20,14 +20,16 @@ from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.keras.variables import (
     broadcast_variables,
     check_replicas,
+    seed_variables,
     tf_variable,
     trained_variables,
 )
 from hvdtrain.metrics import average_logs, merge_state, state_variables
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.model_file import read_model, write_model
 from hvdtrain.strategies.steps import RankSteps
-from hvdtrain.strategies.strategy import Logs, Steps, Strategy, write_model
+from hvdtrain.strategies.strategy import Logs, Steps, Strategy
 
 
 class HorovodStrategy(Strategy):
@@ -117,6 +119,11 @@ class HorovodStrategy(Strategy):
         with whole_state():
             if self.is_first:
                 write_model(model, path)
+
+    def load(self, model: keras.Model, path: Path) -> None:
+        self.build_optimizer(model)
+        on_first(self.is_first, lambda: read_model(model, path), "load")
+        self.broadcast(model, without=seed_variables(model))
 
 
 def _check_reduction(reduction: Reduction) -> None:

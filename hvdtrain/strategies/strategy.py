@@ -18,6 +18,7 @@ from hvdtrain.data import Part, Share
 from hvdtrain.keras import compat
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.model_file import read_model, require_built, write_model
 
 Logs = dict[str, Any]
 ModelSource: TypeAlias = Any
@@ -51,9 +52,11 @@ class Strategy:
         workers: how many compute a step together; at most one a example of the global batch.
         part: which share of each global batch this process reads.
         is_first: whether this process writes files and talks to the terminal.
+        saves_together: no rank has the whole model and optimizer, so `save` is the only way to save them.
     """
 
     name: ClassVar[str] = "alone"
+    saves_together: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.workers = 1
@@ -124,9 +127,20 @@ class Strategy:
         """
         write_model(model, path)
 
+    def load(self, model: keras.Model, path: Path) -> None:
+        """Give `model` and its optimizer what `save`, or plain Keras, wrote to `path`.
 
-def write_model(model: keras.Model, path: Path) -> None:
-    """Write a .keras file beside its place, then move it there."""
-    temporary = path.with_name(f".tmp.{path.name}")
-    model.save(temporary)
-    temporary.replace(path)
+        All ranks call it; the first one reads the file. Random seeds are not in a file, and stay.
+
+        Raises:
+            UsageError: on all ranks: the file does not fit, or the model has no variables yet.
+        """
+        self.build_optimizer(model)
+        read_model(model, path)
+
+    def build_optimizer(self, model: keras.Model) -> None:
+        """Create the optimizer's variables for a model that has its own."""
+        require_built(model)
+        if not model.optimizer.built:
+            with self.scope():
+                model.optimizer.build(model.trainable_variables)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import keras
 from keras import callbacks as kc
 
+from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.trainer.learning_rate import WarmUp
 
@@ -17,10 +20,59 @@ _BATCH_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin"
 
 
 def on_this_rank(
-    callbacks: Sequence[keras.callbacks.Callback], is_first: bool
+    callbacks: Sequence[keras.callbacks.Callback], is_first: bool, saves_together: bool = False
 ) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that this rank runs: all on rank 0, those that are no writers elsewhere."""
-    return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
+    """Return the callbacks that this rank runs: all on rank 0, those that are no writers elsewhere.
+
+    Args:
+        saves_together: no rank has all of the model or optimizer: ModelCheckpoint runs on every rank, with
+            the model that `saving_together` gives it.
+
+    Raises:
+        UsageError: a callback that cannot save such a model.
+    """
+    if not saves_together:
+        return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
+    for callback in callbacks:
+        if isinstance(callback, kc.BackupAndRestore):
+            raise UsageError(
+                "BackupAndRestore cannot save a model or optimizer that is divided over ranks: use ModelCheckpoint, "
+                "and Trainer.load before fit to go on"
+            )
+    together = [c for c in callbacks if isinstance(c, kc.ModelCheckpoint)]
+    for callback in together:
+        callback.verbose = callback.verbose if is_first else 0
+    return [c for c in callbacks if is_first or c in together or not isinstance(c, WRITERS)]
+
+
+def saving_together(
+    callbacks: Sequence[keras.callbacks.Callback], save: Callable[[Path], None]
+) -> None:
+    """Let ModelCheckpoint save by `save`, which every rank calls. Call it when callbacks have their model."""
+    for callback in callbacks:
+        if isinstance(callback, kc.ModelCheckpoint):
+            callback.set_model(_SavedTogether(callback.model, save))
+
+
+class _SavedTogether:
+    """A model for a callback that saves: it is written by all ranks."""
+
+    def __init__(self, model: keras.Model, save: Callable[[Path], None]) -> None:
+        self._model = model
+        self._save = save
+
+    def save(self, filepath: Any, overwrite: bool = True) -> None:
+        """Write the whole model with its optimizer."""
+        del overwrite
+        self._save(Path(filepath))
+
+    def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
+        """Write all weights, to a .weights.h5 file."""
+        del overwrite
+        self._save(Path(filepath))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 def need_global_batches(callbacks: Sequence[keras.callbacks.Callback]) -> bool:

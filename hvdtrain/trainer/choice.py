@@ -60,8 +60,11 @@ def _horovod_strategy(layout: Any, shard_optimizer: bool) -> Strategy:
     wrap = DistributedOptimizer
     if shard_optimizer:
         wrap = _load("hvdtrain.parallel.zero:ShardedOptimizer")
-    if layout is None:
+    if layout is None and not shard_optimizer:
         return HorovodStrategy(wrap)
+    if layout is None:
+        divided: Strategy = _load("hvdtrain.parallel.saving:DividedStrategy")(wrap)
+        return divided
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.parallel.mesh import Mesh
 

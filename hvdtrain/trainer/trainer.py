@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from hvdtrain.keras.variables import seed_variables
 from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import engine_errors
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
-from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
+from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank, saving_together
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
@@ -249,11 +250,21 @@ class Trainer:
 
         Every rank calls it. Plain Keras loads the file, wherever hvdtrain is not installed.
         """
-        path = Path(filepath)
-        if path.suffix != ".keras":
-            raise UsageError(f"save: {filepath}: give a file name that ends in .keras")
         with engine_errors(self.rank):
-            self.strategy.save(self.model, path)
+            self.strategy.save(self.model, _keras_file(filepath, "save"))
+
+    def load(self, filepath: str | Path) -> None:
+        """Go on from a .keras file: read the model's and the optimizer's state from it, whoever wrote it.
+
+        Every rank calls it; rank 0 reads the file. It may have been saved by plain Keras, or by a Trainer with any
+        number of ranks, strategy or layout. A file without an optimizer's state leaves the optimizer as it is.
+        The model must know the shapes of its inputs. Random seeds (dropout) are in no .keras file, and stay.
+
+        Raises:
+            UsageError: no such file, or one that does not fit: names the first variable and both shapes.
+        """
+        with engine_errors(self.rank):
+            self.strategy.load(self.model, _keras_file(filepath, "load"))
 
     # The order of events. All ranks pass through these lines in step.
 
@@ -264,15 +275,19 @@ class Trainer:
             facts |= {
                 f"validation {key}": value for key, value in source_facts(plan.validation).items()
             }
+        together = self.strategy.saves_together
+        own = on_this_rank(plan.callbacks, self.rank.is_first, together)
         self._prepare(plan.train, "training", facts)
         callbacks = keras.callbacks.CallbackList(
-            on_this_rank(plan.callbacks, self.rank.is_first),
+            own,
             add_history=True,
             model=self.model,
             epochs=plan.epochs,
             steps=plan.train.steps_per_epoch,
             verbose=verbose,
         )
+        if together:
+            saving_together(own, partial(self.strategy.save, self.model))
         self.model.stop_training = False
         callbacks.on_train_begin()
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
@@ -442,3 +457,10 @@ class Trainer:
             "examples_per_second": round(rate, 1),
         }
         self._run_dir.append_metrics(row, ["epoch", *names, "seconds", "examples_per_second"])
+
+
+def _keras_file(filepath: str | Path, what: str) -> Path:
+    path = Path(filepath)
+    if path.suffix != ".keras":
+        raise UsageError(f"{what}: {filepath}: give a file name that ends in .keras")
+    return path

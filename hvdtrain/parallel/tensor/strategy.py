@@ -7,7 +7,6 @@ same unsplit variables. `Trainer.model` is the model with split layers; what it 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -30,15 +29,15 @@ from hvdtrain.keras.variables import (
 )
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Position, position
+from hvdtrain.parallel.saving import DividedStrategy
 from hvdtrain.parallel.tensor.convert import convert, mark_optimizer
 from hvdtrain.parallel.zero.elementwise import ELEMENTWISE, WHOLE
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import ModelSource, Steps
 
 
-class TensorStrategy(HorovodStrategy):
+class TensorStrategy(DividedStrategy):
     """Each rank holds its parts of the layers that the layout names, and all of the others.
 
     Args:
@@ -64,7 +63,10 @@ class TensorStrategy(HorovodStrategy):
 
     def build(self, model: ModelSource) -> keras.Model:
         with self.scope():
-            return convert(model, self.layout.split, self.position)
+            converted = convert(model, self.layout.split, self.position)
+        if self.position.tensor_set.size() > 1:
+            self.keep_whole(converted, converted)
+        return converted
 
     def distribute(self, optimizer: Any) -> Any:
         if compat.is_distributed(optimizer):
@@ -109,9 +111,6 @@ class TensorStrategy(HorovodStrategy):
 
     def check(self, model: keras.Model, when: str) -> None:
         self._compare(replicated_variables(model, local=local_variables(model)), when)
-
-    def save(self, model: keras.Model, path: Path) -> None:
-        raise UsageError("Trainer(layout=...) with split layers cannot save the model yet")
 
     def _holders(self, variable: Any) -> Holders | None:
         """Return over which ranks the gradient of `variable` is reduced."""

@@ -1,0 +1,88 @@
+"""A model as it was before it was divided over ranks: what its file says of it, and where its variables are now.
+
+It is kept as a copy without values, made of the model's configuration: layers have the same names there. The copy has
+values only while a file is written or read, on rank 0 and in the memory of its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat_files
+from hvdtrain.keras.compat_graph import release
+from hvdtrain.keras.compat_variables import is_waiting, waiting_variables
+from hvdtrain.keras.shards import shard_of
+from hvdtrain.keras.variables import variable_name
+
+
+class Unsplit:
+    """The whole of a model that is divided, or about to be.
+
+    Args:
+        model: before it is cut into stages; its layers may be split (they say what they were). Built; its
+            variables need no values.
+
+    Attributes:
+        variables: those of the model, in its order. The model's parts on this rank keep these objects.
+
+    Raises:
+        UsageError: a model that cannot be made again from its configuration, so that no file of it would load.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.variables: list[Any] = list(model.variables)
+        try:
+            config, custom = compat_files.model_config(model)
+            with waiting_variables():
+                self._copy = compat_files.model_again(config, custom)
+        except Exception as error:  # Whatever a user's get_config and from_config may raise.
+            raise UsageError(
+                f"Model {model.name!r} cannot be made again from its configuration, which saving a model that is "
+                f"divided over ranks needs: give your own layers get_config and register them "
+                f"(keras.saving.register_keras_serializable). Keras says: {error}"
+            ) from error
+        shapes = [_whole_shape(v) for v in self.variables]
+        copied = [tuple(v.shape) for v in self._copy.variables]
+        if shapes != copied:
+            raise UsageError(
+                f"Model {model.name!r}, made again from its configuration, has {len(copied)} variables of other shapes "
+                f"or order than its own {len(shapes)}: a file of it would not load. Do the get_config methods of your "
+                "own layers return all that their constructors were given?"
+            )
+        for variable, copy in zip(self.variables, self._copy.variables, strict=True):
+            compat_files.rename(copy, variable_name(variable))
+
+    @contextmanager
+    def whole(self, model: keras.Model) -> Iterator[keras.Model]:
+        """Yield the whole model, compiled as `model` but with a plain optimizer; all values are zero.
+
+        It lives in the memory of the host, until the block ends.
+        """
+        copy = self._copy
+        with tf.device("CPU:0"):
+            for variable in copy.variables:
+                if is_waiting(variable):
+                    compat_files.give_value(variable, np.zeros(variable.shape, variable.dtype))
+            optimizer = compat_files.plain_optimizer(model.optimizer)
+            compat_files.compile_like(copy, model, optimizer)
+            if model.optimizer.built:
+                optimizer.build(copy.trainable_variables)
+            try:
+                yield copy
+            finally:
+                copy.optimizer = None
+                for variable in copy.variables:
+                    release(variable)
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    shape = tuple(variable.shape)
+    shard = shard_of(variable)
+    return shape if shard is None else shard.whole_shape(shape)

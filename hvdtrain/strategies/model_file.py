@@ -1,0 +1,112 @@
+"""A model in a .keras file: written whole or not at all, and read into a model that exists already.
+
+Reading takes nothing from the file but numbers: the model and its optimizer are the program's own.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat, compat_files
+from hvdtrain.keras.variables import variable_name
+
+Places = Mapping[str, tuple[Any, tuple[int, ...]]]
+WEIGHTS_ALONE = ".weights.h5"
+NEW_OPTIMIZER = 2
+"""Iterations and learning rate: the state that an optimizer has before it is built."""
+
+
+def write_model(model: keras.Model, path: Path) -> None:
+    """Write a .keras or .weights.h5 file beside its place, then move it there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp.{path.name}")
+    write = model.save_weights if path.name.endswith(WEIGHTS_ALONE) else model.save
+    write(temporary)
+    temporary.replace(path)
+
+
+def read_model(model: keras.Model, path: Path) -> bool:
+    """Give `model` the weights and statistics in a .keras file, and its built optimizer the state there.
+
+    Returns:
+        Whether the file had an optimizer's state; if not, the model's is left as it is.
+
+    Raises:
+        UsageError: no such file, or one of another model or optimizer: names the first variable, both shapes.
+    """
+    require_built(model)
+    try:
+        with compat_files.opened(path) as (stored, config):
+            _check_weights(path, stored, compat_files.stored_variables(model))
+            has_state = _check_optimizer(path, stored, config, model.optimizer)
+        compat_files.load_values(model, path, has_state)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise UsageError(f"load: {path} cannot be read as a .keras file: {error}") from error
+    return has_state
+
+
+def require_built(model: keras.Model) -> None:
+    """Raise UsageError if the model has no variables yet that could be loaded."""
+    if not (model.built and compat.is_built(model)):
+        raise UsageError(
+            "load: the model has no variables yet, for the shapes of its inputs are not known: begin it with "
+            "keras.Input(shape), or call trainer.evaluate once before"
+        )
+
+
+def _check_weights(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Places) -> None:
+    for place, (variable, shape) in wanted.items():
+        _check_shape(path, stored, place, variable, shape)
+    for place, shape in stored.items():
+        if place not in wanted and not place.startswith(f"{compat_files.OPTIMIZER}/"):
+            raise UsageError(
+                f"load: {path} is of another model: it has a variable {place!r} of shape {list(shape)}, and this "
+                "model has none there"
+            )
+
+
+def _check_shape(
+    path: Path,
+    stored: Mapping[str, tuple[int, ...]],
+    place: str,
+    variable: Any,
+    shape: tuple[int, ...],
+) -> None:
+    name = variable_name(variable) if isinstance(variable, keras.Variable) else place
+    if place not in stored:
+        raise UsageError(
+            f"load: {path} is of another model: it has no variable for {name!r}, which is of shape {list(shape)}"
+        )
+    if stored[place] != shape:
+        raise UsageError(
+            f"load: {path} is of another model: variable {name!r} is of shape {list(stored[place])} in the file, and "
+            f"of shape {list(shape)} here"
+        )
+
+
+def _check_optimizer(
+    path: Path, stored: Mapping[str, tuple[int, ...]], config: dict[str, Any], optimizer: Any
+) -> bool:
+    """Return whether the file has an optimizer's state; raise UsageError if it is another optimizer's."""
+    theirs = [place for place in stored if place.startswith(f"{compat_files.OPTIMIZER}/")]
+    wanted = compat_files.optimizer_places(optimizer)
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    ours = compat_files.plain_class(inner).__name__
+    name = compat_files.optimizer_class(config) or "another optimizer"
+    if len(theirs) <= NEW_OPTIMIZER < len(wanted):
+        return False
+    if name != ours or len(theirs) != len(wanted):
+        raise UsageError(
+            f"load: {path} holds the state of {name} in {len(theirs)} variables, and {ours} has {len(wanted)} here: "
+            "give Trainer the optimizer that the file was trained with, or, for the weights alone, the model that "
+            "keras.saving.load_model makes of the file"
+        )
+    for place, (variable, shape) in wanted.items():
+        _check_shape(path, stored, place, variable, shape)
+    return True
