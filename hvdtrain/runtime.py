@@ -164,6 +164,12 @@ def engine_errors(rank: Rank) -> Iterator[None]:
 
     try:
         yield
+    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+        config = read_tf_config(os.environ)
+        lost = None if config is None else lost_server(error.message, config)
+        if lost is None:
+            raise
+        raise EngineError(lost) from None
     except tf.errors.OpError as error:
         if "orovod" not in error.message:
             raise
@@ -179,8 +185,8 @@ def _message_alone(kind: type[BaseException], error: BaseException, trace: Any) 
     """sys.excepthook: errors that hvdtrain raises on purpose say all in their message."""
     if isinstance(error, HvdtrainError):
         print(f"Error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)
+        raise SystemExit(error.exit_code)  # Without this it would be 1 for a wrong use, too.
+    sys.__excepthook__(kind, error, trace)
 
 
 def _pin_gpu(rank: Rank) -> None:
@@ -202,6 +208,8 @@ def _pin_gpu(rank: Rank) -> None:
             "one rank a GPU (-np, or slots in the host list), or set CUDA_VISIBLE_DEVICES"
         )
     if _context_is_open():
+        if rank.local_size == 1:
+            return  # It has the host alone, and layers may be on several of its GPUs (parallel.placement).
         raise UsageError(
             f"Rank {rank.rank}: TensorFlow was used before hvdtrain.init(), so the GPU cannot be pinned any more: "
             "call hvdtrain.init() first, before building a model"

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import EngineError
 
@@ -73,7 +74,13 @@ def measure(
 
 def _run(argv: list[str]) -> tuple[float, int]:
     """Return the median examples a second that rank 0 reports, and the number of ranks."""
-    # One thread a rank. TensorFlow's noise is not what the reader of a figure looks for.
+    report = run_timing(argv, REPORT)
+    return statistics.median(report["examples_per_second"]), report["size"]
+
+
+def run_timing(argv: list[str], beginning: str) -> dict[str, Any]:
+    """Run a timing, a thread a rank; return rank 0's report, a line of JSON with this `beginning`."""
+    # TensorFlow's noise is not what the reader of a figure looks for.
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "TF_NUM_INTRAOP_THREADS": "1",
@@ -83,7 +90,7 @@ def _run(argv: list[str]) -> tuple[float, int]:
     done = subprocess.run(
         argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-    begin = done.stdout.find(REPORT)
+    begin = done.stdout.find(beginning)
     if done.returncode or begin < 0:
         last = "\n".join(done.stderr.splitlines()[-15:])
         raise EngineError(
@@ -91,4 +98,4 @@ def _run(argv: list[str]) -> tuple[float, int]:
         )
     # mpirun may put a tag behind the line's end.
     report, _ = json.JSONDecoder().raw_decode(done.stdout, begin)
-    return statistics.median(report["examples_per_second"]), report["size"]
+    return dict(report)

@@ -87,15 +87,15 @@ def clip_by_norm(
 
 
 def _square(gradient: Any) -> tf.Tensor:
-    # Slices of one index count as their sum.
-    return tf.reduce_sum(tf.square(tf.cast(tf.convert_to_tensor(gradient), tf.float32)))
+    # As Keras: each slice counts alone, also where several have one index.
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
 
 
-def _times(gradient: Any, factor: tf.Tensor) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        values = _times(gradient.values, factor)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
+def _times(gradient: Any, factor: tf.Tensor) -> tf.Tensor:
+    # As Keras: what was clipped is dense. (Adam squares slices of one index each, and a dense gradient their sum.)
+    dense = tf.convert_to_tensor(gradient)
+    return dense * tf.cast(factor, dense.dtype)
 
 
 def _added(values: tf.Tensor, sets: Sequence[hvd.ProcessSet], name: str) -> tf.Tensor:

@@ -81,7 +81,11 @@ def _node_of(tensor: Tensor) -> Any:
 
 def part_of(inputs: Sequence[Tensor], outputs: Any, name: str) -> keras.Model:
     """Return the model of the calls between `inputs` and `outputs`: the same layers, under the same names."""
+    histories = [tensor._keras_history for tensor in inputs]
     model = keras.Model(inputs=list(inputs), outputs=outputs, name=name)
+    # Keras counts the whole model's inputs as made again, and could not write its configuration then.
+    for tensor, history in zip(inputs, histories, strict=True):
+        tensor._keras_history = history
     # Its layers have given the outputs their masks; those of the inputs are no one else's.
     model.supports_masking = True
     model.compute_mask = lambda inputs, previous_mask: None
@@ -152,3 +156,9 @@ def release(variable: Any) -> None:
     if variable._value is not None:
         variable._initializer = keras.initializers.Zeros()
         variable._value = None
+
+
+def make_again(variable: Any) -> None:
+    """Make the variable inside a Keras variable anew, with its value, on the device of this moment."""
+    if variable._value is not None:
+        variable._initialize(variable._value.numpy())

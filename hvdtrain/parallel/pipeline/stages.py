@@ -61,7 +61,8 @@ class Stage:
         sent: what crosses the cut behind it.
         passed: for each of `sent`, its place in `received`, or None for what the stage makes: the
             model's outputs, in their order.
-        whole: the whole model's graph; only this stage's variables have values.
+        others: the variables of the other stages.
+        whole: the whole model's graph.
         names: of the layers of each stage.
     """
 
@@ -73,6 +74,7 @@ class Stage:
     used: tuple[int, ...]
     sent: tuple[Crossing, ...]
     passed: tuple[int | None, ...]
+    others: tuple[Any, ...]
     whole: Any
     names: tuple[tuple[str, ...], ...]
 
@@ -93,7 +95,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     Raises:
         UsageError: a model without a graph, patterns that fit no cut, a layer in several stages.
     """
-    functional = _graph(model)
+    functional = require_graph(model)
     calls = compat_graph.calls_of(functional)
     starts = (
         _balanced_starts(functional, calls, count)
@@ -161,7 +163,8 @@ def balanced(
     return crossing[len(costs)][1]
 
 
-def _graph(model: keras.Model) -> Any:
+def require_graph(model: keras.Model) -> Any:
+    """Return the graph of a model that can be cut, or raise UsageError."""
     functional = compat_graph.functional_of(model)
     if functional is None:
         what = (
@@ -316,6 +319,9 @@ def _stage(
         if is_last
         else [t for t in sent if id(t) not in places]
     )
+    elsewhere = [
+        v for call, of in zip(calls, stage_of, strict=True) if of != index for v in call.variables
+    ]
     model = compat_graph.part_of(inputs, outputs, f"{functional.name}_stage_{index}")
     if is_last:
         # Metrics of several outputs are named after them.
@@ -329,21 +335,10 @@ def _stage(
         used=used,
         sent=tuple(Crossing(t, compat_graph.mask_of(t)) for t in sent),
         passed=tuple(places.get(id(t)) for t in sent),
+        others=tuple({id(v): v for v in elsewhere}.values()),
         whole=functional,
         names=tuple(
             tuple(dict.fromkeys(call.name for call in calls[begin:end]))
             for begin, end in zip(starts, ends, strict=True)
         ),
     )
-
-
-def stage_variables(stage: Stage) -> tuple[list[Any], list[Any]]:
-    """Return the variables of the stage, and those of all the others."""
-    own = {id(v) for v in stage.model.variables}
-    others = {
-        id(v): v
-        for call in compat_graph.calls_of(stage.whole)
-        for v in call.variables
-        if id(v) not in own
-    }
-    return list(stage.model.variables), list(others.values())

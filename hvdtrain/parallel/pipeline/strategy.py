@@ -9,7 +9,8 @@ stage's variables have values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -18,76 +19,69 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.agreement import exchange, require_equal
-from hvdtrain.data import Part, Share
+from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat, compat_graph
+from hvdtrain.keras.clipping import NormSets
 from hvdtrain.keras.compat_variables import initialize, waiting_variables
-from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.statistics import fold_rank_into_seeds
-from hvdtrain.keras.variables import (
-    broadcast_variables,
-    check_replicas,
-    tf_variable,
-    trained_variables,
-)
 from hvdtrain.metrics import merge_state
-from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.mesh import Place, Position, position
+from hvdtrain.parallel.collectives import Group
+from hvdtrain.parallel.mesh import Place
 from hvdtrain.parallel.pipeline.exchange import Exchange
-from hvdtrain.parallel.pipeline.stages import Stage, cut, stage_variables
+from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.steps import PipelineSteps
 from hvdtrain.parallel.pipeline.transport import make_transport
-from hvdtrain.runtime import Rank, init
+from hvdtrain.parallel.tensor.convert import Layers, split_model
+from hvdtrain.parallel.tensor.strategy import TensorStrategy
 from hvdtrain.strategies.gather import gather_predictions
-from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Logs, ModelSource
 
 
-class PipelineStrategy(HorovodStrategy):
-    """Each rank holds one stage of the model (its part of the layers, where these are split as well).
+class PipelineStrategy(TensorStrategy):
+    """Each rank holds one stage of the model, and of layers that are split as well its part.
 
     Args:
-        layout: the mesh, where to cut, and into how many micro-batches.
+        layout: the mesh, where to cut, into how many micro-batches, and which layers are split how.
         wrap: makes a Keras optimizer distributed.
     """
 
     name: ClassVar[str] = "pipeline"
-    position: Position
     stage: Stage
-
-    def __init__(self, layout: Layout, wrap: Callable[..., Any] = DistributedOptimizer) -> None:
-        super().__init__(wrap)
-        self.layout = layout
-
-    def start(self, seed: int) -> Rank:
-        rank = init(seed, self.layout.mesh)
-        self.position = position(self.layout.mesh.for_ranks(rank.size))
-        self.part = Part(self.position.data_index, self.position.mesh.data)
-        self.workers = self.position.mesh.data
-        self.is_first = rank.is_first
-        self.data_set = self.position.data_set
-        return rank
 
     def build(self, model: ModelSource) -> keras.Model:
         """Return the model of this rank's stage; of the others only the shapes stay."""
-        with waiting_variables():
-            whole = super().build(model)
-        mesh = self.position.mesh
-        self.stage = cut(whole, self.position.stage, mesh.pipeline, self.layout.stages)
-        own, others = stage_variables(self.stage)
-        for variable in own:
+        with waiting_variables(), self.scope():
+            whole = model if isinstance(model, keras.Model) else model()
+        place = self.position
+        self.stage = cut(whole, place.stage, place.mesh.pipeline, self.layout.stages)
+        self.keep_whole(whole, self.stage.model)
+        if place.tensor_set.size() > 1:
+            split_model(self.stage.model, self._plan_of_stage(whole), Group.of(place.tensor_set))
+        for variable in self.stage.model.variables:
             initialize(variable)
-        for variable in others:
+        for variable in self.stage.others:
             compat_graph.release(variable)
         return self.stage.model
 
+    def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
+        """Return the part of the layout's plan that names layers of this stage, or nothing in the model."""
+
+        def named(pattern: str, model: keras.Model) -> bool:
+            paths = [path for paths in Layers(model).paths.values() for path in paths]
+            return any(re.fullmatch(pattern, path) for path in paths)
+
+        return {
+            pattern: way
+            for pattern, way in self.layout.split.items()
+            if named(pattern, self.stage.model) or not named(pattern, whole)
+        }
+
     def distribute(self, optimizer: Any) -> Any:
-        if compat.is_distributed(optimizer):
-            raise UsageError(
-                "The optimizer is distributed already; Trainer(layout=...) reduces over the ranks of each stage: give "
-                "it a plain optimizer"
-            )
-        return self._wrap(optimizer, process_set=self.data_set)
+        optimizer = super().distribute(optimizer)
+        reducer_of(optimizer).norms = NormSets(self._sets_of_parts, (self.position.pipeline_set,))
+        return optimizer
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> PipelineSteps:
         self.build_variables(model, data, what)
@@ -108,6 +102,7 @@ class PipelineStrategy(HorovodStrategy):
             compat_graph.drop_compiled(model)
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        self.mark_state(model)
         facts = {
             "the layers of the stages": self.stage.names,
             "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
@@ -118,18 +113,6 @@ class PipelineStrategy(HorovodStrategy):
         del inputs
         self._broadcast(model.variables)
         return self._steps(model, [])
-
-    def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        optimizer = model.optimizer
-        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
-        state = [*model.variables, *optimizer.variables]
-        self._broadcast([v for v in state if id(tf_variable(v)) not in kept])
-
-    def check_step(self, model: keras.Model, when: str) -> None:
-        check_replicas(variables=trained_variables(model), when=when, process_set=self.data_set)
-
-    def check(self, model: keras.Model, when: str) -> None:
-        check_replicas(model, when=when, process_set=self.data_set)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
         merge_state(model.metrics, self.data_set)
@@ -211,10 +194,6 @@ class PipelineStrategy(HorovodStrategy):
         """The rank of another stage of this copy of the model."""
         place = self.position
         return place.mesh.rank(Place(place.data_index, stage, place.tensor_index))
-
-    def _broadcast(self, variables: Iterable[Any]) -> None:
-        first = self.position.mesh.rank(Place(0, self.position.stage, self.position.tensor_index))
-        broadcast_variables(variables, first, self.data_set)
 
 
 def _any_batch(data: Any) -> Any:

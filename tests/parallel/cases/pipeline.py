@@ -7,12 +7,19 @@ from typing import Any
 
 import keras
 import numpy as np
-from small import SIZE, crossentropy, difference, layers, optimizers
+import pytest
+import tensorflow as tf
+from small import RANK, SIZE, crossentropy, difference, layers, optimizers
 
 from hvdtrain import Trainer
 from hvdtrain.agreement import exchange
+from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.keras import DistributedOptimizer
+from hvdtrain.keras.shards import shard_of
+from hvdtrain.keras.statistics import fold_rank_into_seeds
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh
+from hvdtrain.parallel.pipeline.transport import AlltoallTransport, MpiTransport, Spec
 
 BATCH = 16
 EXAMPLES = 5 * BATCH + 1
@@ -55,38 +62,47 @@ def plain(
     model = make()
     model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
     options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
-    return model, model.fit(*data, **options | fit).history
+    x, y, weight = (*data, None)[:3]
+    return model, model.fit(x, y, sample_weight=weight, **options | fit).history
 
 
-def split(
-    make: Callable[[], keras.Model],
+def trainer_of(
+    make: Any,
     optimizer: Any,
-    data: Sequence[Any],
-    fit: Any,
-    compiled: Any,
     *,
     pipeline: int = 2,
+    tensor: int = 1,
+    split: Any = None,
     stages: Sequence[str] | None = None,
     micro_batches: int = 4,
-    **trainer: Any,
-) -> tuple[Trainer, dict[str, list[float]]]:
-    ready = Trainer(
+    **options: Any,
+) -> Trainer:
+    mesh = Mesh(pipeline=pipeline, tensor=tensor)
+    layout = Layout(mesh, split=split or {}, stages=stages, micro_batches=micro_batches)
+    return Trainer(
         make,
         optimizer,
-        **{"loss": crossentropy()} | compiled,
-        global_batch_size=BATCH,
-        seed=1,
-        layout=Layout(Mesh(pipeline=pipeline), stages=stages, micro_batches=micro_batches),
-        **trainer,
+        **{"loss": crossentropy(), "global_batch_size": BATCH, "seed": 1} | options,
+        layout=layout,
     )
-    options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
-    return ready, ready.fit(*data, **options | fit).history
 
 
-def weights(trainer: Trainer) -> dict[str, Any]:
-    """All stages' weights by path; a collective."""
-    mine = {v.path: v.numpy().tolist() for v in trainer.model.trainable_variables}
-    return {path: value for part in exchange(mine, "weights") for path, value in part.items()}
+def weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    """The weights of all stages by path, whole; a collective."""
+    mine = {
+        v.path: (getattr(shard_of(v), "axis", None), v.numpy().tolist())
+        for v in trainer.model.trainable_variables
+    }
+    found: dict[str, np.ndarray] = {}
+    # The ranks of the first copy; those of a tensor set follow each other.
+    copy = trainer.strategy.position.mesh.size // trainer.strategy.position.mesh.data
+    for part in exchange(mine, "weights")[:copy]:
+        for path, (axis, value) in part.items():
+            if axis is None or path not in found:
+                found[path] = np.asarray(value)
+            else:
+                found[path] = np.concatenate([found[path], value], axis=axis)
+    return found
 
 
 def apart(
@@ -95,26 +111,44 @@ def apart(
     data: Sequence[Any],
     fit: Any = None,
     compiled: Callable[[], Any] = dict,
+    *,
+    weights_only: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """How far weights, history, evaluation and predictions are from plain Keras's."""
-    model, wanted = plain(make, optimizer(), data, fit or {}, compiled())
-    trainer, history = split(make, optimizer(), data, fit or {}, compiled(), **options)
-    assert set(history) == set(wanted), (history, wanted)
+    """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0."""
+    fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
+    trainer = trainer_of(make, optimizer(), **compiled(), **options)
+    history = trainer.fit(*data, **fit).history
     found = weights(trainer)
-    assert len(found) == len(model.trainable_variables)
-    evaluated = trainer.evaluate(*data)
-    expected = model.evaluate(*data, batch_size=BATCH, verbose=0, return_dict=True)
-    return {
+    result: dict[str, Any] = {
+        "histories": history,
+        "held": sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables),
+    }
+    if not weights_only:
+        evaluated = trainer.evaluate(*data)
+        predicted = keras.tree.flatten(trainer.predict(data[0]))
+        result |= {
+            "evaluated": evaluated,
+            "predicted": float(sum(np.abs(p).sum() for p in predicted)),
+        }
+    if RANK:
+        return result
+    model, wanted = plain(make, optimizer(), data, fit, compiled())
+    assert set(history) == set(wanted), (history, wanted)
+    assert found.keys() == {v.path for v in model.trainable_variables}
+    result |= {
         "weights": max(difference([found[v.path]], [v.numpy()]) for v in model.trainable_variables),
         "history": max(relative(history[name], wanted[name]) for name in wanted),
+        "whole": model.count_params(),
+    }
+    if weights_only:
+        return result
+    x, y, weight = (*data, None)[:3]
+    expected = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
+    answers = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    return result | {
         "evaluation": max(relative(evaluated[name], expected[name]) for name in expected),
-        "predictions": difference(
-            keras.tree.flatten(trainer.predict(data[0])),
-            keras.tree.flatten(model.predict(data[0], batch_size=BATCH, verbose=0)),
-        ),
-        "histories": history,
-        "held": len(trainer.model.trainable_variables),
+        "predictions": difference(predicted, answers),
     }
 
 
@@ -123,12 +157,296 @@ def relative(a: Any, b: Any) -> float:
     return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)))
 
 
+def momentum() -> Any:
+    return optimizers.SGD(0.05, momentum=0.9)
+
+
 def case_sgd() -> dict[str, Any]:
+    """Cut by hand, at a place where three tensors cross."""
     return apart(
         transformer,
-        lambda: optimizers.SGD(0.05, momentum=0.9),
+        momentum,
         (X, Y),
         {"validation_data": (X, Y)},
         lambda: {"metrics": ["accuracy"]},
-        stages=["attention_1"],
+        stages=["dropout_0"],
     )
+
+
+def case_adam() -> dict[str, Any]:
+    """Cut by cost; weights of examples, penalties in both stages, one norm over all stages."""
+    return apart(
+        lambda: transformer(penalty=1e-2),
+        lambda: optimizers.Adam(1e-3, global_clipnorm=0.3),
+        (X, Y, WEIGHT),
+        compiled=lambda: {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]},
+        micro_batches=3,
+    )
+
+
+def case_four_stages() -> dict[str, Any]:
+    """More stages than 2: what crosses several cuts; a loss that is a sum; more micro-batches than examples."""
+    return apart(
+        transformer,
+        lambda: optimizers.SGD(0.003, momentum=0.9, global_clipnorm=20.0),
+        (X, Y),
+        compiled=lambda: {"loss": crossentropy(reduction="sum")},
+        pipeline=4 if SIZE == 4 else 2,
+        micro_batches=32,
+        weights_only=True,
+    )
+
+
+def case_split_layers() -> dict[str, Any]:
+    """Tensor x pipeline."""
+    return apart(
+        transformer,
+        momentum,
+        (X, Y),
+        weights_only=True,
+        tensor=2,
+        split={
+            "attention_[01]": "heads",
+            "up_.*": "column",
+            "down_.*": "row",
+            "embedding": "vocabulary",
+        },
+    )
+
+
+def case_gradients() -> dict[str, float]:
+    """One step of SGD with rate 1 moves each weight by its gradient."""
+    trainer = trainer_of(transformer, optimizers.SGD(1.0), micro_batches=4)
+    before, outputs = weights(trainer), trainer.predict(X)
+    few = {name: value[:BATCH] for name, value in X.items()}
+    trainer.fit(few, Y[:BATCH], shuffle=False, verbose=0)
+    after = weights(trainer)
+    if RANK:
+        return {}
+    keras.utils.set_random_seed(1)
+    model = transformer()
+    with tf.GradientTape() as tape:
+        loss = crossentropy()(Y[:BATCH], model(few, training=True))
+    variables = model.trainable_variables
+    found = {
+        v.path: difference([before[v.path] - after[v.path]], [tf.convert_to_tensor(g).numpy()])
+        for v, g in zip(variables, tape.gradient(loss, [v.value for v in variables]), strict=True)
+    }
+    starts = {f"start {v.path}": difference([before[v.path]], [v.numpy()]) for v in variables}
+    return found | starts | {"forward": difference([outputs], [model(X).numpy()])}
+
+
+def case_dropout() -> dict[str, float]:
+    """Against one process that takes the micro-batches of all copies one after the other.
+
+    Equal only if each micro-batch draws its own masks, and uses the same ones forwards and backwards.
+    """
+    count, epochs = 3, 3
+
+    def make() -> keras.Model:
+        return transformer(dropout=0.4)
+
+    trainer = trainer_of(make, momentum(), micro_batches=count, stages=["attention_1"])
+    trainer.fit(X, Y, epochs=epochs, shuffle=False, verbose=0)
+    found = weights(trainer)
+    copies = trainer.strategy.part.count
+    if RANK:
+        return {}
+    models = []
+    for copy in range(copies):
+        keras.utils.set_random_seed(1)
+        models.append(make())
+        fold_rank_into_seeds(models[-1], copy)
+    optimizer = momentum()
+    for begin in [*range(0, EXAMPLES, BATCH)] * epochs:
+        examples = min(BATCH, EXAMPLES - begin)
+        total: dict[str, Any] = {}
+        for copy, model in enumerate(models):
+            for first, last in parts(examples, copies, copy, count):
+                rows = slice(begin + first, begin + last)
+                with tf.GradientTape() as tape:
+                    y = model({name: value[rows] for name, value in X.items()}, training=True)
+                    loss = crossentropy()(Y[rows], y) * ((last - first) / examples)
+                gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+                for variable, gradient in zip(model.trainable_variables, gradients, strict=True):
+                    total[variable.path] = total.get(variable.path, 0) + tf.convert_to_tensor(
+                        gradient
+                    )
+        variables = models[0].trainable_variables
+        optimizer.apply([total[v.path] for v in variables], variables)
+        for model in models[1:]:
+            for mine, theirs in zip(model.trainable_variables, variables, strict=True):
+                mine.assign(theirs)
+    return {"weights": max(difference([found[v.path]], [v.numpy()]) for v in variables)}
+
+
+def parts(examples: int, copies: int, copy: int, count: int) -> list[tuple[int, int]]:
+    """Begin and end of the micro-batches of one copy's share."""
+    begin, end = copy * examples // copies, (copy + 1) * examples // copies
+    count = min(count, end - begin)
+    own = [begin + part * (end - begin) // count for part in range(count)] if count else []
+    return list(zip(own, [*own[1:], end], strict=True))
+
+
+def masked_model() -> keras.Model:
+    """The padding's mask crosses the cut, to the pooling; two outputs, one made in the first stage."""
+    words = layers.Input((6,), dtype="int32")
+    x = layers.Embedding(TOKENS, 8, mask_zero=True, name="embedding")(words)
+    x = layers.LayerNormalization(name="norm")(x)
+    early = layers.Dense(1, name="early")(
+        layers.Flatten(name="flat")(layers.Dense(2, name="down")(x))
+    )
+    late = layers.Dense(5, name="late")(layers.GlobalAveragePooling1D(name="pool")(x))
+    return keras.Model(words, {"late": late, "early": early})
+
+
+def case_masks() -> dict[str, Any]:
+    padded = np.where(RNG.random(WORDS.shape) < 0.4, 0, WORDS)
+    padded[:, 0] = 1
+    return apart(
+        masked_model,
+        momentum,
+        (padded, {"late": Y, "early": FACTS[:, :1]}),
+        compiled=lambda: {
+            "loss": {"late": crossentropy(), "early": "mse"},
+            "loss_weights": {"late": 1.0, "early": 0.3},
+            "metrics": {"late": ["accuracy"], "early": ["mae"]},
+        },
+        stages=["pool"],
+        run_eagerly=False,
+    )
+
+
+def case_precision() -> dict[str, Any]:
+    """16-bit activations cross the cut; with float16 all stages scale alike."""
+    found = {}
+    for precision in ("mixed_bfloat16", "mixed_float16"):
+        try:
+            trainer = trainer_of(
+                transformer, optimizers.SGD(0.05), precision=precision, stages=["attention_1"]
+            )
+            sent = {str(c.tensor.dtype) for c in trainer.strategy.stage.sent}
+            trainer.fit(X, Y, epochs=2, shuffle=False, verbose=0)
+            mine = weights(trainer)
+            if not RANK:
+                model, _ = plain(transformer, optimizers.SGD(0.05), (X, Y), {"epochs": 2}, {})
+                found[precision] = {
+                    "weights": max(
+                        difference([mine[v.path]], [v.numpy()]) for v in model.trainable_variables
+                    ),
+                    "sent": sorted(sent),
+                    "scale": float(getattr(trainer.model.optimizer, "dynamic_scale", 0.0)),
+                }
+        finally:
+            keras.config.set_dtype_policy("float32")
+    return found
+
+
+class Watch(keras.callbacks.Callback):
+    """Keeps what each step and epoch told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(float(logs["loss"]))
+
+
+def case_callbacks() -> dict[str, Any]:
+    """Every rank sees the same; one that is to stop stops all; the model is this rank's stage."""
+    watch = Watch()
+    stop = keras.callbacks.EarlyStopping(
+        "loss", patience=0, min_delta=10.0, restore_best_weights=True
+    )
+    slower = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=10.0)
+    trainer = trainer_of(transformer, optimizers.SGD(0.05))
+    history = trainer.fit(
+        X, Y, epochs=4, shuffle=False, verbose=0, callbacks=[watch, stop, slower]
+    ).history
+    return {
+        "steps": watch.steps,
+        "epochs": len(history["loss"]),
+        "rate": float(trainer.model.optimizer.learning_rate),
+        "layers": [layer.name for layer in trainer.model.layers if layer.weights],
+        "values": sum(v.value is not None for v in trainer.model.variables),
+    }
+
+
+def case_refused() -> dict[str, str]:
+    """What cannot work is refused on every rank."""
+
+    def tagging() -> keras.Model:
+        words = layers.Input((6,), dtype="int32")
+        x = layers.Embedding(TOKENS, 4, mask_zero=True)(words)
+        return keras.Model(words, layers.Dense(5)(x))
+
+    def refused(
+        make: Any = transformer, fit: Any = None, optimizer: Any = "sgd", **options: Any
+    ) -> str:
+        with pytest.raises(UsageError) as raised:
+            trainer = trainer_of(make, optimizer, **options)
+            trainer.fit(*(fit or (X, Y)), verbose=0)
+        return str(raised.value)
+
+    labels = RNG.integers(0, 5, WORDS.shape)
+    weighted = crossentropy(reduction="mean_with_sample_weight")
+    return {
+        "mask": refused(tagging, (WORDS, labels)),
+        "weighted": refused(loss=weighted),
+        "jit": refused(jit_compile=True),
+        "optimizer": refused(optimizer=DistributedOptimizer(optimizers.SGD(0.1))),
+        "pattern": refused(stages=["nowhere"]),
+        "few": refused(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(2)])),
+    }
+
+
+def case_one_micro_batch() -> dict[str, Any]:
+    """With one micro-batch what a loss divides by is known: masked outputs are exact."""
+
+    def tagging() -> keras.Model:
+        words = layers.Input((6,), dtype="int32")
+        x = layers.Embedding(TOKENS, 4, mask_zero=True, name="embedding")(words)
+        return keras.Model(words, layers.Dense(5, name="tags")(x))
+
+    padded = np.where(np.random.default_rng(5).random(WORDS.shape) < 0.4, 0, WORDS)
+    padded[:, 0] = 1
+    labels = np.random.default_rng(6).integers(0, 5, WORDS.shape)
+    return apart(tagging, momentum, (padded, labels), micro_batches=1)
+
+
+def case_absent() -> dict[str, Any]:
+    """A neighbour that sends nothing ends the wait, with its name."""
+    import horovod.tensorflow as hvd
+
+    if not hvd.mpi_enabled():
+        return {}
+    transport = MpiTransport(0.5)
+    if RANK == 0:
+        with pytest.raises(EngineError) as raised:
+            transport.receive(1, [Spec((3,), np.float32)], "the activations of micro-batch 7")
+    else:
+        raised = None
+    exchange(0, "absent")
+    return {"message": str(raised.value) if raised else ""}
+
+
+def case_alltoall() -> dict[str, Any]:
+    """The other transport, in the sets of two ranks, in both directions at once."""
+    trainer = trainer_of(transformer, optimizers.SGD(0.1))
+    place = trainer.strategy.position
+    other = trainer.strategy._rank_of(1 - place.stage)
+    transport = AlltoallTransport({other: place.pair_set(other)})
+    mine = [np.full((2, 3), RANK, np.float16), np.arange(RANK, RANK + 5), np.zeros((0, 4))]
+    for _ in range(3):
+        transport.send(other, mine)
+    specs = [Spec(array.shape, array.dtype) for array in mine]
+    received = [transport.receive(other, specs, "") for _ in range(3)]
+    transport.flush()
+    wanted = [np.full((2, 3), other), np.arange(other, other + 5), np.zeros((0, 4))]
+    return {
+        "equal": [
+            all(np.array_equal(a, b) for a, b in zip(one, wanted, strict=True)) for one in received
+        ],
+        "dtypes": [str(array.dtype) for array in received[0]],
+    }

@@ -1,0 +1,124 @@
+"""Pipeline stages on real ranks against plain Keras in one process with the whole batch.
+
+Four ranks over MPI: two copies of two stages, four stages, and layers split over two ranks in each of two stages.
+Two ranks over Gloo, where messages travel by alltoall.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch import Results, run_cases
+
+EXACT = 1e-5
+"""After 30 steps, of which every sixth has idle copies of the model."""
+
+
+@pytest.fixture(scope="module")
+def four() -> Results:
+    cases = ("case_sgd", "case_adam", "case_four_stages", "case_split_layers", "case_absent")
+    meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
+    return run_cases("pipeline", np=4, only=cases, env=meshes)
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    cases = (
+        *("case_gradients", "case_dropout", "case_masks", "case_precision", "case_callbacks"),
+        *("case_refused", "case_one_micro_batch", "case_alltoall"),
+    )
+    meshes = {"TEST_MESHES": "1,1,2"}
+    return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes)
+
+
+def check(ranks: list[Any], parts: int = 2) -> None:
+    """Rank 0 compared; what the others were told is the same; each holds its part of the weights."""
+    measured = ("weights", "history", "evaluation", "predictions")
+    far = {k: ranks[0][k] for k in measured if k in ranks[0] and not ranks[0][k] <= EXACT}
+    assert not far
+    assert "weights" in ranks[0]
+    told = ("histories", "evaluated", "predicted")
+    assert all(one.get(k) == ranks[0].get(k) for one in ranks for k in told)
+    assert all(one["held"] < 0.75 * ranks[0]["whole"] for one in ranks)
+    assert sum(one["held"] for one in ranks[:parts]) >= ranks[0]["whole"]
+
+
+def test_two_copies_of_two_stages(four: Results) -> None:
+    check(four.of("case_sgd"))
+
+
+def test_penalties_weights_of_examples_and_one_norm_over_all_stages(four: Results) -> None:
+    check(four.of("case_adam"))
+
+
+def test_four_stages(four: Results) -> None:
+    ranks = four.of("case_four_stages")
+    check(ranks, parts=4)
+    assert sum(one["held"] for one in ranks) == ranks[0]["whole"]
+
+
+def test_split_layers_in_stages(four: Results) -> None:
+    check(four.of("case_split_layers"), parts=4)
+
+
+def test_an_absent_neighbour_is_named(four: Results) -> None:
+    message = four.of("case_absent")[0]["message"]
+    assert "waited 0.5 s for the activations of micro-batch 7 from rank 1" in message
+
+
+def test_forward_pass_and_every_gradient(two: Results) -> None:
+    found = two.of("case_gradients")[0]
+    starts = {name: value for name, value in found.items() if name.startswith("start ")}
+    assert set(starts.values()) == {0.0}
+    assert len(found) == 2 * len(starts) + 1
+    assert {name: value for name, value in found.items() if not value <= 1e-6} == {}
+
+
+def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(two: Results) -> None:
+    assert two.of("case_dropout")[0]["weights"] <= EXACT
+
+
+def test_masks_and_early_outputs_cross_the_cut(two: Results) -> None:
+    check(two.of("case_masks"))
+
+
+def test_precision(two: Results) -> None:
+    found = two.of("case_precision")[0]
+    # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1.
+    for precision, bits in (("mixed_bfloat16", 8), ("mixed_float16", 11)):
+        assert found[precision]["weights"] <= 12 * 0.05 * 2.0**-bits * 2
+        assert found[precision]["sent"] == [precision.removeprefix("mixed_")]
+    assert found["mixed_float16"]["scale"] == 2.0**15
+
+
+def test_callbacks(two: Results) -> None:
+    first, last = two.of("case_callbacks")
+    for name in ("steps", "epochs", "rate"):
+        assert first[name] == last[name]
+    assert first["epochs"] == 2
+    assert len(first["steps"]) == 12
+    assert first["rate"] == pytest.approx(0.025)
+    assert first["layers"][0] == "embedding"
+    assert last["layers"][-1] == "out"
+    assert not set(first["layers"]) & set(last["layers"])
+
+
+def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
+    first, last = two.of("case_refused")
+    assert first == last
+    assert "outputs with a mask is divided by a number" in first["mask"]
+    assert "reduction='sum'" in first["weighted"]
+    assert "jit_compile=True" in first["jit"]
+    assert "distributed already" in first["optimizer"]
+    assert "matches no layer" in first["pattern"]
+    assert "too few layers" in first["few"]
+
+
+def test_one_micro_batch_of_masked_outputs(two: Results) -> None:
+    check(two.of("case_one_micro_batch"))
+
+
+def test_alltoall(two: Results) -> None:
+    for found in two.of("case_alltoall"):
+        assert found == {"equal": [True] * 3, "dtypes": ["float16", "int64", "float64"]}
