@@ -1,0 +1,355 @@
+"""Layers split over ranks, as data 2 x tensor 2 and as tensor 4, against the whole model in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from small import RANK, crossentropy, difference, layers, optimizers
+
+import hvdtrain
+from hvdtrain.agreement import exchange
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.keras.shards import shard_of
+from hvdtrain.parallel.collectives import Group
+from hvdtrain.parallel.mesh import Mesh, position
+from hvdtrain.parallel.tensor.convert import convert
+from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
+
+HYBRID, WIDE = Mesh(data=2, tensor=2), Mesh(tensor=4)
+MESHES = {"2x2": HYBRID, "4": WIDE}
+WORDS, LENGTH, CLASSES, BATCH = 24, 6, 5, 8
+PLAN = {
+    "words": "vocabulary",
+    "shades": "column",
+    "block/attention": "heads",
+    "block/(up|gate)": "column",
+    "block/down": "row",
+    "lone": "row",
+    "wide": "column",
+}
+_rng = np.random.default_rng(1)
+# The last batch of an epoch has 6 examples: 3 and 3, or with 5 of them 3 and 2.
+X = _rng.integers(0, WORDS, (29, LENGTH)).astype("int32")
+Y = _rng.integers(0, CLASSES, 29)
+
+
+def block(width: int, dropout: float) -> keras.Model:
+    """One transformer block, with a gated MLP: up and gate meet, split, before down."""
+    x = inputs = keras.Input((LENGTH, width))
+    h = layers.LayerNormalization(name="first")(x)
+    attention = layers.MultiHeadAttention(
+        4, 3, dropout=dropout, name="attention", kernel_regularizer=keras.regularizers.L2(0.01)
+    )
+    x = layers.Add()([x, attention(h, h)])
+    h = layers.LayerNormalization(name="second")(x)
+    penalty = keras.regularizers.L1L2(0.001, 0.002)
+    norm = keras.constraints.MaxNorm(0.9)
+    up = layers.Dense(16, kernel_regularizer=penalty, kernel_constraint=norm, name="up")(h)
+    gate = layers.Dense(16, activation="sigmoid", name="gate")(h)
+    h = layers.Multiply()([keras.activations.gelu(up), gate])
+    h = layers.Dropout(dropout)(h)
+    x = layers.Add()([x, layers.Dense(width, activation="tanh", name="down")(h)])
+    return keras.Model(inputs, x, name="block")
+
+
+def make(dropout: float = 0.0) -> Callable[[], keras.Model]:
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        words = keras.Input((LENGTH,), dtype="int32")
+        x = layers.Embedding(WORDS, 8, mask_zero=True, name="words")(words)
+        x = layers.Add()([x, layers.Embedding(WORDS, 8, name="shades")(words)])
+        x = block(8, dropout)(x)
+        x = layers.Dense(8, activation="relu", name="lone")(x)
+        x = layers.GlobalAveragePooling1D()(x)
+        # Softmax looks at all columns.
+        x = layers.Dense(12, activation="softmax", name="wide")(x)
+        return keras.Model(words, layers.Dense(CLASSES, name="logits")(x))
+
+    return model
+
+
+def whole(value: Any, variable: Any, ranks: Any) -> np.ndarray:
+    """What the ranks' parts of `variable`, or of its gradient, make together."""
+    value, shard = tf.convert_to_tensor(value), shard_of(variable)
+    if shard is None:
+        return value.numpy()
+    parts = hvd.allgather(value[tf.newaxis], name="parts", process_set=ranks).numpy()
+    return np.concatenate(list(parts), axis=shard.axis)
+
+
+def apart(model: keras.Model, reference: keras.Model, ranks: Any) -> dict[str, float]:
+    """How far the weights are apart, by variable; relative to the largest of the variable's."""
+    found = {}
+    for variable, other in zip(model.variables, reference.variables, strict=True):
+        if "seed_generator" in other.path:
+            continue
+        assert variable.path == other.path, (variable.path, other.path)
+        mine, theirs = whole(variable.value, variable, ranks), other.numpy()
+        found[variable.path] = relative(mine, theirs, 1.0)
+    return found
+
+
+def relative(mine: np.ndarray, theirs: np.ndarray, least: float) -> float:
+    """How far they are apart, relative to the largest of `theirs`, or to `least` if that is more."""
+    assert mine.shape == theirs.shape, (mine.shape, theirs.shape)
+    return difference([mine], [theirs]) / max(least, float(np.abs(theirs).max()))
+
+
+def worst(found: dict[str, float]) -> dict[str, float]:
+    """The three largest."""
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:3])
+
+
+def outputs_and_gradients(model: keras.Model, training: bool) -> tuple[Any, list[Any], Any]:
+    @tf.function(autograph=False)
+    def step(x: Any, y: Any) -> Any:
+        with tf.GradientTape() as tape:
+            logits = model(x, training=training)
+            loss = crossentropy()(y, logits) + tf.add_n(model.losses)
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        return logits, [tf.convert_to_tensor(g) for g in gradients], loss
+
+    return step(tf.constant(X), tf.constant(Y))
+
+
+def case_forward_and_gradients() -> dict[str, dict[str, float]]:
+    found = {}
+    for name, mesh in MESHES.items():
+        here = position(mesh)
+        reference = make(0.3)()
+        model = convert(make(0.3), PLAN, here)
+        weights = worst(apart(model, reference, here.tensor_set))
+        for training in (False, True):
+            logits, gradients, loss = outputs_and_gradients(model, training)
+            theirs = outputs_and_gradients(reference, training)
+            found[f"{name} {'training' if training else 'inference'}"] = {
+                "weights": max(weights.values()),
+                "outputs": difference([logits], [theirs[0]]),
+                "loss": difference([loss], [theirs[2]]),
+            } | {
+                variable.path: relative(whole(g, variable, here.tensor_set), their.numpy(), 1e-3)
+                for g, variable, their in zip(
+                    gradients, model.trainable_variables, theirs[1], strict=True
+                )
+            }
+    return found
+
+
+def case_what_stays_split() -> dict[str, Any]:
+    model = convert(make(), PLAN, position(WIDE))
+    inner = model.get_layer("block")
+    return {
+        "up": inner.get_layer("up").gather_output,
+        "gate": inner.get_layer("gate").gather_output,
+        "down": inner.get_layer("down").input_is_split,
+        "lone": model.get_layer("lone").input_is_split,
+        "wide": model.get_layer("wide").gather_output,
+        "sizes": {v.path: int(np.prod(v.shape)) for v in model.trainable_variables},
+    }
+
+
+def sgd() -> Any:
+    return optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.3)
+
+
+def adam() -> Any:
+    return optimizers.Adam(1e-2, clipnorm=0.05)
+
+
+def scaled_adamw() -> Any:
+    adamw = optimizers.AdamW(1e-2, weight_decay=0.01)
+    return optimizers.LossScaleOptimizer(adamw, initial_scale=8.0)
+
+
+# Name -> mesh, optimizer, dropout. The whole model of each is trained by one of the ranks.
+TRAININGS: dict[str, tuple[Mesh, Callable[[], Any], float]] = {
+    "sgd hybrid": (HYBRID, sgd, 0.0),
+    "adam hybrid": (HYBRID, adam, 0.0),
+    "sgd tensor with dropout": (WIDE, sgd, 0.2),
+    "adamw tensor with loss scaling": (WIDE, scaled_adamw, 0.0),
+}
+EPOCHS = 8  # Of 4 steps.
+
+
+def reference(name: str) -> dict[str, Any]:
+    """What plain Keras makes of the whole model in one process."""
+    _, optimizer, dropout = TRAININGS[name]
+    model = make(dropout)()
+    model.compile(optimizer(), crossentropy(), metrics=["accuracy"], jit_compile=False)
+    history = model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+    return {
+        "weights": {v.path: v.numpy().tolist() for v in model.trainable_variables},
+        "history": history.history,
+        "predicted": model(X).numpy().tolist(),
+        "evaluated": model.evaluate(X, Y, batch_size=BATCH, verbose=0),
+    }
+
+
+def case_training() -> dict[str, dict[str, float]]:
+    """Each training by a Trainer on its mesh against the whole model's: 32 steps on the same batches."""
+    references = exchange(reference(list(TRAININGS)[RANK]), "references")
+    found = {}
+    for (name, (mesh, optimizer, dropout)), theirs in zip(
+        TRAININGS.items(), references, strict=True
+    ):
+        trainer = hvdtrain.Trainer(
+            make(dropout),
+            optimizer(),
+            crossentropy(),
+            metrics=["accuracy"],
+            global_batch_size=BATCH,
+            layout=hvdtrain.Layout(mesh, PLAN),
+        )
+        history = trainer.fit(X, Y, epochs=EPOCHS, shuffle=False, verbose=0).history
+        ranks = position(mesh).tensor_set
+        found[name] = worst(
+            {
+                v.path: relative(whole(v.value, v, ranks), np.array(theirs["weights"][v.path]), 1.0)
+                for v in trainer.model.trainable_variables
+            }
+        ) | {key: difference(history[key], theirs["history"][key]) for key in ("loss", "accuracy")}
+        if name == "sgd hybrid":
+            evaluated = trainer.evaluate(X, Y)
+            found[name] |= {
+                "evaluated": difference(
+                    [evaluated["loss"], evaluated["accuracy"]], theirs["evaluated"]
+                ),
+                "predicted": difference([trainer.predict(X)], [theirs["predicted"]]),
+            }
+    return found
+
+
+def case_inf_on_one_rank() -> bool:
+    """Whether this rank would take the step: rank 3, which holds a part that nobody else has, has an inf."""
+    optimizer = optimizers.LossScaleOptimizer(optimizers.SGD())
+    trainer = small_trainer(optimizer)
+    gradients = [tf.constant([np.inf if RANK == 3 else 1.0])]
+    return bool(trainer.model.optimizer.check_finite(gradients))
+
+
+def small_model() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="relu", name="up"),
+            layers.Dense(4, name="down"),
+            layers.BatchNormalization(name="normal"),
+            layers.Dropout(0.5),
+        ]
+    )
+
+
+def small_trainer(optimizer: Any, mesh: Mesh = HYBRID, **kwargs: Any) -> hvdtrain.Trainer:
+    layout = hvdtrain.Layout(mesh, {"up": "column", "down": "row"})
+    return hvdtrain.Trainer(
+        small_model, optimizer, "mse", global_batch_size=4, layout=layout, **kwargs
+    )
+
+
+def case_guard() -> dict[str, str]:
+    """What each rank is told when variables that must be equal are not."""
+    trainer = small_trainer(optimizers.SGD(0.1))
+    data = np.ones((4, 4), "float32")
+    trainer.fit(data, data, verbose=0)
+    said = {"before": complaint(lambda: trainer.strategy.check(trainer.model, "now"))}
+    up, down = trainer.model.get_layer("up"), trainer.model.get_layer("down")
+    for name, variable in (("whole", down.bias), ("part", up.variables[0])):
+        if RANK == 3:
+            variable.assign(variable + 1.0)
+        said[name] = complaint(lambda: trainer.strategy.check(trainer.model, "now"))
+        trainer.strategy.broadcast(trainer.model)
+        said[f"{name} broadcast"] = complaint(lambda: trainer.strategy.check(trainer.model, "now"))
+    return said
+
+
+def complaint(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except HvdtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def case_statistics_and_seeds() -> dict[str, Any]:
+    """BatchNormalization's statistics at the end of an epoch, from other examples on each data index."""
+    trainer = small_trainer(optimizers.SGD(0.0))
+    data = np.arange(16, dtype="float32").reshape(4, 4)
+    trainer.fit(data, data, shuffle=False, verbose=0)
+    keras.utils.set_random_seed(0)
+    reference = small_model()
+    reference(data, training=True)
+    means = [m.get_layer("normal").moving_mean.numpy() for m in (trainer.model, reference)]
+    seeds = [v.numpy().tolist() for v in trainer.model.variables if "seed" in v.path]
+    return {
+        "mean": difference(means[:1], means[1:]),
+        "largest": float(max(means[1])),
+        "seed": seeds,
+    }
+
+
+def case_errors() -> dict[str, str]:
+    data = np.ones((4, 4), "float32")
+    return {
+        "lamb": complaint(lambda: small_trainer(optimizers.Lamb())),
+        "ranks": complaint(lambda: small_trainer("sgd", Mesh(tensor=8))),
+        "jit": complaint(lambda: small_trainer("sgd", jit_compile=True).fit(data, data, verbose=0)),
+    }
+
+
+def case_by_hand() -> dict[str, float]:
+    """The layers in code of one's own, eager and in a tf.function, in bfloat16 as well."""
+    found = {}
+    group = Group.of(position(WIDE).tensor_set)
+    x = np.random.default_rng(2).normal(size=(3, 8)).astype("float32")
+    for policy in ("float32", "mixed_bfloat16"):
+
+        def dense(units: int, seed: int, kind: Any = layers.Dense, **kwargs: Any) -> Any:
+            start = keras.initializers.GlorotUniform(seed=seed)
+            return kind(units, kernel_initializer=start, dtype=policy, **kwargs)  # noqa: B023
+
+        whole = keras.Sequential([dense(8, 1), dense(4, 2), dense(8, 3)])
+        split = keras.Sequential(
+            [
+                dense(8, 1, ColumnParallelDense, group=group, gather_output=False),
+                dense(4, 2, RowParallelDense, group=group, input_is_split=True),
+                dense(8, 3, ColumnParallelDense, group=group),
+            ]
+        )
+        expected = whole(x)
+        for name, function in (("eager", split), ("function", tf.function(split))):
+            found[f"{policy} {name}"] = difference(
+                [tf.cast(function(x), tf.float32)], [tf.cast(expected, tf.float32)]
+            )
+    return found
+
+
+def case_grouped_attention() -> dict[str, float]:
+    def model() -> keras.Model:
+        keras.utils.set_random_seed(3)
+        x, y = keras.Input((5, 6)), keras.Input((4, 6))
+        attention = layers.GroupQueryAttention(3, 8, 4, dropout=0.4, name="attention")
+        both, scores = attention(x, y, return_attention_scores=True)
+        return keras.Model([x, y], [both, scores])
+
+    rng = np.random.default_rng(4)
+    inputs = [rng.normal(size=(2, 5, 6)), rng.normal(size=(2, 4, 6))]
+    mine = convert(model, {"attention": "heads"}, position(WIDE))(inputs, training=True)
+    theirs = model()(inputs, training=True)
+    return {
+        "output": difference([mine[0]], [theirs[0]]),
+        "scores": difference([mine[1]], [theirs[1]]),
+    }
+
+
+def case_unknown_word() -> str:
+    model = convert(make(), PLAN, position(WIDE))
+    try:
+        model(np.full((1, LENGTH), WORDS, "int32"))
+    except tf.errors.InvalidArgumentError as error:
+        return error.message
+    return ""
