@@ -26,6 +26,7 @@ from hvdtrain.strategy_names import (
     replicas_of,
     strategy_of,
 )
+from hvdtrain.tf_config import lost_server, read_tf_config
 
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",
@@ -164,13 +165,11 @@ def engine_errors(rank: Rank) -> Iterator[None]:
 
     try:
         yield
-    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+    except tf.errors.OpError as error:
         config = read_tf_config(os.environ)
         lost = None if config is None else lost_server(error.message, config)
-        if lost is None:
-            raise
-        raise EngineError(lost) from None
-    except tf.errors.OpError as error:
+        if lost and isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
+            raise EngineError(lost) from None
         if "orovod" not in error.message:
             raise
         reason = error.message.strip().splitlines()[0]

@@ -9,6 +9,7 @@ parameter-server`. See https://www.tensorflow.org/guide/distributed_training.
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,6 +89,20 @@ def answers(address: str, seconds: float = 3.0) -> bool:
             return True
     except OSError:
         return False
+
+
+def lost_server(text: str, config: TfConfig) -> str | None:
+    """The message for the loss of a server, if that is what an error of TensorFlow with `text` means."""
+    found = re.search(r"/job:ps/replica:0/task:(\d+)", text)
+    return None if found is None else describe_lost(int(found[1]), config)
+
+
+def describe_lost(server: int, config: TfConfig) -> str:
+    """The message for a server that has gone."""
+    return (
+        f"Parameter server {server} ({config.servers[server]}) has gone, and with it the variables that it held: the "
+        "run cannot go on. What the last epoch saved is kept; start again from there"
+    )
 
 
 def _addresses(cluster: Any, kind: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2
@@ -17,7 +18,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.errors import EngineError
 from hvdtrain.failure import Failure
-from hvdtrain.tf_config import TfConfig, answers
+from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 
 START_SECONDS = 300.0
 """Workers and servers must listen by then."""
@@ -36,6 +37,8 @@ class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
     Renamed to "chief", TensorFlow would no longer find any tensor, variable or dataset that the script made
     before it came to the Trainer.
     """
+
+    _cluster_resolver: Any
 
     def _connect_to_cluster(self, coordinator_name: str) -> None:
         resolver = self._cluster_resolver
@@ -106,29 +109,13 @@ def _own_words(record: logging.LogRecord) -> bool:
     return False
 
 
-def lost_server(error: BaseException, config: TfConfig) -> str | None:
-    """Return which server has gone if that is what an error of TensorFlow means."""
-    if not isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
-        return None
-    found = re.search(r"/job:ps/replica:0/task:(\d+)", str(error))
-    return None if found is None else describe_lost(int(found[1]), config)
-
-
-def describe_lost(server: int, config: TfConfig) -> str:
-    """The message for a server that has gone."""
-    return (
-        f"Parameter server {server} ({config.servers[server]}) has gone, and with it the variables that it held: the "
-        "run cannot go on. What the last epoch saved is kept; start again from there"
-    )
-
-
 @contextlib.contextmanager
 def server_errors(config: TfConfig) -> Iterator[None]:
     """Turn the loss of a server inside this block into an EngineError that names it."""
     try:
         yield
-    except tf.errors.OpError as error:
-        message = lost_server(error, config)
+    except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
+        message = lost_server(str(error), config)
         if message is None:
             raise
         raise EngineError(message) from None

@@ -19,10 +19,10 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data import Share
-from hvdtrain.strategies.parameter_server.connection import Watch, lost_server, server_errors
+from hvdtrain.strategies.parameter_server.connection import Watch, server_errors
 from hvdtrain.strategies.parameter_server.functions import StepFunctions, Traced
 from hvdtrain.strategies.strategy import Logs
-from hvdtrain.tf_config import TfConfig
+from hvdtrain.tf_config import TfConfig, lost_server
 
 REFRESH_SECONDS = 0.2
 """The running values are brought up to date this often."""
@@ -125,7 +125,7 @@ class ServerSteps:
         try:
             return tf.nest.map_structure(lambda value: value.numpy(), result)
         except tf.errors.OpError as error:
-            if lost_server(error, self._config) is not None:
+            if lost_server(str(error), self._config) is not None:
                 raise
             raise _LostError from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterable
@@ -66,11 +68,9 @@ class ParameterServer(Strategy):
         if config.kind != CHIEF:
             _become_server()
         rank = super().start(seed)
-        _leave_gpus()
         self._config = config
         self.workers = len(config.workers)
-        self._coordinator = connect(config)
-        self._watch = Watch(config)
+        self._coordinator, self._watch = _join(config)
         return rank
 
     def distribute(self, optimizer: Any) -> Any:
@@ -135,12 +135,13 @@ def _check(model: keras.Model) -> None:
         )
 
 
-def _leave_gpus() -> None:
-    """The chief computes nothing: GPUs are for its workers, which may be on the same host."""
-    try:
+@functools.cache
+def _join(config: TfConfig) -> tuple[Any, Watch]:
+    """Connect this process with the others; once, however many Trainers it makes."""
+    # The chief computes nothing: GPUs are for its workers, which may be on the same host.
+    with contextlib.suppress(RuntimeError):  # The script has used TensorFlow already.
         tf.config.set_visible_devices([], "GPU")
-    except RuntimeError:
-        return  # The script has used TensorFlow already.
+    return connect(config), Watch(config)
 
 
 def _become_server() -> None:

@@ -1,0 +1,143 @@
+"""Parameter servers, the parts that need no process: places of variables, gradients of parts, the watch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.keras.compat_remote import (
+    SplitVariable,
+    StepVariable,
+    in_step,
+    make_step_variable,
+    split_value,
+)
+from hvdtrain.strategies.parameter_server import ParameterServer
+from hvdtrain.strategies.parameter_server.connection import Watch, wait_for_all
+from hvdtrain.strategies.parameter_server.placement import Item, part_sizes, plan
+from hvdtrain.tf_config import TfConfig
+
+CONFIG = TfConfig("a:1", ("b:2",), ("c:3", "d:4"), "chief", 0)
+
+
+def test_large_variables_are_split_and_all_are_balanced() -> None:
+    items = [Item(10, 40, False), Item(1000, 4000, True), Item(7, 900, False), Item(3, 30, True)]
+    assert plan(items, servers=3, min_part=1000) == [[1], [0, 1, 2], [0], [2]]
+
+
+def test_parts_are_not_smaller_than_asked_for() -> None:
+    (places,) = plan([Item(1000, 2999, True)], servers=4, min_part=1000)
+    assert len(places) == 2
+    assert plan([Item(2, 10**6, True)], servers=4, min_part=1) == [[0, 1]]
+
+
+@pytest.mark.parametrize(("rows", "parts", "sizes"), [(10, 4, [3, 3, 2, 2]), (3, 3, [1, 1, 1])])
+def test_sizes_of_parts(rows: int, parts: int, sizes: list[int]) -> None:
+    assert part_sizes(rows, parts) == sizes
+
+
+def split(rows: int = 7, parts: int = 3) -> tuple[SplitVariable, np.ndarray]:
+    values = np.arange(rows * 2, dtype="float32").reshape(rows, 2)
+    variable: Any = keras.Variable(values)
+    pieces = [tf.Variable(p) for p in tf.split(values, part_sizes(rows, parts))]
+    split_value(variable, pieces, tf.Variable(0.0))
+    return variable, values
+
+
+def test_a_split_variable_looks_whole() -> None:
+    variable, values = split()
+    np.testing.assert_array_equal(variable.numpy(), values)
+    np.testing.assert_array_equal(
+        keras.ops.matmul(variable, np.ones((2, 1))), values @ np.ones((2, 1))
+    )
+    variable.assign(values * 2)
+    np.testing.assert_array_equal(np.concatenate([p.numpy() for p in variable.parts]), values * 2)
+    variable.assign_add(values)
+    np.testing.assert_array_equal(variable.numpy(), values * 3)
+    assert variable.shape == (7, 2)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_a_split_variable_are_those_of_the_whole(compiled: bool) -> None:
+    """Read whole and by rows in one step, as by tied weights; rows that are asked for twice."""
+    variable, values = split()
+    whole = tf.Variable(values)
+    indices = tf.constant([[0, 6], [2, 2], [4, 3]])
+
+    def gradient(read: Any, rows: Any, source: Any) -> tuple[Any, Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(rows(indices) ** 2) + tf.reduce_sum(tf.sin(read()))
+        with tf.GradientTape() as second:
+            sparse = tf.reduce_sum(rows(indices) ** 3)
+        return tape.gradient(loss, source), second.gradient(sparse, source)
+
+    wrapped = tf.function(gradient) if compiled else gradient
+    both, sparse = wrapped(lambda: variable.value, variable.rows, variable)
+    expected, expected_sparse = gradient(whole.read_value, lambda i: tf.gather(whole, i), whole)
+    np.testing.assert_allclose(
+        tf.convert_to_tensor(both), tf.convert_to_tensor(expected), rtol=1e-6
+    )
+    assert isinstance(sparse, tf.IndexedSlices)
+    pieces = variable.pieces(sparse)
+    assert all(isinstance(piece, tf.IndexedSlices) for piece in pieces)
+    np.testing.assert_allclose(
+        tf.concat([tf.convert_to_tensor(p) for p in pieces], 0),
+        tf.convert_to_tensor(expected_sparse),
+        rtol=1e-6,
+    )
+
+
+def test_what_a_step_assigns_stays_in_the_step() -> None:
+    variable = make_step_variable(keras.Variable(5.0))
+    assert isinstance(variable, StepVariable)
+    with in_step([variable], [tf.constant(1.0)]):
+        variable.assign_add(2.0)
+        assert float(variable.value) == 3.0
+    assert float(variable.value) == 5.0
+    variable.assign(7.0)
+    assert float(variable.value) == 7.0
+
+
+def test_the_chief_names_who_is_missing() -> None:
+    asked: list[str] = []
+
+    def answers(address: str) -> bool:
+        asked.append(address)
+        return address != "d:4"
+
+    with pytest.raises(EngineError, match=r"No answer for 3 s from server 1 at d:4: did it start"):
+        wait_for_all(CONFIG, answers, seconds=3, sleep=lambda seconds: None)
+    assert asked.count("d:4") == 3
+    assert asked.count("c:3") == 1, "who answered is not asked again"
+
+
+@pytest.mark.parametrize(
+    ("silent", "message"),
+    [("d:4", r"Parameter server 1 \(d:4\) has gone"), ("b:2", "No worker has answered")],
+)
+def test_the_watch_ends_a_job_that_cannot_go_on(silent: str, message: str) -> None:
+    ended = threading.Event()
+    watch = Watch(
+        CONFIG,
+        answering=lambda address: address != silent,
+        end=lambda problem: ended.set(),
+        poll_seconds=0.01,
+        alone_seconds=0.1,
+    )
+    assert ended.wait(10)
+    with pytest.raises(EngineError, match=message):
+        watch.check()
+
+
+def test_without_a_cluster_the_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    with pytest.raises(
+        UsageError, match="hvdtrain run --strategy parameter-server --workers N --ps M"
+    ):
+        ParameterServer().start(0)
