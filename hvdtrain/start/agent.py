@@ -102,8 +102,13 @@ class Agent:
     def serve(self) -> None:
         self._selector.register(0, selectors.EVENT_READ, None)
         heard = time.monotonic()
-        while time.monotonic() - heard < SILENCE_SECONDS:
-            for key, _ in self._selector.select(TICK_SECONDS):
+        while True:
+            ready = self._selector.select(TICK_SECONDS)
+            # This process may itself have waited long for a reader of its news.
+            silent = all(key.data is not None for key, _ in ready)
+            if silent and time.monotonic() - heard > SILENCE_SECONDS:
+                return
+            for key, _ in ready:
                 data = os.read(key.fd, 65536)
                 if key.data is not None:
                     self._pass_on(key, data)

@@ -7,6 +7,7 @@ import json
 import os
 import selectors
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -30,7 +31,6 @@ class Agents:
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
-        self._beaten = time.monotonic()
         self._held = dict.fromkeys(commands, b"")
         self._words = dict.fromkeys(commands, b"")
         self._selector = selectors.DefaultSelector()
@@ -49,16 +49,22 @@ class Agents:
             assert process.stdout is not None and process.stderr is not None
             self._selector.register(process.stdout, selectors.EVENT_READ, (host, "news"))
             self._selector.register(process.stderr, selectors.EVENT_READ, (host, "words"))
+        self._writing = threading.Lock()
+        self._over = threading.Event()
+        # The supervisor may have to wait for its own reader: a terminal that is halted.
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End all; agents that take too long are left to notice it themselves."""
-        for process in self._processes.values():
-            with contextlib.suppress(OSError):
-                if process.stdin is not None:
-                    process.stdin.close()
+        self._over.set()
+        with self._writing:
+            for process in self._processes.values():
+                with contextlib.suppress(OSError):
+                    if process.stdin is not None:
+                        process.stdin.close()
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             # Its last words must have a reader, or it could not end.
@@ -78,14 +84,7 @@ class Agents:
         self._write(host, json.dumps(order).encode() + b"\n")
 
     def news(self, seconds: float) -> Iterator[News]:
-        """(host, what its agent tells), of what comes within `seconds`; waits for no more than that.
-
-        Call it again and again: the agents must hear of the supervisor.
-        """
-        if time.monotonic() - self._beaten >= BEAT_SECONDS:
-            self._beaten = time.monotonic()
-            for host in self._processes:
-                self._write(host, b"\n")
+        """(host, what its agent tells), of what comes within `seconds`; waits for no more than that."""
         if not self._selector.get_map():
             time.sleep(seconds)
         for key, _ in self._selector.select(seconds):
@@ -113,9 +112,15 @@ class Agents:
             if process.poll() is not None and (host, "news") not in reading
         }
 
+    def _beat(self) -> None:
+        """The agents must hear of the supervisor."""
+        while not self._over.wait(BEAT_SECONDS):
+            for host in self._processes:
+                self._write(host, b"\n")
+
     def _write(self, host: str, line: bytes) -> None:
         stdin = self._processes[host].stdin
-        with contextlib.suppress(OSError, ValueError):
+        with self._writing, contextlib.suppress(OSError, ValueError):
             if stdin is not None:
                 stdin.write(line)
                 stdin.flush()

@@ -136,6 +136,7 @@ def test_the_environment_and_files_name_a_strategy(
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "parameter-server")
     monkeypatch.setenv("HVDTRAIN_WORKERS", "3")
     monkeypatch.setenv("HOROVOD_START_TIMEOUT", "40")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "90")  # A site's, for all jobs.
     assert "--start-timeout" in dry_run()
     shown = call("run", "--show-config", *SERVERS, "train.py").stdout
     assert "\nstrategy: parameter-server  # command line\n" in shown

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -273,6 +274,31 @@ def test_sigkill_of_whom_it_depends_on_leaves_nothing(begin: Begin, victim: str)
     assert run.left(8) == []
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, code: int) -> None:
+    """Pasted into a shell it ends as cleanly: nobody else looks after its processes."""
+    run = begin(FOR_EVER, "--dry-run")
+    command = shlex.split(run.end()[1])
+    assert command[1:3] == ["-m", "hvdtrain.start.parameter_servers"]
+    path = f"{tmp_path / 'site'}{os.pathsep}{REPOSITORY}"
+    process = subprocess.Popen(
+        command,
+        cwd=run.folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    alone = Run(process, run.folder)
+    alone.wait()
+    asked = time.monotonic()
+    os.kill(process.pid, number)
+    assert alone.end()[0] == code
+    assert alone.left(5) == []
+    assert time.monotonic() - asked < 5
+
+
 class NoAgents:
     """In the place of the agents: everything is started, and ends as the test says."""
 
@@ -280,6 +306,7 @@ class NoAgents:
         self.ends = ends
         self.orders: list[dict[str, object]] = []
         self.told: list[dict[str, object]] = []
+        self.later: list[tuple[float, dict[str, object]]] = []
 
     def greet(self, host: str, greeting: object) -> None:
         report = {"hvdtrain": parameter_servers.__version__, "python": "3.11.2", "interfaces": {}}
@@ -292,7 +319,12 @@ class NoAgents:
             self.told.append({"ended": [order["start"], code]})
 
     def news(self, seconds: float) -> Iterator[tuple[str, dict[str, object]]]:
+        time.sleep(0.01)
         told, self.told = self.told, []
+        due = [one for one in self.later if one[0] <= time.monotonic()]
+        for one in due:
+            self.later.remove(one)
+            told.append(one[1])
         return iter([("", one) for one in told])
 
     def ended(self) -> dict[str, tuple[int, str]]:
@@ -313,3 +345,30 @@ def test_a_worker_that_fails_again_and_again_ends_the_run(
     assert last == (
         b"hvdtrain: worker-0 ended with exit code 9, 11 times in a row: its output is in the log folder"
     )
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["the chief's end is told first", "the server's"])
+def test_a_chief_that_fails_with_a_server(
+    first: int, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    now = time.monotonic()
+
+    def end(order: dict[str, object]) -> None:
+        number, code, at = {
+            "chief": (0, 5, first),
+            "ps": (2, 137, 1 - first),
+            "worker": (1, 0, 99),
+        }[str(order["kind"])]
+        agents.later.append((now + 0.1 * at, {"ended": [number, code]}))
+
+    agents = NoAgents(end)
+    assert Launch(layout_of(options), options, agents, []).run() == 1  # type: ignore[arg-type]
+    assert b"hvdtrain: ps-0 was killed by SIGKILL" in capfdbinary.readouterr().err
+    assert time.monotonic() - now < 2
+
+
+def test_a_chief_that_fails_alone() -> None:
+    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    agents = NoAgents(lambda order: 5 if order["kind"] == "chief" else None)
+    assert Launch(layout_of(options), options, agents, []).run() == 5  # type: ignore[arg-type]
