@@ -84,10 +84,6 @@ class TensorStrategy(DividedStrategy):
         return optimizer
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
-        if model.jit_compile:
-            raise UsageError(
-                "jit_compile=True does not work with split layers, which communicate within the model: leave it out"
-            )
         super().build_variables(model, data, what)
         self.mark_state(model)
 
