@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.accumulated import combined, shared_out
 from hvdtrain.keras.compat_variables import is_waiting
 from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.shards import Shard, shard_of
@@ -159,17 +159,10 @@ def _accumulator_piece(
     ranks = reducer_of(optimizer).reduction.process_set
 
     def read() -> np.ndarray:
-        value = tf_variable(slot).read_value()
-        if ranks.size() == 1:
-            return value.numpy()
-        wire = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-        op = hvd.Sum if adds_up else hvd.Average
-        name = "hvdtrain_accumulated_{}_{}_{}".format(*place)
-        found = hvd.allreduce(wire, op=op, name=name, process_set=ranks)
-        return tf.cast(found, value.dtype).numpy()
+        return combined(slot, ranks, adds_up, "{}_{}_{}".format(*place)).numpy()
 
     def write(value: np.ndarray) -> None:
-        _assign(slot, value / ranks.size() if adds_up else value)
+        _assign(slot, shared_out(value, ranks, adds_up))
 
     return _piece(place, slot, _shape(slot), shard, sends, read, write)
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.agreement import on_first
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat, compat_files
+from hvdtrain.keras import compat_files
 from hvdtrain.parallel.mesh import Position
 from hvdtrain.parallel.pieces import WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.state import Piece, State, gather, keep_state, local_state, scatter
@@ -49,9 +49,8 @@ class DividedStrategy(HorovodStrategy):
     def pieces(self, model: keras.Model) -> list[Piece]:
         """Return what this rank holds of the training's state: see parallel.state."""
         variables = model.variables if self.unsplit is None else self.unsplit.variables
-        adds_up = self.part.count > 1 and compat.wraps_own_steps(model)
         optimizer = model.optimizer if model.optimizer.built else None
-        return pieces_of(variables, optimizer, self._sender(), adds_up)
+        return pieces_of(variables, optimizer, self._sender(), self.adds_up(model))
 
     def save(self, model: keras.Model, path: Path) -> None:
         if self.unsplit is None:

@@ -14,6 +14,7 @@ from hvdtrain.agreement import on_first, require_equal
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.accumulated import as_one_process, shared_out
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
@@ -115,8 +116,9 @@ class HorovodStrategy(Strategy):
     def save(self, model: keras.Model, path: Path) -> None:
         inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
         # An optimizer in parts: all ranks enter.
-        whole_state = getattr(inner, "whole_state", contextlib.nullcontext)
-        with whole_state():
+        whole_state = getattr(inner, "whole_state", None)
+        whole = whole_state() if whole_state else self._as_one_process(model)
+        with whole:
             if self.is_first:
                 write_model(model, path)
 
@@ -124,6 +126,16 @@ class HorovodStrategy(Strategy):
         self.build_optimizer(model)
         on_first(self.is_first, lambda: read_model(model, path), "load")
         self.broadcast(model, without=seed_variables(model))
+        for variable in compat.accumulators(model.optimizer):
+            value = shared_out(tf_variable(variable), self.data_set, self.adds_up(model))
+            tf_variable(variable).assign(value)
+
+    def adds_up(self, model: keras.Model) -> bool:
+        """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
+        return self.part.count > 1 and compat.wraps_own_steps(model)
+
+    def _as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return as_one_process(model.optimizer, self.data_set, self.adds_up(model))
 
 
 def _check_reduction(reduction: Reduction) -> None:

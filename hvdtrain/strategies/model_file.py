@@ -99,7 +99,7 @@ def _check_optimizer(
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     ours = compat_files.plain_class(inner).__name__
     name = compat_files.optimizer_class(config) or "another optimizer"
-    if len(theirs) <= NEW_OPTIMIZER < len(wanted):
+    if not theirs or (name == ours and len(theirs) <= NEW_OPTIMIZER < len(wanted)):
         return False
     if name != ours or len(theirs) != len(wanted):
         raise UsageError(

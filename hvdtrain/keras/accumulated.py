@@ -1,0 +1,53 @@
+"""Gradients that wait for an update (gradient accumulation): each rank has its own; a file has one process's.
+
+With `adds_up` each rank's gradients are weighted by its share of the examples, and one process would have their
+sum; else their mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdtrain.keras.compat import accumulators
+from hvdtrain.keras.variables import tf_variable
+
+
+def combined(variable: Any, ranks: hvd.ProcessSet, adds_up: bool, name: str) -> tf.Tensor:
+    """Return what one process would have accumulated. A collective of `ranks`.
+
+    Args:
+        variable: this rank's accumulator.
+        name: the end of the collective's.
+    """
+    value = tf_variable(variable).read_value()
+    if ranks.size() == 1:
+        return value
+    # Horovod 0.28.1 knows no bfloat16.
+    wire = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
+    op = hvd.Sum if adds_up else hvd.Average
+    found = hvd.allreduce(wire, op=op, name=f"hvdtrain_accumulated_{name}", process_set=ranks)
+    return tf.cast(found, value.dtype)
+
+
+def shared_out(value: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Any:
+    """Return what each rank holds of what one process accumulated, so that `combined` gives it back."""
+    return value / ranks.size() if adds_up else value
+
+
+@contextmanager
+def as_one_process(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iterator[None]:
+    """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""
+    own = accumulators(optimizer)
+    before = [tf_variable(v).numpy() for v in own]
+    for number, variable in enumerate(own):
+        tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))
+    try:
+        yield
+    finally:
+        for variable, value in zip(own, before, strict=True):
+            tf_variable(variable).assign(value)
