@@ -41,6 +41,11 @@ _ALL = (
         "the Trainer on the cores of a TPU",
         "strategy: tpu           # one process, all cores",
     ),
+    Starter(
+        "parameter-server",
+        "the Trainer with parameter servers, asynchronous: a recommender with large tables",
+        "strategy: parameter-server\nworkers: 2              # compute\nps: 2                   # hold the tables",
+    ),
 )
 STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
 

@@ -24,8 +24,12 @@ SOURCES = {
     "custom-loop": "train_custom_loop.py",
     "horovod-style": "horovod_style.py",
     "tpu": "train_tpu.py",
+    "parameter-server": "train_parameter_server.py",
 }
-LAUNCHES: dict[str, dict[str, object]] = {"tpu": {"strategy": "tpu"}}
+LAUNCHES: dict[str, dict[str, object]] = {
+    "tpu": {"strategy": "tpu"},
+    "parameter-server": {"strategy": "parameter-server", "workers": 2, "ps": 2},
+}
 
 
 def call(*args: str | Path) -> Result:
@@ -104,7 +108,7 @@ def test_nothing_is_overwritten_without_force(here: Path) -> None:
     [
         (
             ["mnits"],
-            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu. Did you mean",
+            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu, parameter-server. Did",
         ),
         (["mnist", "file"], "is a file"),
         (["mnist", "file/below"], "cannot write to file/below"),

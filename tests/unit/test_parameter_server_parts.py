@@ -77,8 +77,10 @@ def test_gradients_of_a_split_variable_are_those_of_the_whole(compiled: bool) ->
             sparse = tf.reduce_sum(rows(indices) ** 3)
         return tape.gradient(loss, source), second.gradient(sparse, source)
 
-    wrapped = tf.function(gradient) if compiled else gradient
-    both, sparse = wrapped(lambda: variable.value, variable.rows, variable)
+    def of_parts() -> tuple[Any, Any]:
+        return gradient(lambda: variable.value, variable.rows, variable)
+
+    both, sparse = tf.function(of_parts)() if compiled else of_parts()
     expected, expected_sparse = gradient(whole.read_value, lambda i: tf.gather(whole, i), whole)
     np.testing.assert_allclose(
         tf.convert_to_tensor(both), tf.convert_to_tensor(expected), rtol=1e-6

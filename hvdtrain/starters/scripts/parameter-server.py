@@ -1,0 +1,1 @@
+../../../scripts/train_parameter_server.py
