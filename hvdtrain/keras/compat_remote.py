@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compat import adopt_names
+from hvdtrain.keras.compat import adopt_names, optimizer_slots
 
 ELEMENTWISE = (
     *(keras.optimizers.SGD, keras.optimizers.RMSprop, keras.optimizers.Adam),
@@ -116,7 +116,9 @@ class SplitVariable(StepVariable):
             inside = (gradient.indices >= begin) & (gradient.indices < begin + size)
             values = tf.boolean_mask(gradient.values, inside)
             indices = tf.boolean_mask(gradient.indices, inside) - begin
-            pieces.append(tf.IndexedSlices(values, indices, tf.constant(part.shape.as_list(), tf.int64)))
+            pieces.append(
+                tf.IndexedSlices(values, indices, tf.constant(part.shape.as_list(), tf.int64))
+            )
             begin += size
         return pieces
 
@@ -221,7 +223,7 @@ class _UpdatesWhereVariablesAre:
         """Inside, the state that belongs to a part's variable is that of the part."""
         owner, number = self.owners.get(part._unique_id, (None, 0))
         index = None if owner is None else self._get_variable_index(owner)  # type: ignore[attr-defined]
-        slots = [] if index is None else [s for s in slots_of(self, index) if s is not None]
+        slots = [] if index is None else optimizer_slots(self)[index][1]
         for slot in slots:
             slot.chosen = number
         try:
@@ -229,20 +231,6 @@ class _UpdatesWhereVariablesAre:
         finally:
             for slot in slots:
                 slot.chosen = None
-
-
-def slots_of(optimizer: Any, index: int) -> list[Any]:
-    """Return the optimizer's state for its trained variable number `index`."""
-    trained = optimizer._trainable_variables
-    lists = [
-        value
-        for name, value in vars(optimizer).items()
-        if name not in ("_variables", "_trainable_variables")
-        and isinstance(value, list)
-        and len(value) == len(trained)
-        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
-    ]
-    return [slots[index] for slots in lists if slots[index] is not None]
 
 
 def update_where_variables_are(optimizer: Any) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras import compat
 from hvdtrain.keras.compat_remote import (
     SplitVariable,
     make_step_variable,
     may_be_split,
     replace_value,
-    slots_of,
     split_value,
     step_constants,
     tf_variables,
@@ -68,11 +68,8 @@ def move_to_servers(
     for variable in constants:
         make_step_variable(variable)
     trained = list(model.trainable_variables)
-    state = [slots_of(optimizer, n) for n in range(len(optimizer._trainable_variables))]
-    of_weight = {
-        id(v): slots for v, slots in zip(optimizer._trainable_variables, state, strict=True)
-    }
-    here = {id(v) for v in constants} | {id(slot) for slots in state for slot in slots}
+    of_weight = {id(weight): slots for weight, slots in compat.optimizer_slots(optimizer)}
+    here = {id(v) for v in constants} | {id(v) for slots in of_weight.values() for v in slots}
     rest = [v for v in [*model.variables, *optimizer.variables] if id(v) not in here]
     wanted = [v for v in _unique([*trained, *rest]) if not _is_moved(v)]
     splittable = {id(v) for v in trained} if may_be_split(optimizer) else set()
