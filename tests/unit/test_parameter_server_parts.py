@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.keras import compat
 from hvdtrain.keras.compat_remote import (
     SplitVariable,
     StepVariable,
@@ -21,6 +23,7 @@ from hvdtrain.keras.compat_remote import (
 from hvdtrain.strategies.parameter_server import ParameterServer
 from hvdtrain.strategies.parameter_server.connection import Watch, wait_for_all
 from hvdtrain.strategies.parameter_server.placement import Item, part_sizes, plan
+from hvdtrain.strategies.parameter_server.steps import ServerSteps
 from hvdtrain.tf_config import TfConfig
 
 CONFIG = TfConfig("a:1", ("b:2",), ("c:3", "d:4"), "chief", 0)
@@ -143,3 +146,70 @@ def test_without_a_cluster_the_command_is_named(monkeypatch: pytest.MonkeyPatch)
         UsageError, match="hvdtrain run --strategy parameter-server --workers N --ps M"
     ):
         ParameterServer().start(0)
+
+
+class Remote:
+    """A result on a worker that may be lost before it is read."""
+
+    def __init__(self, value: tf.Tensor, lost: bool) -> None:
+        self._value = value
+        self._lost = lost
+
+    def get(self) -> Remote:
+        return self
+
+    def numpy(self) -> np.ndarray:
+        if self._lost:
+            raise tf.errors.UnavailableError(None, None, "from /job:worker/replica:0/task:0")
+        return self._value.numpy()
+
+
+class Coordinator:
+    """Runs what is scheduled, here and at once; the results of the closures `lost` are lost."""
+
+    def __init__(self, lost: set[int]) -> None:
+        self.lost = lost
+        self.scheduled = 0
+
+    def schedule(self, function: Any, args: Any) -> Remote:
+        self.scheduled += 1
+        return Remote(function(*args), self.scheduled in self.lost)
+
+
+def share(x: np.ndarray, y: np.ndarray) -> Share:
+    return Share((tf.constant(x), tf.constant(y)), len(x), len(x), 0, 0)
+
+
+def test_a_result_that_is_lost_with_its_worker_counts_once() -> None:
+    """Its training is done and not repeated: only what it counted is found out again."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[keras.metrics.MeanAbsoluteError(name="mae")])
+    x = np.random.default_rng(0).normal(size=(12, 2)).astype("float32")
+    y = x[:, :1] - 1
+    symbolic = (keras.KerasTensor((4, 2)), keras.KerasTensor((4, 1)))
+    compat.symbolic_build(model, symbolic)
+    coordinator = Coordinator(lost={2, 3, 6})
+    watch = Watch(CONFIG, answering=lambda address: True, end=lambda problem: None)
+    steps = ServerSteps(model, coordinator, watch, CONFIG, limit=2)
+    shares = [share(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
+    start = model.get_weights()
+    for one in shares:
+        logs = steps.train([one])
+    steps.finish()
+    assert int(model.optimizer.iterations) == 3
+    assert float(model.metrics[0].count) == 12
+    assert set(logs) == {"loss", "mae"}
+    trained = model.get_weights()
+    expected = keras.models.clone_model(model)
+    expected.set_weights(start)
+    expected.compile("sgd", "mse")
+    expected.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+    for one, other in zip(trained, expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    model.reset_metrics()
+    outputs = [steps.predict(one) for one in shares]
+    np.testing.assert_allclose(
+        np.concatenate([one.get() for one in outputs]), expected.predict(x, verbose=0), atol=1e-6
+    )
+    assert coordinator.scheduled == 3 + 2 + 3 + 1

@@ -55,7 +55,7 @@ class StepFunctions:
         model.reset_metrics()
         self.metrics = [make_step_variable(v) for v in state_variables(model.metrics)]
         self._zero = [v.value.numpy() for v in self.metrics]
-        self.constants = step_constants(model.optimizer)
+        self.constants = [make_step_variable(v) for v in step_constants(model.optimizer)]
         statistics = [*compat.own_non_trainable_variables(model), *seed_variables(model)]
         counted = {id(v) for v in self.metrics}
         self._statistics = [

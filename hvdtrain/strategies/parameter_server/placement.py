@@ -12,7 +12,6 @@ import tensorflow as tf
 from hvdtrain.keras import compat
 from hvdtrain.keras.compat_remote import (
     SplitVariable,
-    make_step_variable,
     may_be_split,
     replace_value,
     split_value,
@@ -64,12 +63,10 @@ def move_to_servers(
     State of the optimizer goes where its weight is, part by part. What belongs to a step (its number, the learning
     rate) stays here: it travels with the step.
     """
-    constants = step_constants(optimizer)
-    for variable in constants:
-        make_step_variable(variable)
     trained = list(model.trainable_variables)
     of_weight = {id(weight): slots for weight, slots in compat.optimizer_slots(optimizer)}
-    here = {id(v) for v in constants} | {id(v) for slots in of_weight.values() for v in slots}
+    here = {id(v) for v in step_constants(optimizer)}
+    here |= {id(slot) for slots in of_weight.values() for slot in slots}
     rest = [v for v in [*model.variables, *optimizer.variables] if id(v) not in here]
     wanted = [v for v in _unique([*trained, *rest]) if not _is_moved(v)]
     splittable = {id(v) for v in trained} if may_be_split(optimizer) else set()
