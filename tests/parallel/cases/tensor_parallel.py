@@ -149,7 +149,8 @@ def sgd() -> Any:
 
 
 def adamw() -> Any:
-    inner = optimizers.AdamW(1e-2, weight_decay=0.01, clipnorm=0.05)
+    # A gradient that is 0 but for rounding (of the keys' bias) would else be made a step of its noise.
+    inner = optimizers.AdamW(1e-2, weight_decay=0.01, clipnorm=0.05, epsilon=1e-4)
     return optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
 
 
