@@ -203,7 +203,8 @@ class Trainer:
             class_weight: weight of each class of integer or one-hot labels.
             shuffle: by seed and epoch, alike for any number of workers.
             callbacks: Keras callbacks. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
-                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank.
+                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. Where the ranks hold
+                parts (layout, shard_optimizer), ModelCheckpoint runs on all and writes the whole model.
             initial_epoch: epoch to start from, counted from 0.
             verbose: 0, 1 (progress bar), 2 (one line an epoch) or "auto"; rank 0 shows it.
         """
@@ -382,7 +383,7 @@ class Trainer:
     ) -> Source:
         batched = None
         if isinstance(x, tf.data.Dataset):
-            inputs = tf.nest.flatten(getattr(self.model, "inputs", None) or [])
+            inputs = self.strategy.inputs(self.model)
             batched = is_batched(x, [len(i.shape) for i in inputs] or None)
         return make_source(
             x,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import random
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -18,6 +21,7 @@ from hvdtrain.keras import compat_files
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.shards import Shard, mark_shard
 from hvdtrain.parallel.pieces import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
+from hvdtrain.parallel.saving import DividedStrategy
 from hvdtrain.parallel.state import (
     Entry,
     keep_state,
@@ -246,8 +250,6 @@ class Opaque(layers.Layer):
 
 
 def test_the_copy_has_the_names_of_the_model_and_no_values() -> None:
-    import random
-
     made = keras.Sequential([layers.Input((40,)), layers.Dense(50), layers.Dense(3)])
     made.compile(keras.optimizers.Adam(0.3), "mse")
     made.optimizer.build(made.trainable_variables)
@@ -280,3 +282,55 @@ def test_a_plain_optimizer_inside_loss_scaling() -> None:
     assert type(plain.inner_optimizer) is keras.optimizers.SGD
     assert plain.inner_optimizer.momentum == 0.9
     assert "hvdtrain_reducer" not in vars(plain.inner_optimizer)
+
+
+def contents(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Configuration and arrays of a .keras file."""
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(archive.read("config.json"))
+        with h5py.File(io.BytesIO(archive.read("model.weights.h5"))) as file:
+            arrays: dict[str, Any] = {}
+            file.visititems(
+                lambda name, item: arrays.update({name: item[()]} if hasattr(item, "shape") else {})
+            )
+    return _without_addresses(config), arrays
+
+
+def _without_addresses(config: Any) -> Any:
+    """Keras marks objects that are shared, such as a dtype policy, by their address in memory."""
+    if isinstance(config, dict):
+        kept = {k: v for k, v in config.items() if k != "shared_object_id"}
+        return {k: _without_addresses(v) for k, v in kept.items()}
+    return [_without_addresses(v) for v in config] if isinstance(config, list) else config
+
+
+@pytest.mark.parametrize("kind", ["sequential", "functional"])
+def test_a_divided_strategy_writes_what_plain_keras_writes(tmp_path: Path, kind: str) -> None:
+    made = trained()
+    if kind == "functional":
+        words = layers.Input((6,), dtype="int32")
+        x = layers.Embedding(40, 32)(words)
+        x = layers.Dropout(0.1)(layers.MultiHeadAttention(2, 4)(x, x))
+        made = keras.Model(words, layers.Dense(2)(layers.BatchNormalization()(x)))
+        made.compile(keras.optimizers.AdamW(0.1), "mse", metrics=["mae"], loss_weights=0.5)
+        made.optimizer.build(made.trainable_variables)
+        made.optimizer.iterations.assign(7)
+    made.save(tmp_path / "plain.keras")
+    strategy = DividedStrategy()
+    strategy.start(0)
+    strategy.keep_whole(made, made)
+    strategy.distribute(made.optimizer)
+    strategy.save(made, tmp_path / "ours.keras")
+    config, arrays = contents(tmp_path / "ours.keras")
+    plain_config, plain_arrays = contents(tmp_path / "plain.keras")
+    assert config == plain_config
+    assert list(arrays) == list(plain_arrays)
+    assert all((arrays[name] == plain_arrays[name]).all() for name in arrays)
+    before = [v.numpy() for v in [*made.variables, *made.optimizer.variables]]
+    for variable in [*made.trainable_variables, *made.optimizer.variables]:
+        variable.assign(variable + keras.ops.ones_like(variable))
+    strategy.load(made, tmp_path / "ours.keras")
+    after = [v.numpy() for v in [*made.variables, *made.optimizer.variables]]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    with pytest.raises(UsageError, match="only a part"):
+        made.save(tmp_path / "part.keras")
