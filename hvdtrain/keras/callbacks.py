@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvdtrain.agreement import exchange, require_equal
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.compat import is_built
+from hvdtrain.keras.compat_state import share_loaded
 from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
@@ -149,6 +150,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         common = replicated_variables(self.model, local=self._local)
         with tf.device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
+        share_loaded(self.model.optimizer)
         fold_rank_into_seeds(self.model, hvd.rank())
         self._broadcast_count = self._count_variables()
 

@@ -1,7 +1,8 @@
 """An optimizer's state in parts: what that needs of Keras's inside. Tested with Keras 3.15.
 
 An optimizer that holds parts has the methods `whole_values()` (raises UsageError outside of the block in which
-the parts are gathered) and `set_whole_values(values)`, for its `variables` in order.
+the parts are gathered) and `load_whole_values(values)`, for its `variables` in order, and `share_loaded()`, which
+gives all ranks what the first one has loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ def slot_name(variable: Any, name: str) -> str:
         return f"{variable.path.replace('/', '_')}_{name}"
     sanitised = str(variable.name).replace("/", "_").replace(":", "_")
     return f"{sanitised}_{name}"
+
+
+def is_in_parts(optimizer: Any) -> bool:
+    """Whether the state of `optimizer`, or of the one inside its loss scaling, lies in parts on several ranks."""
+    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "whole_values")
+
+
+def share_loaded(optimizer: Any) -> None:
+    """Give all ranks what the first has loaded into an optimizer in parts; nothing for others. A collective."""
+    if is_in_parts(optimizer):
+        getattr(optimizer, "inner_optimizer", optimizer).share_loaded()
 
 
 def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
@@ -60,18 +72,17 @@ def _save_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
 
 def _load_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
     values = [store[key] for key in sorted(store.keys(), key=int)]
-    if not hasattr(self.inner_optimizer, "set_whole_values") or len(values) != len(self.variables):
+    if not hasattr(self.inner_optimizer, "load_whole_values") or len(values) != len(self.variables):
         original(self, store)
         return
     own = self._variables
     for variable, value in zip(own, values, strict=False):
         variable.assign(value)
-    self.inner_optimizer.set_whole_values(values[len(own) :])
+    self.inner_optimizer.load_whole_values(values[len(own) :])
 
 
 def _save_in_hdf5(original: Callable[..., Any], group: Any, optimizer: Any) -> None:
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if hasattr(inner, "whole_values"):
+    if is_in_parts(optimizer):
         raise UsageError(
             "An .h5 file cannot take an optimizer's state that lies on several ranks: save a .keras file"
         )

@@ -35,6 +35,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.agreement import exchange
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.compat import is_built
+from hvdtrain.keras.compat_state import is_in_parts
 from hvdtrain.keras.statistics import fold_rank_into_seeds
 from hvdtrain.keras.variables import (
     broadcast_variables,
@@ -70,6 +71,10 @@ class KerasState(ObjectState):
         self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise UsageError("KerasState: compile the model or give an optimizer")
+        if is_in_parts(self.optimizer):
+            raise UsageError(
+                "KerasState: a sharded optimizer cannot go on with another number of workers: use DistributedOptimizer"
+            )
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         self._values = self._read()

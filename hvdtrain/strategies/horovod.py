@@ -15,6 +15,7 @@ from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.accumulated import as_one_process, shared_out
+from hvdtrain.keras.compat_state import share_loaded
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
@@ -93,6 +94,7 @@ class HorovodStrategy(Strategy):
         kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
         state = [*model.variables, *optimizer.variables]
         broadcast_variables([v for v in state if id(tf_variable(v)) not in kept])
+        share_loaded(optimizer)
 
     def check_step(self, model: keras.Model, when: str) -> None:
         # Statistics of a step differ by nature; they are averaged when the epoch ends.

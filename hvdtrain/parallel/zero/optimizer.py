@@ -46,7 +46,7 @@ class _Sharded(_Distributed):
     hvdtrain_parts: dict[int, tf.Variable]
     hvdtrain_owners: dict[str, Any]
     hvdtrain_whole: list[np.ndarray] | None
-    hvdtrain_loads: int
+    hvdtrain_loaded: list[np.ndarray] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -185,18 +185,45 @@ class _Sharded(_Distributed):
 
     def set_whole_values(self, values: Sequence[Any]) -> None:
         """Give each of `variables` its part of the whole array in `values`."""
-        object.__setattr__(self, "hvdtrain_loads", self.hvdtrain_loads + 1)
-        reducer = self.hvdtrain_reducer
         owners = owners_of_state(self)
-        accumulated = {id(v) for v in compat.accumulators(self)}
         for variable, value in zip(self.variables, values, strict=True):  # type: ignore[attr-defined]
+            self._set_whole_value(variable, value, owners.get(id(variable)))
+
+    def _set_whole_value(self, variable: Any, value: Any, owner: Any) -> None:
+        reducer = self.hvdtrain_reducer
+        if owner is None:
+            variable.assign(value)
+        elif any(variable is each for each in compat.accumulators(self)):
+            variable.assign(reducer.to_accumulate(np.asarray(value), owner))
+        else:
+            variable.assign(reducer.partition(owner).of(np.reshape(value, [-1])))
+
+    def load_whole_values(self, values: Sequence[Any]) -> None:
+        """Take whole arrays from a file, and keep them until `share_loaded`: one rank may load for all."""
+        values = [np.asarray(value) for value in values]
+        self.set_whole_values(values)
+        object.__setattr__(self, "hvdtrain_loaded", values)
+
+    def share_loaded(self) -> None:
+        """Give all ranks what rank 0 has loaded from a file since the last call. A collective."""
+        loaded = self.hvdtrain_loaded
+        object.__setattr__(self, "hvdtrain_loaded", None)
+        if self.process_set.process_set_id != 0:
+            return  # A model in parts, too: its ranks load for themselves.
+        did = hvd.broadcast(tf.constant(loaded is not None), 0, name="hvdtrain_zero_loaded")
+        if not did:
+            return
+        owners = owners_of_state(self)
+        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
             owner = owners.get(id(variable))
-            if owner is None:
-                variable.assign(value)
-            elif id(variable) in accumulated:
-                variable.assign(reducer.to_accumulate(np.asarray(value), owner))
-            else:
-                variable.assign(reducer.partition(owner).of(np.reshape(value, [-1])))
+            shape = tuple((variable if owner is None else owner).shape)
+            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
+            mine = loaded[index] if loaded is not None else np.zeros(shape, dtype)
+            # As bytes: Horovod does not know every type.
+            sent = np.frombuffer(np.ascontiguousarray(mine, dtype).tobytes(), np.uint8)
+            bits = hvd.broadcast(tf.constant(sent), 0, name=f"hvdtrain_zero_loaded_{index}")
+            value = np.frombuffer(bits.numpy().tobytes(), dtype).reshape(shape)
+            self._set_whole_value(variable, value, owner)
 
     def save_own_variables(self, store: Any) -> None:
         for index, value in enumerate(self.whole_values()):
@@ -206,7 +233,7 @@ class _Sharded(_Distributed):
         if len(store.keys()) != len(self.variables):  # type: ignore[attr-defined]
             super().load_own_variables(store)  # type: ignore[misc]
             return
-        self.set_whole_values([store[str(i)] for i in range(len(store.keys()))])
+        self.load_whole_values([store[str(i)] for i in range(len(store.keys()))])
 
 
 def owners_of_state(optimizer: Any) -> dict[int, Any]:
@@ -237,7 +264,7 @@ def _begin(optimizer: Any) -> None:
         "hvdtrain_parts": {},
         "hvdtrain_owners": {},
         "hvdtrain_whole": None,
-        "hvdtrain_loads": 0,
+        "hvdtrain_loaded": None,
     }.items():
         object.__setattr__(optimizer, name, value)
 
