@@ -155,7 +155,7 @@ def test_a_server_on_another_host_dies(
     _, stderr = job.end()
     assert time.monotonic() - killed < 8
     assert job.process.returncode == 1
-    assert stderr.startswith("ps-0 on host node2 was killed by SIGKILL"), stderr
+    assert stderr.lstrip().startswith("ps-0 on host node2 was killed by SIGKILL"), stderr
     assert left(hosts, END_SECONDS) == {}
 
 
