@@ -12,7 +12,6 @@ not those of a user's own.) Filler rows, which bring all replicas to one static 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -90,7 +89,8 @@ def current_replica() -> ReplicaScope | None:
 def pure_steps(model: keras.Model) -> Iterator[None]:
     """Let steps hand their gradients to their ReplicaScope, and keep the replicas' added losses apart.
 
-    The replicas are traced in turns, in a thread each, and share the layers.
+    The replicas are traced in turns, in a thread each, and share the layers. The gradients of Keras's own
+    train_step are those of the loss divided by the number of replicas.
     """
     _correct_scaling()
     optimizer = model.optimizer
@@ -109,12 +109,22 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
             alive.append(scope)
             scope.losses = []
 
+    def scale_loss(loss: tf.Tensor) -> tf.Tensor:
+        # Before the backward pass: with loss scaling, what overflows is what overflows in one process.
+        scaled = type(optimizer).scale_loss(optimizer, loss)
+        scope = current_replica()
+        assert scope is not None
+        return scaled / tf.cast(scope.replicas, scaled.dtype)
+
     object.__setattr__(optimizer, "apply_gradients", hand_out)
+    if compat.wraps_own_steps(model):
+        object.__setattr__(optimizer, "scale_loss", scale_loss)
     object.__setattr__(model, "_clear_losses", clear_losses)
     try:
         yield
     finally:
         object.__delattr__(optimizer, "apply_gradients")
+        vars(optimizer).pop("scale_loss", None)
         object.__delattr__(model, "_clear_losses")
 
 
@@ -253,12 +263,6 @@ def _metrics_in(found: Any) -> list[Any]:
 
 def _update(metric: Any, y_true: Any, y_pred: Any, weight: Any, scope: ReplicaScope) -> None:
     """Update `metric` from the real rows."""
-    parameters = inspect.signature(metric.update_state).parameters
-    if "sample_weight" not in parameters:
-        raise UsageError(
-            f"The metric {metric.name!r} takes no sample_weight, so it would count the repeated examples with which "
-            f"this batch is filled up. {EVEN}"
-        )
     if isinstance(metric, keras.metrics.MeanMetricWrapper):
         values = metric._fn(y_true, y_pred, **metric._fn_kwargs)
         if len(values.shape) == 0:
@@ -274,7 +278,27 @@ def _update(metric: Any, y_true: Any, y_pred: Any, weight: Any, scope: ReplicaSc
     elif get_keras_mask(y_pred) is not None:
         mask = get_keras_mask(y_pred)
         rows = tf.reshape(rows, [-1] + [1] * (mask.shape.rank - 1))
+    rows = tf.identity(rows)
     metric.update_state(y_true, y_pred, sample_weight=rows)
+    updates = [value for v in metric.variables if (value := scope.update_of(v)) is not None]
+    if updates and not tf.executing_eagerly() and not any(_depends(v, rows) for v in updates):
+        raise UsageError(
+            f"The metric {metric.name!r} does not regard sample_weight, so it would count the repeated examples with "
+            f"which this batch is filled up. {EVEN}"
+        )
+
+
+def _depends(tensor: tf.Tensor, on: tf.Tensor) -> bool:
+    """Whether `on` is needed to compute `tensor`, in a graph."""
+    waiting, seen = [tensor.op], set()
+    while waiting:
+        operation = waiting.pop()
+        if operation is on.op:
+            return True
+        if operation not in seen:
+            seen.add(operation)
+            waiting += [one.op for one in operation.inputs]
+    return False
 
 
 class _OnEachReplica:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replicas import ReplicaSteps, build
+from hvdtrain.strategies.replicas import ReplicaSteps, build, require_plain
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
 
@@ -83,6 +83,10 @@ class CentralStorage(Strategy):
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         return tf.device(self._parameter_device)
+
+    def distribute(self, optimizer: Any) -> Any:
+        require_plain(optimizer, CENTRAL_STORAGE)
+        return optimizer
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
         if model.jit_compile:

@@ -7,13 +7,15 @@ them (central storage). So the optimizer sees what it would see in one process w
 loss scaling, accumulation and moving averages of weights need nothing of their own.
 
 All batches have one shape, the last one of an epoch too: what it lacks is filled up with examples that count zero.
+Exceptions by nature, as over ranks: BatchNormalization normalises over a replica's rows, fillers included (over all
+with synchronized=True), and dropout draws other masks on each replica.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +28,17 @@ from hvdtrain.keras import compat, compat_replicas
 from hvdtrain.keras.compat_replicas import EVEN, ReplicaScope
 from hvdtrain.keras.statistics import SEED_STRIDE
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
-from hvdtrain.strategies.placement import Placement, place
+from hvdtrain.strategies.rows import Placement, place
 
 Logs = dict[str, Any]
+STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
+"""Without this a TPU takes every dimension of its inputs for one that may change."""
+
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
 @dataclass
-class _Found:
+class Found:
     """Which variables a traced step changes; a program returns a tensor for each, in this order."""
 
     trained: list[Any] = field(default_factory=list)
@@ -59,11 +64,14 @@ class ReplicaSteps:
         examples: int,
         update_on_replicas: bool,
     ) -> None:
+        _require_own_collectives(model)
         self._model = model
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
         self._rows = -(-examples // self._replicas)
         self._on_replicas = update_on_replicas
+        # Keras's own step has each replica's part in the loss; a user's may not.
+        self._together = SUM if compat.wraps_own_steps(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
@@ -145,7 +153,7 @@ class ReplicaSteps:
         key = (step, count, is_full)
         if key not in self._compiled:
             if step == "predict_step":
-                program: Callable[..., Any] = self._predictions
+                program = functools.partial(self._predictions)
             else:
                 # An object of its own, for TensorFlow counts traces by function and warns of many.
                 program = functools.partial(self._steps, step, count)
@@ -159,7 +167,7 @@ class ReplicaSteps:
             with ReplicaScope([], None, self._rows, self._replicas, tf.constant(1.0)):
                 return self._model.predict_step(rows)
 
-        return self._strategy.run(predict, args=divided)
+        return self._strategy.run(predict, args=divided, options=STATIC_SHAPES)
 
     def _steps(self, step: str, count: int, divided: Any, examples: tf.Tensor) -> Logs:
         """`count` steps, one after the other."""
@@ -179,22 +187,20 @@ class ReplicaSteps:
 
     def _step(self, step: str, divided: Any, examples: tf.Tensor, number: Any) -> Logs:
         """One step, seen from outside the replicas; `number` of the share if there are several."""
-        found = _Found()
+        found = Found()
         states = [tf_variable(v).read_value() for v in self._metric_variables()]
 
         def replica(rows: Any, mask: list[tf.Tensor], weight: tf.Tensor, *shared: Any) -> Any:
             if number is not None:
                 rows = tf.nest.map_structure(lambda leaf: leaf[shared[-1]], rows)
-            parts = self.parts(step, rows, mask, weight, shared[0], shared[1], found)
-            return self._updated(parts, found) if self._on_replicas else parts
+            return self.on_replica(step, rows, mask, weight, shared[0], shared[1], found)
 
         shared = (examples, states) if number is None else (examples, states, number)
         with compat_replicas.pure_steps(self._model):
-            parts = self._strategy.run(replica, args=(*divided, *shared))
+            parts = self._strategy.run(replica, (*divided, *shared), options=STATIC_SHAPES)
             if not self._on_replicas:
-                parts = {**parts, "gradients": self._reduced(MEAN, parts["gradients"])}
-                parts["states"] = self._reduced(SUM, parts["states"])
-                self._apply(parts["gradients"], parts["states"], found)
+                gradients = self._reduced(self._together, parts["gradients"])
+                self._apply(gradients, self._reduced(SUM, parts["states"]), found)
         self._add_to_metrics(self._reduced(SUM, parts["metrics"]), found, examples)
         results = self._model.get_metrics_result()
         logs = parts["logs"]
@@ -202,7 +208,7 @@ class ReplicaSteps:
             return results
         return {name: self._strategy.reduce(MEAN, value, axis=None) for name, value in logs.items()}
 
-    def parts(
+    def on_replica(
         self,
         step: str,
         rows: Any,
@@ -210,9 +216,12 @@ class ReplicaSteps:
         weight: tf.Tensor,
         examples: tf.Tensor,
         states: list[tf.Tensor],
-        found: Any,
+        found: Found,
     ) -> dict[str, Any]:
-        """Run the model's `step` on one replica's rows, changing nothing.
+        """Run the model's `step` on one replica's rows, inside `pure_steps`.
+
+        Where replicas have their own copies of the variables, what all of them found is applied to this one's.
+        Else nothing changes.
 
         Args:
             rows: (x, y, sample_weight), with the replica's rows in the leading dimension.
@@ -223,8 +232,8 @@ class ReplicaSteps:
             found: filled with the variables that the step changes.
 
         Returns:
-            gradients: of each variable of found.trained; their mean over the replicas is the whole batch's.
-            states: whose sum over the replicas is the new value of each of found.states.
+            gradients: of each of found.trained. (Unless applied.)
+            states: whose sum over the replicas is the new value of each of found.states. (Unless applied.)
             metrics: whose sum is the growth, or the new value, of each of found.metrics.
             logs: what the step returned.
         """
@@ -251,9 +260,12 @@ class ReplicaSteps:
         found.states = [v for v in others if scope.update_of(v) is not None]
         found.metrics = [v for v in metrics if scope.update_of(v) is not None]
         is_first = tf.equal(replica, 0)
+        gradients = [gradient for gradient, _ in scope.handed_out]
+        new = [_part(v, scope.update_of(v), weight, is_first) for v in found.states]
+        if self._on_replicas:
+            self._apply_everywhere(gradients, new, found)
         return {
-            "gradients": [gradient for gradient, _ in scope.handed_out],
-            "states": [_part(v, scope.update_of(v), weight, is_first) for v in found.states],
+            **({} if self._on_replicas else {"gradients": gradients, "states": new}),
             "metrics": [
                 _metric_part(v, scope.update_of(v), self._replicas, is_first) for v in found.metrics
             ],
@@ -262,16 +274,14 @@ class ReplicaSteps:
 
     # What is done with what the replicas found.
 
-    def _updated(self, parts: dict[str, Any], found: _Found) -> dict[str, Any]:
-        """On a replica: apply what all replicas found to its variables; return the rest of `parts`."""
+    def _apply_everywhere(self, gradients: list[Any], states: list[Any], found: Found) -> None:
+        """On a replica: apply what all replicas found to this one's variables."""
         context = tf.distribute.get_replica_context()
-        gradients, states = parts["gradients"], parts["states"]
-        gradients = context.all_reduce(MEAN, gradients) if gradients else []
+        gradients = context.all_reduce(self._together, gradients) if gradients else []
         states = context.all_reduce(SUM, states) if states else []
         self._apply(gradients, states, found)
-        return {"metrics": parts["metrics"], "logs": parts["logs"]}
 
-    def _apply(self, gradients: list[Any], states: list[Any], found: _Found) -> None:
+    def _apply(self, gradients: list[Any], states: list[Any], found: Found) -> None:
         for variable, value in zip(found.states, states, strict=True):
             variable.assign(value)
         if gradients:
@@ -281,7 +291,7 @@ class ReplicaSteps:
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]
 
-    def _add_to_metrics(self, values: list[Any], found: _Found, examples: tf.Tensor) -> None:
+    def _add_to_metrics(self, values: list[Any], found: Found, examples: tf.Tensor) -> None:
         trackers = compat_replicas.loss_trackers(self._model)
         by_rows = {id(v) for tracker in trackers for v in tracker.variables}
         for variable, value in zip(found.metrics, values, strict=True):
@@ -327,11 +337,37 @@ def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
     return tf.bitwise.bitwise_xor(seed, tf.cast(offset, seed.dtype))
 
 
+def require_plain(optimizer: Any, strategy: str) -> None:
+    """Raise UsageError for an optimizer that Horovod reduces."""
+    if compat.is_distributed(optimizer):
+        raise UsageError(
+            f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
+            "its ranks: give the Trainer the plain optimizer, without DistributedOptimizer"
+        )
+
+
+def _require_own_collectives(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if hasattr(layer, "share_weight"):
+            raise UsageError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) communicates through Horovod, and the replicas of one "
+                "process are not its ranks: use keras.layers.BatchNormalization(synchronized=True)"
+            )
+
+
 @contextlib.contextmanager
-def local_variables(strategy: tf.distribute.Strategy) -> Any:
-    """Make variables that every replica of `strategy` has its own copy of, and updates by itself."""
+def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Make variables that every replica of `strategy` has its own copy of, and updates by itself.
+
+    Those of metrics stay on the host: replicas tell by how much they grow.
+    """
+    plain = type(tf.Variable(0, trainable=False))
 
     def create(next_creator: Callable[..., Any], **arguments: Any) -> Any:
+        if arguments.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            names = ("initial_value", "trainable", "name", "dtype", "shape")
+            with tf.device("CPU:0"):
+                return plain(**{name: arguments.get(name) for name in names})
         arguments["aggregation"] = tf.VariableAggregation.NONE
         arguments["synchronization"] = tf.VariableSynchronization.AUTO
         return next_creator(**arguments)

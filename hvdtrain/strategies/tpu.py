@@ -21,7 +21,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat, compat_replicas
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
+from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables, require_plain
 from hvdtrain.strategies.strategy import ModelSource, Strategy
 from hvdtrain.strategy_names import TPU as NAME
 
@@ -76,6 +76,7 @@ class TPU(Strategy):
 
     def distribute(self, optimizer: Any) -> Any:
         """Return an optimizer of the same configuration whose variables are on the TPU."""
+        require_plain(optimizer, NAME)
         if optimizer.built:
             raise UsageError(
                 f"strategy {NAME}: the optimizer was used before the TPU was there, so its state is elsewhere: give "
@@ -132,7 +133,7 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
         environ: of this process.
         devices: /dev.
     """
-    wanted = name or environ.get("TPU_NAME")
+    wanted = name or environ.get("TPU_NAME") or None
     chips = any(path for pattern in CHIPS for path in devices.glob(pattern))
     if wanted is None and not chips:
         raise UsageError(
@@ -140,7 +141,7 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
             "on a TPU machine, set TPU_NAME to a TPU's name or to grpc://host:port, or take another strategy "
             "(hvdtrain strategies lists them)"
         )
-    if wanted in (None, "", "local"):
+    if wanted in (None, "local"):
         if not chips:
             raise UsageError(
                 f"strategy {NAME}: {wanted!r} asks for a TPU in this machine, which has none (no chip in {devices})"

@@ -1,0 +1,138 @@
+"""Central storage, and the TPU's steps on a stand-in of two logical CPU devices: the same as one process.
+
+EXACT is contract 2's limit: 30 steps, every sixth of which has a single example for two replicas of 8 rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from launch import Results, run_cases
+
+EXACT = 1e-5
+CENTRAL = (
+    "case_adam",
+    "case_optimizers",
+    "case_ways_of_running",
+    "case_division",
+    "case_normalization",
+    "case_seeds",
+    "case_saved_model",
+    "case_refusals",
+)
+"""What central storage is asked too; of the others it shares every line with the TPU."""
+
+
+@functools.cache
+def run(strategy: str) -> Results:
+    env = {"HVDTRAIN_STRATEGY": strategy, "HVDTRAIN_REPLICAS": "2"}
+    return run_cases("replicas", np=1, only=() if strategy == "tpu" else CENTRAL, env=env)
+
+
+@pytest.fixture(params=["central-storage", "tpu"])
+def strategy(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def one(strategy: str, case: str) -> Any:
+    (found,) = run(strategy).of(case)
+    return found
+
+
+def check(found: dict[str, Any], place: str = "") -> None:
+    for name, value in found.items():
+        if isinstance(value, dict) and name != "histories":
+            check(value, f"{place} {name}")
+        elif name != "histories":
+            assert value <= EXACT, f"{place} {name}: {value}"
+
+
+@pytest.mark.parametrize("case", ["case_adam", "case_optimizers", "case_ways_of_running"])
+def test_same_as_one_process(strategy: str, case: str) -> None:
+    check(one(strategy, case))
+
+
+@pytest.mark.parametrize("case", ["case_sgd", "case_losses", "case_two_outputs"])
+def test_each_loss_and_metric_counts_once(case: str) -> None:
+    check(one("tpu", case))
+
+
+def test_a_step_is_one_program() -> None:
+    check(one("tpu", "case_one_program"))
+
+
+def test_each_replica_computes_its_rows(strategy: str) -> None:
+    found = one(strategy, "case_division")
+    assert found["workers"] == 2
+    assert found["seen"] == [[8, "device:CPU:0"], [8, "device:CPU:1"]]
+    assert found["copies"] == [2 if strategy == "tpu" else 1]
+    assert found["copies of metrics"] == [1]
+    assert found["first"] == ["device:CPU:0"]
+    assert found["replicas agree"] == 0
+
+
+def test_normalization(strategy: str) -> None:
+    found = one(strategy, "case_normalization")
+    assert found["synchronized"] <= EXACT
+    # Rows 0, 1 on one replica and 2, 3 on the other.
+    assert found["4"] == pytest.approx([1.5, 0, 0])
+    assert found["4, variance"] == pytest.approx([0.25, 0, 0])
+    # The tail's one example is on the second replica; the first one's fillers are forgotten.
+    assert found["5"] == pytest.approx([1, 2, 3])
+    assert found["5, variance"] == pytest.approx([0, 0, 0], abs=1e-6)
+
+
+def test_seeds(strategy: str) -> None:
+    found = one(strategy, "case_seeds")
+    # Each of two rows gives a weight whose unit it kept 2 (target 1, output 0), averaged.
+    assert found["steps"] == [0, 2, 4]
+    before, after = found["seeds"]
+    assert before != after
+
+
+def test_precision() -> None:
+    found = one("tpu", "case_precision")
+    # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1.
+    assert found["mixed_bfloat16"]["weights"] <= 12 * 0.05 * 2.0**-8
+    assert found["mixed_float16"]["weights"] <= 12 * 0.05 * 2.0**-11
+    assert found["mixed_float16"]["optimizer"] == "LossScaleOptimizer"
+    for precision, values in found.items():
+        assert values["compute"] == precision.removeprefix("mixed_")
+        assert values["predictions"] == 81
+
+
+def test_saved_model(strategy: str) -> None:
+    found = one(strategy, "case_saved_model")
+    assert found["outputs"] <= EXACT
+    assert found["went on"] <= EXACT
+    assert found["iterations"] == [18, 18]
+    assert found["rate"] == pytest.approx(0.01)
+
+
+def test_what_cannot_be_right_is_said(strategy: str) -> None:
+    found = one(strategy, "case_refusals")
+    expected = {
+        "own step": "computes its own train_step",
+        "added loss": "adds losses of its own",
+        "scalar loss": "returns one number for a batch",
+        "scalar metric": "The metric 'scalar' returns one number",
+        "metric that ignores weights": "The metric 'counting' does not regard sample_weight",
+        "reduction": "reduction='none'",
+        "devices in use": "call hvdtrain.init() first",
+        "Horovod's optimizer": "without DistributedOptimizer",
+        "Horovod's layer": "BatchNormalization(synchronized=True)",
+        "one device": "needs two devices to compute on, and there is CPU:1.",
+        "no device": "there is no device '/device:CPU:7': TensorFlow sees CPU:0, CPU:1.",
+    }
+    for name, words in expected.items():
+        assert words in found[name], name
+    assert all(found["even"].values())
+    assert len(found["even"]) == 5
+    if strategy == "tpu":
+        assert "run_eagerly=True does not work" in found["eager"]
+        assert "pass the Trainer a function" in found["built model"]
+        assert "the optimizer was used before" in found["used optimizer"]
+    else:
+        assert "jit_compile=True does not work" in found["jit"]

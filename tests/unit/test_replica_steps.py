@@ -1,0 +1,117 @@
+"""Steps of a single replica whose batch is filled up, against plain Keras on the real rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.compat_replicas import ReplicaScope, pure_steps
+from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
+
+ROWS, REAL = 5, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(REAL, 4)).astype("float32")
+Y = RNG.normal(size=(REAL, 2)).astype("float32")
+
+
+@pytest.fixture(params=["central", "mirrored"])
+def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
+    if request.param == "central":
+        return tf.distribute.get_strategy()
+    return tf.distribute.MirroredStrategy(["CPU:0"], tf.distribute.ReductionToOneDevice())
+
+
+@pytest.fixture(autouse=True)
+def policy() -> Iterator[None]:
+    before = keras.config.dtype_policy()
+    yield
+    keras.config.set_dtype_policy(before)
+
+
+def make(optimizer: Any, metrics: tuple[Any, ...] = ()) -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [layers.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)]
+    )
+    model.compile(optimizer, "mse", metrics=["mae", *metrics], jit_compile=False)
+    return model
+
+
+def steps_of(
+    strategy: tf.distribute.Strategy, optimizer: Any, metrics: tuple[Any, ...] = ()
+) -> tuple[keras.Model, ReplicaSteps]:
+    mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+    scope = local_variables(strategy) if mirrored else tf.device("CPU:0")
+    with scope:
+        model = make(optimizer(), metrics)
+        build(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 2))))
+    return model, ReplicaSteps(model, strategy, ROWS, update_on_replicas=mirrored)
+
+
+def share(real: int = REAL) -> Share:
+    return Share((tf.constant(X[:real]), tf.constant(Y[:real])), real, real, 0, 0)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
+def test_fillers_do_not_count(strategy: tf.distribute.Strategy, precision: str) -> None:
+    keras.config.set_dtype_policy(precision)
+    optimizer = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
+    model, steps = steps_of(strategy, optimizer)
+    plain = make(optimizer())
+    for _ in range(2):
+        model.reset_metrics()
+        plain.reset_metrics()
+        logs = steps.train([share()])
+        wanted = plain.train_on_batch(X, Y, return_dict=True)
+    assert {k: float(v) for k, v in logs.items()} == pytest.approx(wanted, rel=1e-3)
+    found, expected = model.get_weights(), plain.get_weights()
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6 if precision == "float32" else 1e-3)
+    outputs = steps.predict(share()).numpy()
+    assert outputs.shape == (REAL, 2)
+    np.testing.assert_allclose(outputs, plain.predict(X, verbose=0), rtol=1e-2, atol=1e-3)
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.1)
+
+
+class Rows(keras.metrics.Metric):
+    """Counts rows, whatever their weights."""
+
+    def __init__(self) -> None:
+        super().__init__(name="rows")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.cast(tf.shape(y_true)[0], tf.float32))
+
+    def result(self) -> Any:
+        return self.total
+
+
+def test_a_metric_that_ignores_weights(strategy: tf.distribute.Strategy) -> None:
+    _, steps = steps_of(strategy, keras.optimizers.SGD, (Rows(),))
+    with pytest.raises(UsageError, match="'rows' does not regard sample_weight"):
+        steps.test(share())
+
+
+def test_a_step_in_its_scope_changes_nothing() -> None:
+    model, _ = steps_of(tf.distribute.get_strategy(), keras.optimizers.Adam)
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    before = [v.numpy() for v in variables]
+    with (
+        pure_steps(model),
+        ReplicaScope([], None, REAL, 1, tf.constant(float(REAL))) as scope,
+    ):
+        model.train_step((tf.constant(X), tf.constant(Y)))
+    for variable, value in zip(variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    assert len(scope.handed_out) == len(model.trainable_variables)
+    assert any(scope.update_of(v) is not None for v in model.metrics_variables)
+    assert model.optimizer.apply_gradients.__self__ is model.optimizer  # Given back.
