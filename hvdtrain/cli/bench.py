@@ -6,11 +6,14 @@ import os
 import platform
 import shlex
 import statistics
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
+from hvdtrain.bench.memory import CASES, HEADER, measure_peak, row
+from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import StartPass, measure_startup, median
 from hvdtrain.launch.command import launch_command
@@ -28,7 +31,7 @@ _PASSES = click.option(
 
 @click.group()
 def bench() -> None:
-    """Measure training throughput and start-up."""
+    """Measure training throughput, start-up, memory and the bubble of pipeline stages."""
 
 
 @bench.command()
@@ -92,6 +95,49 @@ def scaling(
 
 @bench.command()
 @click.option(
+    "--case",
+    "names",
+    type=click.Choice(list(CASES)),
+    multiple=True,
+    help="Way and ranks; may be given again.  [default: all]",
+)
+@click.option(
+    "--width", type=click.IntRange(16), default=1024, show_default=True, help="Of the layers."
+)
+@click.option(
+    "--blocks",
+    type=click.IntRange(4),
+    default=6,
+    show_default=True,
+    help="Two layers each, 8 width^2 parameters.",
+)
+@_CONTROLLER
+def memory(names: tuple[str, ...], width: int, blocks: int, controller: str) -> None:
+    """Peak memory of a rank with Adam, against weights + gradients + state."""
+    chosen = choose_controller(controller, find_engine().built, find_mpirun())
+
+    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
+        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=find_mpirun())
+
+    cases = [CASES[name] for name in names or CASES]
+    click.echo(
+        f"{blocks * (8 * width**2 + 5 * width) / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB a "
+        f"rank; {_machine()}"
+    )
+    click.echo(_line(HEADER))
+    for case in cases:
+        click.echo(_line(row(case, measure_peak(case, launch, width, blocks))))
+    again = ["hvdtrain", "bench", "memory", "--width", str(width), "--blocks", str(blocks)]
+    click.echo(f"again: {shlex.join([*again, *(w for n in names for w in ('--case', n))])}")
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return "".join(f"{cell:>10}" for cell in cells)
+
+
+@bench.command()
+@click.option(
     "-np",
     "--num-proc",
     "np",
@@ -115,6 +161,64 @@ def startup(np: int, controller: str, passes: int) -> None:
     click.echo(
         f"median of {passes}: hvdtrain run {middle.ours:.2f} s, horovodrun {middle.bare:.2f} s"
     )
+
+
+@bench.command()
+@click.option(
+    "--stages",
+    type=click.IntRange(2),
+    default=2,
+    show_default=True,
+    metavar="N",
+    help="Stages, each a worker.",
+)
+@click.option(
+    "--micro-batches",
+    "counts",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 2, 4, 8, 16),
+    show_default=True,
+    metavar="N",
+    help="Micro-batches of a step; may be repeated.",
+)
+@click.option(
+    "--width", type=click.IntRange(1), default=1024, show_default=True, help="Of the dense layers."
+)
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
+@_CONTROLLER
+@_PASSES
+def pipeline(
+    stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str, passes: int
+) -> None:
+    """Step time of pipeline stages of one core each, against (m + s - 1) / m of the ideal."""
+    engine, mpirun = find_engine(), find_mpirun()
+    chosen = choose_controller(controller, engine.built, mpirun)
+    work = Work(layers=4 * stages, width=width, batch_size=batch_size)
+
+    def launch(workers: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        if workers == 1:
+            return [sys.executable, str(script), *arguments]
+        plan = LaunchPlan(script=script, arguments=arguments, np=stages, controller=chosen)
+        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+
+    click.echo(
+        f"{work.layers} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}; {_machine()}"
+    )
+    done: list[list[BubblePass]] = []
+    for one in measure_bubble(counts, work, passes, launch):
+        done.append(one)
+        ratios = "   ".join(f"m={found.micro_batches} {found.ratio:.3f}" for found in one)
+        click.echo(f"  step time / ideal: {ratios}")
+    click.echo(f"medians of {passes}: m, ideal ms, measured ms, measured / ideal, (m + s - 1) / m")
+    for count, ideal, seconds, ratio, theory in medians(done):
+        click.echo(
+            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory:9.3f}"
+        )
+    again = ["hvdtrain", "bench", "pipeline", "--stages", str(stages)]
+    again += [part for count in counts for part in ("--micro-batches", str(count))]
+    again += ["--width", str(width), "--batch-size", str(batch_size), "--controller", controller]
+    click.echo(f"again: {shlex.join([*again, '--passes', str(passes)])}")
 
 
 def _machine() -> str:
