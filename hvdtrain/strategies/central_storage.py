@@ -105,7 +105,7 @@ class CentralStorage(Strategy):
 
     def _steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         assert self._strategy is not None
-        return ReplicaSteps(model, self._strategy, examples, update_on_replicas=False)
+        return ReplicaSteps(model, self._strategy, examples, self._parameter_device)
 
 
 def _short(device: str) -> str:

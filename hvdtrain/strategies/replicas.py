@@ -51,10 +51,10 @@ class ReplicaSteps:
 
     Args:
         model: its variables are where the strategy keeps them; compiled and built.
-        strategy: of tf.distribute; its replicas only read variables, unless `update_on_replicas`.
+        strategy: of tf.distribute.
         examples: in the largest global batch.
-        update_on_replicas: every replica has its own copy of all variables of model and optimizer,
-            and applies what all found to it.
+        parameter_device: that holds all variables; replicas only read them. None: every replica has its own
+            copy of all variables of model and optimizer, and applies what all found to it.
     """
 
     def __init__(
@@ -62,21 +62,22 @@ class ReplicaSteps:
         model: keras.Model,
         strategy: tf.distribute.Strategy,
         examples: int,
-        update_on_replicas: bool,
+        parameter_device: str | None,
     ) -> None:
         _require_own_collectives(model)
         self._model = model
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
         self._rows = -(-examples // self._replicas)
-        self._on_replicas = update_on_replicas
+        self._device = parameter_device
+        self._on_replicas = parameter_device is None
         # Keras's own step has each replica's part in the loss; a user's may not.
         self._together = SUM if compat.wraps_own_steps(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             compat_replicas.count_each_example_once(model)
-            if update_on_replicas:
+            if self._on_replicas:
                 compat_replicas.update_on_each_replica(model.optimizer)
 
     # What the Trainer calls.
@@ -124,7 +125,8 @@ class ReplicaSteps:
             return tf.split(leaf, self._replicas, axis)
 
         data = [share.data for share in shares]
-        flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
+        with tf.device("CPU:0"):  # From there each device gets its own part.
+            flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
         mask = [] if placement.is_full else [tf.constant(placement.mask)]
         weights = tf.constant(placement.weights)
 
@@ -198,7 +200,8 @@ class ReplicaSteps:
         shared = (examples, states) if number is None else (examples, states, number)
         with compat_replicas.pure_steps(self._model):
             parts = self._strategy.run(replica, (*divided, *shared), options=STATIC_SHAPES)
-            if not self._on_replicas:
+        if not self._on_replicas:
+            with tf.device(self._device):
                 gradients = self._reduced(self._together, parts["gradients"])
                 self._apply(gradients, self._reduced(SUM, parts["states"]), found)
         self._add_to_metrics(self._reduced(SUM, parts["metrics"]), found, examples)

@@ -102,7 +102,7 @@ class TPU(Strategy):
                 f"run_eagerly=True does not work with strategy {NAME}: a TPU runs compiled programs only. Debug with "
                 "strategy='horovod'"
             )
-        return ReplicaSteps(model, self._strategy, examples, update_on_replicas=True)
+        return ReplicaSteps(model, self._strategy, examples, parameter_device=None)
 
 
 def connect(name: str | None) -> tf.distribute.Strategy:

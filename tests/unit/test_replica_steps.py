@@ -22,9 +22,8 @@ X = RNG.normal(size=(REAL, 4)).astype("float32")
 Y = RNG.normal(size=(REAL, 2)).astype("float32")
 
 
-@pytest.fixture(params=["central", "mirrored"])
-def strategy(request: pytest.FixtureRequest) -> tf.distribute.Strategy:
-    if request.param == "central":
+def strategy_of(kind: str) -> tf.distribute.Strategy:
+    if kind == "central":
         return tf.distribute.get_strategy()
     return tf.distribute.MirroredStrategy(["CPU:0"], tf.distribute.ReductionToOneDevice())
 
@@ -53,16 +52,21 @@ def steps_of(
     with scope:
         model = make(optimizer(), metrics)
         build(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 2))))
-    return model, ReplicaSteps(model, strategy, ROWS, update_on_replicas=mirrored)
+    return model, ReplicaSteps(
+        model, strategy, ROWS, parameter_device=None if mirrored else "CPU:0"
+    )
 
 
 def share(real: int = REAL) -> Share:
     return Share((tf.constant(X[:real]), tf.constant(Y[:real])), real, real, 0, 0)
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_float16"])
-def test_fillers_do_not_count(strategy: tf.distribute.Strategy, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("central", "float32"), ("mirrored", "mixed_float16")]
+)
+def test_fillers_do_not_count(kind: str, precision: str) -> None:
     keras.config.set_dtype_policy(precision)
+    strategy = strategy_of(kind)
     optimizer = lambda: keras.optimizers.SGD(0.1, momentum=0.9)  # noqa: E731
     model, steps = steps_of(strategy, optimizer)
     plain = make(optimizer())
@@ -95,14 +99,14 @@ class Rows(keras.metrics.Metric):
         return self.total
 
 
-def test_a_metric_that_ignores_weights(strategy: tf.distribute.Strategy) -> None:
-    _, steps = steps_of(strategy, keras.optimizers.SGD, (Rows(),))
+def test_a_metric_that_ignores_weights() -> None:
+    _, steps = steps_of(strategy_of("central"), keras.optimizers.SGD, (Rows(),))
     with pytest.raises(UsageError, match="'rows' does not regard sample_weight"):
         steps.test(share())
 
 
 def test_a_step_in_its_scope_changes_nothing() -> None:
-    model, _ = steps_of(tf.distribute.get_strategy(), keras.optimizers.Adam)
+    model, _ = steps_of(strategy_of("central"), keras.optimizers.Adam)
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = [v.numpy() for v in variables]
     with (

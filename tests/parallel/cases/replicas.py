@@ -263,7 +263,7 @@ def case_one_program() -> dict[str, Any]:
     compiled = constrained()
     compiled.compile(SGD(0.1, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
     build(compiled, (keras.KerasTensor((BATCH, 3)), keras.KerasTensor((BATCH, 1))))
-    steps = ReplicaSteps(compiled, tf.distribute.get_strategy(), BATCH, update_on_replicas=True)
+    steps = ReplicaSteps(compiled, tf.distribute.get_strategy(), BATCH, parameter_device=None)
     states = [tf.convert_to_tensor(v.value) for m in compiled.metrics for v in m.variables]
 
     @tf.function(jit_compile=True, autograph=False)
