@@ -109,6 +109,8 @@ def run(
     if show_config:
         click.echo(config_text(ctx))
         return
+    if not dry_run:
+        conceal_secrets(values["env"], values["arguments"])
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
@@ -119,7 +121,7 @@ def run(
         env = tuple(map(_variable_to_pass, values["env"]))
         asked = without_outranked(ctx, values) | {"env": env}
         argv, members = other_launch(ctx, choice.name, workers, ps, asked)
-        _print_or_run(argv, values, view, dry_run, members=members)
+        _print_or_run(argv, view, dry_run, members=members)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
         if number is not None:
@@ -138,17 +140,14 @@ def run(
         argv = srun_command(plan, allocation, box)
     else:
         argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-    _print_or_run(argv, values, view, dry_run, elastic=plan.elastic)
+    _print_or_run(argv, view, dry_run, elastic=plan.elastic)
 
 
-def _print_or_run(
-    argv: list[str], values: dict[str, Any], view: View, dry_run: bool, **launch: Any
-) -> None:
+def _print_or_run(argv: list[str], view: View, dry_run: bool, **launch: Any) -> None:
     """Print the command, or run it and exit as it does."""
     if dry_run:
         click.echo(shlex.join(masked(argv)))
         return
-    conceal_secrets(values.get("env") or (), values["arguments"])
     if view.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
     sys.exit(run_launch(argv, view, **launch))
