@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 ROUNDS = 3
-SECONDS = 1.0
+SECONDS = 0.7
 """Aim of one timed round."""
 
 

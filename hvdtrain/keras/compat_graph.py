@@ -79,10 +79,14 @@ def _node_of(tensor: Tensor) -> Any:
     return history.operation._inbound_nodes[history.node_index]
 
 
-def part_of(inputs: Sequence[Tensor], outputs: Any, name: str) -> keras.Model:
-    """Return the model of the calls between `inputs` and `outputs`: the same layers, under the same names."""
+def part_of(
+    whole: keras.Model, inputs: Sequence[Tensor], outputs: Sequence[Tensor], name: str
+) -> keras.Model:
+    """Return the model of the calls of `whole` from `inputs` to `outputs`: the same layers, under the same names."""
     histories = [tensor._keras_history for tensor in inputs]
-    model = keras.Model(inputs=list(inputs), outputs=outputs, name=name)
+    model = keras.Model(inputs=list(inputs), outputs=list(outputs), name=name)
+    # By it Keras decides on loss scaling; not by the setter, which would quantize.
+    model._dtype_policy = whole.dtype_policy
     # Keras counts the whole model's inputs as made again, and could not write its configuration then.
     for tensor, history in zip(inputs, histories, strict=True):
         tensor._keras_history = history
@@ -90,11 +94,6 @@ def part_of(inputs: Sequence[Tensor], outputs: Any, name: str) -> keras.Model:
     model.supports_masking = True
     model.compute_mask = lambda inputs, previous_mask: None
     return model
-
-
-def outputs_struct(functional: Functional) -> Any:
-    """Return the structure of a graph's outputs, as the user gave it."""
-    return functional._outputs_struct
 
 
 def like_outputs(functional: Functional, flat: Sequence[Any]) -> Any:
@@ -137,13 +136,12 @@ def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
     model._loss_tracker.update_state(loss, sample_weight=examples)
 
 
-def build_compiled(model: keras.Model, y: Any, weight: Any) -> None:
-    """Create the states of a compiled model's loss and metrics from symbolic `y` and sample weights.
-
-    The model is built; what it is called on counts for nothing here.
-    """
-    x = [backend.KerasTensor(tensor.shape, tensor.dtype) for tensor in model.inputs]
-    model._symbolic_build(data_batch=(x, y, weight))
+def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None:
+    """Create the states of a compiled model's loss and metrics from symbolic predictions, labels and sample weights."""
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        backend.compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=weight)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
 
 
 def drop_compiled(model: keras.Model) -> None:

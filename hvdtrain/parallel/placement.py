@@ -86,7 +86,11 @@ def _named(layers: Layers, pattern: str) -> list[int]:
     except re.error as error:
         raise UsageError(f"place: {pattern!r} is no regular expression: {error}") from None
     if not named:
-        paths = [paths[0] for paths in layers.paths.values()]
+        paths = [
+            paths[0]
+            for identity, paths in layers.paths.items()
+            if not isinstance(layers.by_id[identity], keras.layers.InputLayer)
+        ]
         shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
         raise UsageError(f"place: no layer's path is {pattern!r}. Paths: {shown}")
     return named

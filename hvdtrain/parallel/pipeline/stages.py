@@ -59,8 +59,8 @@ class Stage:
         received: what crosses the cut before the stage.
         used: places in `received` of what the stage's model takes.
         sent: what crosses the cut behind it.
-        passed: for each of `sent`, its place in `received`, or None for what the stage makes: the
-            model's outputs, in their order.
+        passed: for each of `sent`, or of the whole model's outputs on the last stage, its place in
+            `received`, or None for what the stage makes: its model's outputs, in their order.
         others: the variables of the other stages.
         whole: the whole model's graph.
         names: of the layers of each stage.
@@ -105,7 +105,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     stage_of = [sum(place >= start for start in starts) for place in range(len(calls))]
     _check_shared(calls, stage_of)
     _check_trained(calls, stage_of, count)
-    return _stage(functional, calls, stage_of, index, count)
+    return _stage(model, functional, calls, stage_of, index, count)
 
 
 def balanced(
@@ -197,9 +197,8 @@ def _balanced_starts(functional: Any, calls: Sequence[Call], count: int) -> list
         for place in range(min(variables) + 1, max(variables) + 1)
     }
     # A stage without anything to train has no gradients to reduce (see _check_trained).
-    forbidden |= {
-        p for p in range(1, len(calls)) if not _trains(calls[:p]) or not _trains(calls[p:])
-    }
+    trained = [place for place, call in enumerate(calls) if _trains([call])] or [0]
+    forbidden |= {*range(1, trained[0] + 1), *range(trained[-1] + 1, len(calls))}
     weights = [
         sum(_elements(t) for t in _crossing(functional, calls, place))
         for place in range(len(calls))
@@ -299,7 +298,12 @@ def _check_trained(calls: Sequence[Call], stage_of: Sequence[int], count: int) -
 
 
 def _stage(
-    functional: Any, calls: Sequence[Call], stage_of: Sequence[int], index: int, count: int
+    whole: keras.Model,
+    functional: Any,
+    calls: Sequence[Call],
+    stage_of: Sequence[int],
+    index: int,
+    count: int,
 ) -> Stage:
     starts = [stage_of.index(stage) for stage in range(count)]
     ends = [*starts[1:], len(calls)]
@@ -308,21 +312,16 @@ def _stage(
     is_last = index == count - 1
     sent = [] if is_last else _crossing(functional, calls, ends[index])
     taken = {id(t) for call in own for t in call.inputs}
-    if is_last:
-        taken |= {id(t) for t in functional.outputs}
     own_inputs = tuple(i for i, t in enumerate(functional.inputs) if id(t) in taken)
     used = tuple(i for i, t in enumerate(received) if id(t) in taken)
     inputs = [*(functional.inputs[i] for i in own_inputs), *(received[i] for i in used)]
     places = {id(t): i for i, t in enumerate(received)}
-    outputs = (
-        compat_graph.outputs_struct(functional)
-        if is_last
-        else [t for t in sent if id(t) not in places]
-    )
+    outputs = functional.outputs if is_last else sent
+    made = [t for t in outputs if id(t) not in places]
     elsewhere = [
         v for call, of in zip(calls, stage_of, strict=True) if of != index for v in call.variables
     ]
-    model = compat_graph.part_of(inputs, outputs, f"{functional.name}_stage_{index}")
+    model = compat_graph.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
     if is_last:
         # Metrics of several outputs are named after them.
         model.output_names = list(functional.output_names)
@@ -334,7 +333,7 @@ def _stage(
         received=tuple(Crossing(t, compat_graph.mask_of(t)) for t in received),
         used=used,
         sent=tuple(Crossing(t, compat_graph.mask_of(t)) for t in sent),
-        passed=tuple(places.get(id(t)) for t in sent),
+        passed=tuple(places.get(id(t)) for t in outputs),
         others=tuple({id(v): v for v in elsewhere}.values()),
         whole=functional,
         names=tuple(

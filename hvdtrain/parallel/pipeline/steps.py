@@ -258,44 +258,42 @@ class PipelineSteps:
         function = self._function((run.__name__, part.size), run)
         if not self._stage.is_last:
             y = weight = None
-        return function(received, x if self._stage.own_inputs else None, y, weight)
+        own_x = x if self._stage.own_inputs else None
+        return function(received, own_x, y, weight, part.examples)
 
-    def _train_pass(self, received: list[Any], x: Any, y: Any, weight: Any) -> Any:
+    def _train_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
         outputs, sent = self._run(received, x, training=True)
-        model = self._stage.model
-        losses, found = self._losses(outputs, y, weight, training=True)
-        scaled = [model.optimizer.scale_loss(loss) for loss in losses]
-        return sent, scaled, found
+        losses, found = self._losses(outputs, y, weight, examples, training=True)
+        optimizer = self._stage.model.optimizer
+        return sent, [optimizer.scale_loss(loss) for loss in losses], found
 
-    def _test_pass(self, received: list[Any], x: Any, y: Any, weight: Any) -> Any:
+    def _test_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
         outputs, sent = self._run(received, x, training=False)
-        _, found = self._losses(outputs, y, weight, training=False)
+        _, found = self._losses(outputs, y, weight, examples, training=False)
         return sent, [], found
 
-    def _predict_pass(self, received: list[Any], x: Any, y: Any, weight: Any) -> Any:
-        del y, weight
+    def _predict_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
+        del y, weight, examples
         outputs, sent = self._run(received, x, training=False)
-        return sent, [], outputs if self._stage.is_last else []
+        return sent, [], outputs
 
-    def _losses(self, outputs: Any, y: Any, weight: Any, training: bool) -> tuple[list[Any], Any]:
+    def _losses(
+        self, outputs: Any, y: Any, weight: Any, examples: int, training: bool
+    ) -> tuple[list[Any], list[Any]]:
         """Return this stage's part of the loss, [] if it has none, and on the last stage the running logs."""
         model = self._stage.model
-        examples = tf.shape(tf.nest.flatten(outputs)[0])[0]
         if not self._stage.is_last:
-            losses = (
-                [tf.add_n([tf.cast(loss, tf.float32) for loss in model.losses])]
-                if model.losses
-                else []
-            )
-            compat_graph.track_loss(model, losses[0] if losses else tf.constant(0.0), examples)
+            own = [tf.cast(loss, tf.float32) for loss in model.losses]
+            losses = [tf.add_n(own)] if own else []
+            compat_graph.track_loss(model, losses[0] if losses else 0.0, examples)
             return losses, []
         loss = compat_graph.compute_loss(model, y, outputs, weight, training)
-        compat_graph.track_loss(model, loss, tf.shape(tf.nest.flatten(y)[0])[0])
+        compat_graph.track_loss(model, loss, examples)
         logs = model.compute_metrics(None, y, outputs, sample_weight=weight)
         return [loss], [logs[name] for name in self._names]
 
     def _run(self, received: list[Any], x: Any, training: bool) -> tuple[Any, list[Any]]:
-        """Return the stage's outputs, and what it sends: those, and what passes through."""
+        """Return the whole model's outputs on the last stage, and what the others send."""
         stage = self._stage
         arrived = _with_masks(tensors_of(stage.received), received)
         inputs = []
@@ -303,16 +301,17 @@ class PipelineSteps:
             flat = compat_graph.flat_inputs(stage.whole, x)
             inputs = [flat[place] for place in stage.own_inputs]
         inputs += [arrived[place] for place in stage.used]
-        outputs = stage.model(inputs, training=training)
-        made = iter(tf.nest.flatten(outputs))
+        made = iter(tf.nest.flatten(stage.model(inputs, training=training)))
+        outputs = [next(made) if place is None else arrived[place] for place in stage.passed]
+        if stage.is_last:
+            return compat_graph.like_outputs(stage.whole, outputs), []
         sent = []
-        for crossing, place in zip(stage.sent, stage.passed, strict=True):
-            tensor = next(made) if place is None else arrived[place]
+        for crossing, tensor in zip(stage.sent, outputs, strict=True):
             # A function that returns its own argument has no gradient of it.
             sent.append(tf.identity(tensor))
             if crossing.masked:
                 sent.append(tf.identity(compat_graph.mask_of(tensor)))
-        return outputs, sent
+        return None, sent
 
     def _with_gradients(self, received: list[Any]) -> list[Any]:
         places = tensors_of(self._stage.received)

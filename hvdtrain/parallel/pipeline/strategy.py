@@ -97,7 +97,11 @@ class PipelineStrategy(TensorStrategy):
             )
         if self.stage.is_last:
             _, y, weight = (*data, None, None)[:3]
-            compat_graph.build_compiled(model, _any_batch(y), _any_batch(weight))
+            whole = self.stage.whole
+            outputs = compat_graph.like_outputs(whole, whole.outputs)
+            compat_graph.build_compiled(
+                model, _any_batch(outputs), _any_batch(y), _any_batch(weight)
+            )
         else:
             compat_graph.drop_compiled(model)
         if not model.optimizer.built:
