@@ -1,1 +1,20 @@
-"""Models and optimizer states that are divided over the ranks, by Horovod's process sets."""
+"""Models and optimizer states that are divided over the ranks, by Horovod's process sets.
+
+`ShardedOptimizer`, `gathered_state` and `scatter_state` are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.zero import ShardedOptimizer, gathered_state, scatter_state
+
+__all__ = ["ShardedOptimizer", "gathered_state", "scatter_state"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(importlib.import_module("hvdtrain.parallel.zero"), name)
+    raise AttributeError(f"module 'hvdtrain.parallel' has no attribute {name!r}")
