@@ -76,6 +76,10 @@ class Strategy:
         with self.scope():
             return model if isinstance(model, keras.Model) else model()
 
+    def inputs(self, model: keras.Model) -> list[Any]:
+        """Return the symbolic inputs that data is for, flat; [] if the model has none yet."""
+        return keras.tree.flatten(getattr(model, "inputs", None) or [])
+
     def distribute(self, optimizer: Any) -> Any:
         """Return the optimizer that the model is compiled with."""
         return optimizer
