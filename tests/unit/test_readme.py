@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -97,7 +98,7 @@ def test_extras_are_there() -> None:
 
 def test_example(tmp_path: Path) -> None:
     """The Trainer example does what its comments say, in one process."""
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     (tmp_path / "train.py").write_text(example.replace("epochs=10", "epochs=1"))
     command = [sys.executable, "train.py"]
     job = subprocess.run(
@@ -108,6 +109,15 @@ def test_example(tmp_path: Path) -> None:
     (comment,) = re.findall(r"run_dir=.*# (.*)", example)
     written = sorted(path.name for path in (tmp_path / "runs" / "digits").iterdir())
     assert written == sorted(comment.split(", "))
+
+
+def test_layout() -> None:
+    import hvdtrain
+
+    _, example = blocks("python")
+    names: dict[str, Any] = {"hvdtrain": hvdtrain}
+    exec(example, names)
+    assert names["layout"].mesh.for_ranks(8).data == 2
 
 
 def test_moving_a_script_changes_one_import() -> None:
