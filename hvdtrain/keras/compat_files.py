@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 from keras.src.saving import saving_lib
 
 OPTIMIZER = "optimizer"
@@ -167,7 +166,7 @@ def rename(variable: Any, path: str) -> None:
     variable._path = path
 
 
-def give_value(variable: Any, value: np.ndarray) -> None:
+def give_value(variable: Any, value: Any) -> None:
     """Give a variable that waits its value, on the device of the scope."""
     variable._initialize(value)
 

@@ -51,7 +51,7 @@ def pieces_of(
     sender: Sender = Sender(),
     adds_up: bool = False,
 ) -> list[Piece]:
-    """Return what this rank holds of a model and its optimizer, in the order of the state.
+    """Return what this rank holds of a model and its optimizer.
 
     Args:
         variables: the Keras variables of the unsplit model in its order, each whole, a shard (see
@@ -95,7 +95,7 @@ def pieces_of(
         _variable_piece((COMMON, number, 0), v, None, sender.common)
         for number, v in enumerate(common)
     ]
-    return sorted(found, key=lambda piece: piece.place)
+    return found
 
 
 def _piece(

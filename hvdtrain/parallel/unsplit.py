@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
@@ -69,7 +68,7 @@ class Unsplit:
         with tf.device("CPU:0"):
             for variable in copy.variables:
                 if is_waiting(variable):
-                    compat_files.give_value(variable, np.zeros(variable.shape, variable.dtype))
+                    compat_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
             optimizer = compat_files.plain_optimizer(model.optimizer)
             compat_files.compile_like(copy, model, optimizer)
             if model.optimizer.built:

@@ -275,6 +275,16 @@ def test_a_model_that_cannot_be_made_again_is_refused_at_once() -> None:
         Unsplit(made)
 
 
+class OwnSGD(keras.optimizers.SGD):
+    """Not registered with Keras."""
+
+
+def test_a_plain_optimizer_of_the_users_own_class() -> None:
+    plain = compat_files.plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
+    assert type(plain) is OwnSGD
+    assert float(plain.learning_rate) == pytest.approx(0.2)
+
+
 def test_a_plain_optimizer_inside_loss_scaling() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     DistributedOptimizer(scaled)

@@ -1,0 +1,187 @@
+"""Gathering and scattering a state over layouts, between ranks that are threads of this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.shards import Shard
+from hvdtrain.parallel import state as travel
+from hvdtrain.parallel.state import Piece, State, gather, scatter
+
+RNG = np.random.default_rng(0)
+WHOLE: State = {
+    "embedding": RNG.normal(size=(6, 10)).astype("float32"),
+    "up": RNG.normal(size=(4, 8)).astype(ml_dtypes.bfloat16),
+    "flag": np.array([True, False, True]),
+    "iterations": np.array(2**40 + 1, "int64"),
+    "empty": np.zeros((0, 3), "float32"),
+}
+PLACES = {name: (0, number, 0) for number, name in enumerate(WHOLE)}
+SPLIT = {"embedding": 0, "up": 1}
+
+
+class Ranks:
+    """Horovod between threads; a collective of another name on one rank fails them all."""
+
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.size = size
+        self._local = threading.local()
+        self._barrier = threading.Barrier(size, timeout=20)
+        self._said: list[Any] = [None] * size
+        monkeypatch.setattr(
+            travel,
+            "hvd",
+            SimpleNamespace(rank=self.rank, size=lambda: size, broadcast=self._broadcast),
+        )
+        monkeypatch.setattr(travel, "exchange", self._exchange)
+
+    def rank(self) -> int:
+        return int(self._local.rank)
+
+    def _all(self, value: Any, name: str) -> list[Any]:
+        self._said[self.rank()] = (name, value)
+        self._barrier.wait()
+        said = list(self._said)
+        self._barrier.wait()
+        assert {other for other, _ in said} == {name}, said
+        return [value for _, value in said]
+
+    def _broadcast(self, tensor: Any, root: int, name: str) -> Any:
+        everyone = self._all(tensor, name)
+        assert len({tuple(t.shape) for t in everyone}) == 1
+        return everyone[root]
+
+    def _exchange(self, value: Any, name: str) -> list[Any]:
+        return [json.loads(json.dumps(v)) for v in self._all(value, name)]
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        """Return what `work` returns, or raises, on each rank."""
+        results: list[Any] = [None] * self.size
+
+        def start(rank: int) -> None:
+            self._local.rank = rank
+            try:
+                results[rank] = work(rank)
+            except Exception as error:
+                results[rank] = error
+                if not isinstance(error, UsageError):
+                    self._barrier.abort()
+
+        threads = [threading.Thread(target=start, args=(r,)) for r in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+def piece(held: State, name: str, shard: Shard | None, sends: bool) -> Piece:
+    """A piece of `held`, which has what the rank holds."""
+    whole = WHOLE[name]
+
+    def write(value: np.ndarray) -> None:
+        held[name] = shard.part_of(value) if shard else value
+
+    shape = shard.part_shape(whole.shape) if shard else whole.shape
+    return Piece(
+        place=PLACES[name],
+        name=name,
+        shape=whole.shape,
+        dtype=whole.dtype.name,
+        sends=sends,
+        elements=int(np.prod(shape)),
+        read=lambda: held[name],
+        write=write,
+        axis=shard.axis if shard else 0,
+    )
+
+
+def replicas(rank: int, held: State) -> list[Piece]:
+    """All on every rank."""
+    return [piece(held, name, None, rank == 0) for name in WHOLE]
+
+
+def tensor(rank: int, held: State) -> list[Piece]:
+    """Data 2 x tensor 2."""
+    data, index = divmod(rank, 2)
+    pieces = []
+    for name in WHOLE:
+        shard = Shard(SPLIT[name], index, 2) if name in SPLIT else None
+        pieces.append(piece(held, name, shard, data == 0 and (shard is not None or index == 0)))
+    return pieces
+
+
+def hybrid(rank: int, held: State) -> list[Piece]:
+    """Pipeline 2 x tensor 2: the first stage has the embedding, the second all the rest."""
+    stage, index = divmod(rank, 2)
+    names = ["embedding", "iterations"] if stage == 0 else [n for n in WHOLE if n != "embedding"]
+    pieces = []
+    for name in names:
+        shard = Shard(SPLIT[name], index, 2) if name in SPLIT else None
+        sends = rank == 0 if name == "iterations" else shard is not None or index == 0
+        pieces.append(piece(held, name, shard, sends))
+    return pieces
+
+
+LAYOUTS = (replicas, tensor, hybrid)
+
+
+@pytest.mark.parametrize("block", [12, 2**20])
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_a_state_goes_from_one_layout_to_another(
+    source: Any, target: Any, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(travel, "BLOCK_BYTES", block)
+    ranks = Ranks(4, monkeypatch)
+    held: Sequence[State] = [{} for _ in range(4)]
+
+    def there(rank: int) -> State:
+        pieces = source(rank, held[rank])
+        for p in pieces:
+            p.write(WHOLE[p.name])
+        return gather(pieces)
+
+    first, *others = ranks.run(there)
+    assert others == [{}, {}, {}]
+    assert list(first) == list(WHOLE)
+    for name, value in WHOLE.items():
+        assert first[name].dtype == value.dtype
+        assert first[name].tobytes() == value.tobytes() and first[name].shape == value.shape, name
+    now: Sequence[State] = [{} for _ in range(4)]
+
+    def back(rank: int) -> None:
+        scatter(target(rank, now[rank]), first if rank == 0 else None)
+
+    assert ranks.run(back) == [None] * 4
+    for rank in range(4):
+        for p in target(rank, {}):
+            expected: State = {}
+            piece(expected, p.name, _shard(p, rank), False).write(WHOLE[p.name])
+            assert now[rank][p.name].tobytes() == expected[p.name].tobytes(), (rank, p.name)
+
+
+def _shard(p: Piece, rank: int) -> Shard | None:
+    is_part = p.elements < int(np.prod(p.shape))
+    return Shard(p.axis, rank % 2, 2) if is_part else None
+
+
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(4, monkeypatch)
+    wrong = WHOLE | {"up": np.zeros((4, 6))}
+    held: State = {}
+    found = ranks.run(lambda rank: scatter(hybrid(rank, held), wrong if rank == 0 else None))
+    assert {str(error) for error in found} == {
+        "variable 'up' is of shape [4, 6] in the state, and of shape [4, 8] here"
+    }
+    assert all(isinstance(error, UsageError) for error in found)
+    assert held == {}
