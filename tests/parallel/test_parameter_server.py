@@ -36,7 +36,7 @@ CASES = str(Path(__file__).parent / "cases" / "parameter_server.py")
 def equal(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, ServerJob]:
     folder = tmp_path_factory.mktemp("equal")
     with server_job(folder, [CASES, "equal", str(folder)], workers=1, servers=2) as job:
-        assert job.end() == 0, job.log("chief")
+        assert job.end(seconds=150) == 0, job.log("chief")
         ends = {key: job.end(*key, seconds=20) for key in job.processes}
         assert set(ends.values()) == {0}, "workers and servers end with the chief"
     return json.loads((folder / "found.json").read_text()), folder, job

@@ -155,13 +155,13 @@ class Remote:
         self._value = value
         self._lost = lost
 
-    def get(self) -> Remote:
-        return self
+    def _get_error(self) -> None:
+        return None
 
-    def numpy(self) -> np.ndarray:
+    def get(self) -> tf.Tensor:
         if self._lost:
             raise tf.errors.UnavailableError(None, None, "from /job:worker/replica:0/task:0")
-        return self._value.numpy()
+        return self._value
 
 
 class Coordinator:

@@ -121,9 +121,12 @@ class ServerSteps:
 
     def _fetch(self, remote: Any) -> Any:
         """Return what a step returned, as NumPy arrays."""
-        result = remote.get()
+        # Of a step that failed; if its worker dies, the coordinator lets another one repeat it.
+        error = remote._get_error()
+        if error is not None:
+            raise error
         try:
-            return tf.nest.map_structure(lambda value: value.numpy(), result)
+            return tf.nest.map_structure(lambda value: value.numpy(), remote.get())
         except tf.errors.OpError as error:
             if lost_server(str(error), self._config) is not None:
                 raise

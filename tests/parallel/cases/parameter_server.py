@@ -73,9 +73,7 @@ def rate() -> Any:
 OPTIMIZERS = {
     "adam": lambda: keras.optimizers.AdamW(rate(), weight_decay=0.05, global_clipnorm=0.5),
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, clipnorm=0.3),
-    "nadam": lambda: keras.optimizers.Nadam(0.01),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
-    "ema": lambda: keras.optimizers.SGD(0.05, use_ema=True, ema_overwrite_frequency=2),
 }
 
 
