@@ -101,7 +101,7 @@ def measure_peak(
     Raises:
         EngineError: the training failed.
     """
-    arguments = (case.way, f"--width={width}", f"--blocks={blocks}")
+    arguments = (case.way, f"--ranks={case.ranks}", f"--width={width}", f"--blocks={blocks}")
     argv = launch(case.ranks, SCRIPT, arguments)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

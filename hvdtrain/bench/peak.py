@@ -13,7 +13,6 @@ import ctypes
 import gc
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,13 @@ TINY = 16
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("way", choices=["data", "zero", "tensor", "pipeline"])
+    parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
     arguments = parser.parse_args()
-    train(arguments.way, TINY, arguments.blocks)
+    train(arguments.way, arguments.ranks, TINY, arguments.blocks)
     before = restart_mark()
-    trained = train(arguments.way, arguments.width, arguments.blocks)
+    trained = train(arguments.way, arguments.ranks, arguments.width, arguments.blocks)
     peak = status("VmHWM") - before
 
     from hvdtrain.agreement import exchange
@@ -41,21 +41,21 @@ def main() -> None:
         print(json.dumps({"peak_of_ranks": peaks, "parameters": parameters}), flush=True)
 
 
-def train(way: str, width: int, blocks: int) -> Any:
+def train(way: str, ranks: int, width: int, blocks: int) -> Any:
     """Train a stack of blocks, Dense(4 width) and Dense(width), for some steps; return the Trainer."""
     import keras
     import numpy as np
 
     import hvdtrain
 
-    options: dict[str, Callable[[], dict[str, Any]]] = {
-        "data": dict,
-        "zero": lambda: {"shard_optimizer": True},
-        "tensor": lambda: {"layout": _tensor_layout()},
-        "pipeline": lambda: {
-            "layout": hvdtrain.Layout(hvdtrain.Mesh(pipeline=_ranks()), micro_batches=4)
-        },
-    }
+    options: dict[str, Any] = {}
+    if way == "zero":
+        options["shard_optimizer"] = True
+    elif way == "tensor":
+        split = {"up_.*": "column", "down_.*": "row"}
+        options["layout"] = hvdtrain.Layout(hvdtrain.Mesh(tensor=ranks), split=split)
+    elif way == "pipeline":
+        options["layout"] = hvdtrain.Layout(hvdtrain.Mesh(pipeline=ranks), micro_batches=4)
 
     def model() -> keras.Model:
         layers: list[Any] = [keras.layers.Input((width,))]
@@ -65,25 +65,11 @@ def train(way: str, width: int, blocks: int) -> Any:
         return keras.Sequential(layers)
 
     trainer = hvdtrain.Trainer(
-        model, keras.optimizers.Adam(1e-4), "mse", global_batch_size=BATCH, **options[way]()
+        model, keras.optimizers.Adam(1e-4), "mse", global_batch_size=BATCH, **options
     )
     data = np.zeros((STEPS * BATCH, width), "float32")
     trainer.fit((data, data), epochs=1, verbose=0)
     return trainer
-
-
-def _ranks() -> int:
-    import os
-
-    return int(os.environ.get("OMPI_COMM_WORLD_SIZE") or os.environ.get("HOROVOD_SIZE") or 1)
-
-
-def _tensor_layout() -> Any:
-    import hvdtrain
-
-    return hvdtrain.Layout(
-        hvdtrain.Mesh(tensor=_ranks()), split={"up_.*": "column", "down_.*": "row"}
-    )
 
 
 def restart_mark() -> int:

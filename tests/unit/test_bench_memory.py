@@ -49,7 +49,7 @@ def test_report_of_rank_0() -> None:
     assert measure_peak(Case("zero", 2), launch, 64, 4) == Peak(3, (5, 7))
     ((np, script, arguments),) = asked
     assert np == 2 and script.name == "peak.py" and script.exists()
-    assert shlex.join(arguments) == "zero --width=64 --blocks=4"
+    assert shlex.join(arguments) == "zero --ranks=2 --width=64 --blocks=4"
 
 
 def test_a_failure_says_what_the_ranks_said() -> None:
