@@ -161,6 +161,11 @@ class AlltoallTransport:
         # One thread for each neighbour: what was sent to it leaves in order.
         self._threads = {rank: ThreadPoolExecutor(1, "hvdtrain-pipeline") for rank in pairs}
         self._leaving: list[Future[Any]] = []
+        self._functions = {
+            (sender, other): _alltoall(sender, pair)
+            for other, pair in pairs.items()
+            for sender in (hvd.rank(), other)
+        }
 
     def send(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
         data = [_bytes_of(array) for array in arrays]
@@ -191,19 +196,34 @@ class AlltoallTransport:
 
     def _exchange(self, sender: int, other: int, data: tf.Tensor) -> tf.Tensor:
         """Take part in the alltoall that carries the message of rank `sender`."""
-        pair = self._pairs[other]
         splits = [0, 0]
-        splits[1 - pair.rank()] = data.shape[0]
-        name = f"hvdtrain_pipeline_from_{sender}"
-        received, _ = hvd.alltoall(
-            data, splits, name=name, process_set=pair, ignore_name_scope=True
-        )
-        return received
+        splits[1 - self._pairs[other].rank()] = int(data.shape[0])
+        return self._functions[sender, other](data, tf.constant(splits))
 
     @staticmethod
     def _raise_failures(futures: Sequence[Future[Any]]) -> None:
         for future in futures:
             future.result()
+
+
+def _alltoall(sender: int, pair: hvd.ProcessSet) -> Any:
+    """The alltoall that carries what rank `sender` sends to the other of the pair.
+
+    A graph: run eagerly, all alltoalls of a process have one name, and two threads may not use it at once.
+    """
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None], tf.uint8), tf.TensorSpec([2], tf.int32)],
+        autograph=False,
+    )
+    def exchange(data: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
+        name = f"hvdtrain_pipeline_from_{sender}"
+        received, _ = hvd.alltoall(
+            data, splits, name=name, ignore_name_scope=True, process_set=pair
+        )
+        return received
+
+    return exchange
 
 
 def _bytes_of(array: np.ndarray) -> np.ndarray:
