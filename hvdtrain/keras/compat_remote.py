@@ -12,6 +12,7 @@ objects that they have.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -164,6 +165,20 @@ def replace_value(variable: Any, value: tf.Variable) -> None:
     """Let a Keras variable hold another tf.Variable."""
     variable._value = value
     make_step_variable(variable)
+
+
+@contextlib.contextmanager
+def kept_variables() -> Iterator[None]:
+    """Inside, TensorFlow may connect this process to others; Keras's variables come out with their values.
+
+    A tf.Variable that was made before can still be read then, but what is assigned to it is lost: each gets a
+    new one. Keras keeps no list of its variables, so all objects are looked through, once.
+    """
+    found = [v for v in gc.get_objects() if issubclass(type(v), keras.Variable)]
+    values = [(v, v._value.numpy()) for v in found if isinstance(v._value, tf.Variable)]
+    yield
+    for variable, value in values:
+        variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
 
 
 def split_value(variable: Any, parts: Sequence[tf.Variable], anchor: tf.Variable) -> None:

@@ -54,6 +54,10 @@ def test_one_worker_gets_the_numbers_of_one_process(name: str, equal: Any) -> No
     assert found["iterations"] == 2 * -(-ROWS // BATCH)
 
 
+def test_what_was_made_before_the_trainer_can_be_used_on(equal: Any) -> None:
+    assert equal[0]["early"] == 6.0
+
+
 def test_variables_are_on_all_servers(equal: Any) -> None:
     whole = {name: len(devices) for name, devices in equal[0]["lamb"]["devices"].items()}
     split = {name: len(devices) for name, devices in equal[0]["adam"]["devices"].items()}

@@ -18,6 +18,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.errors import EngineError
 from hvdtrain.failure import Failure
+from hvdtrain.keras.compat_remote import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 
 START_SECONDS = 300.0
@@ -35,7 +36,7 @@ class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
     """TensorFlow's strategy, but this process keeps its name for its devices.
 
     Renamed to "chief", TensorFlow would no longer find any tensor, variable or dataset that the script made
-    before it came to the Trainer.
+    before it came to the Trainer. (Variables need `kept_variables` as well.)
     """
 
     _cluster_resolver: Any
@@ -58,7 +59,8 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     wait_for_all(config)
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     tf.get_logger().addFilter(_own_words)
-    strategy = _Connected(_resolver(config.cluster))
+    with kept_variables():
+        strategy = _Connected(_resolver(config.cluster))
     return tf.distribute.coordinator.ClusterCoordinator(strategy)
 
 

@@ -118,9 +118,12 @@ def difference(one: Any, other: Any) -> float:
 
 def equal(folder: Path) -> None:
     """One worker, one step at a time: the same numbers as one process. What is refused."""
-    keras.Variable(1.0)  # TensorFlow is in use before the process joins the job.
+    early = keras.Variable(1.0)  # TensorFlow is in use before the process joins the job.
     strategy = ParameterServer(in_flight=1, min_part_bytes=64)
     found: dict[str, Any] = {"refused": refused(strategy)}
+    early.assign_add(1.0)
+    early.assign(early * 3)
+    found["early"] = float(early)
     for name, make in OPTIMIZERS.items():
         kind = OwnStep if name == "sgd" else keras.Model
         servers = trained(make(), strategy, folder if name == "adam" else None, kind)
