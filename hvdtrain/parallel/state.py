@@ -176,7 +176,8 @@ def merged(everyone: Sequence[Sequence[Sequence[Any]]]) -> list[Entry]:
             if known is None:
                 found[entry.place] = entry
                 continue
-            if known != replace(entry, senders=known.senders):
+            # An automatic name may count what one rank made alone.
+            if known != replace(entry, name=known.name, senders=known.senders):
                 raise EngineError(
                     f"The ranks disagree on a variable of the state: {known}, {entry}"
                 )

@@ -1,0 +1,172 @@
+"""What each layout holds of a model and its optimizer, saved and loaded: ranks are threads, nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+from thread_ranks import Ranks
+
+from hvdtrain.data import Part
+from hvdtrain.keras.shards import shard_of
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.mesh import Mesh, Position
+from hvdtrain.parallel.pieces import pieces_of
+from hvdtrain.parallel.pipeline.strategy import PipelineStrategy
+from hvdtrain.parallel.state import State, local_state
+from hvdtrain.parallel.tensor.strategy import TensorStrategy
+from hvdtrain.runtime import init
+
+RANKS = 4
+
+
+def model() -> keras.Model:
+    """The embedding is large enough to wait for its values; one layer is frozen, one has a seed."""
+    words = layers.Input((6,), dtype="int32")
+    x = layers.Embedding(18, 64, name="embedding")(words)
+    x = layers.Add(name="attended")([x, layers.MultiHeadAttention(2, 8, name="attention")(x, x)])
+    z = layers.Dense(32, activation="relu", name="up")(layers.LayerNormalization(name="norm")(x))
+    z = layers.Dropout(0.1, name="dropout")(z)
+    x = layers.Add(name="sum")([x, layers.Dense(64, name="down")(z)])
+    x = layers.GlobalAveragePooling1D(name="pool")(x)
+    x = layers.Dense(16, name="frozen", trainable=False)(x)
+    x = layers.BatchNormalization(name="statistics")(x)
+    return keras.Model(words, layers.Dense(5, name="out")(x), name="words")
+
+
+SPLIT = {"attention": "heads", "up": "column", "down": "row"}
+LAYOUTS = {
+    "tensor": Layout(Mesh(tensor=2), split=SPLIT | {"embedding": "vocabulary"}),
+    "tensor-4": Layout(Mesh(tensor=4), split={"up": "column", "embedding": "column"}),
+    "pipeline": Layout(Mesh(pipeline=2), stages=["sum"]),
+    "hybrid": Layout(Mesh(tensor=2, pipeline=2), split=SPLIT, stages=["sum"]),
+}
+
+
+class Set:
+    """A process set as one of its ranks sees it."""
+
+    process_set_id = 1
+
+    def __init__(self, ranks: list[int], rank: int) -> None:
+        self.ranks = ranks
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self.ranks.index(self._rank)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+def compiled(made: keras.Model, optimizer: Any) -> keras.Model:
+    made.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return made
+
+
+def rank_of(name: str, rank: int, seed: int) -> tuple[TensorStrategy, keras.Model]:
+    """A rank's strategy, without communication, and its compiled part of the model."""
+    layout = LAYOUTS[name]
+    mesh = layout.mesh.for_ranks(RANKS)
+    place = mesh.place(rank)
+    groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
+    sets: Any = [Set(group(rank), rank) for group in groups]
+    strategy = (PipelineStrategy if mesh.pipeline > 1 else TensorStrategy)(layout)
+    strategy.position = Position(
+        mesh,
+        place.data_index,
+        place.stage,
+        place.tensor_index,
+        *sets,
+        Set(list(range(RANKS)), rank),  # type: ignore[arg-type]
+    )
+    strategy.part = Part(place.data_index, mesh.data)
+    strategy.is_first = rank == 0
+    strategy.data_set = strategy.position.data_set
+    keras.utils.set_random_seed(seed)
+    made = strategy.build(model)
+    compiled(made, strategy.distribute(keras.optimizers.Adam(0.25 + seed, name="adam")))
+    strategy.build_optimizer(made)
+    return strategy, made
+
+
+def plain(seed: int) -> keras.Model:
+    """The same in plain Keras, with an optimizer's state of random numbers."""
+    keras.utils.set_random_seed(seed)
+    made = compiled(model(), keras.optimizers.Adam(0.5, name="adam"))
+    made.optimizer.build(made.trainable_variables)
+    rng = np.random.default_rng(seed)
+    for variable in [*made.variables[-4:], *made.optimizer.variables[2:]]:
+        variable.assign(rng.normal(size=variable.shape))
+    made.optimizer.iterations.assign(11)
+    return made
+
+
+def state_of(made: keras.Model) -> State:
+    """Without seeds, which are in no file; under the names that Keras gives."""
+    found = local_state(pieces_of(made.variables, made.optimizer))
+    return {name: v for name, v in found.items() if "seed_generator" not in name}
+
+
+def _complaints(results: list[Any]) -> list[str]:
+    return [repr(error) for error in results if error is not None]
+
+
+@pytest.fixture(autouse=True)
+def rank() -> None:
+    init(0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_holds_the_plain_model_and_saves_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everyone = [rank_of(name, rank, seed=3) for rank in range(RANKS)]
+    keras.utils.set_random_seed(3)
+    expected = [v.numpy() for v in model().weights]
+    ranks = Ranks(RANKS, monkeypatch)
+
+    def save(rank: int) -> None:
+        strategy, made = everyone[rank]
+        strategy.save(made, tmp_path / "model.keras")
+
+    assert _complaints(ranks.run(save)) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["model.keras"]
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    assert all((a.numpy() == b).all() for a, b in zip(loaded.weights, expected, strict=True))
+    assert float(loaded.optimizer.learning_rate) == 3.25
+    assert loaded.get_compile_config()["metrics"] == ["accuracy"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_layout_loads_a_plain_file_and_gives_it_back(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = plain(seed=5)
+    source.save(tmp_path / "plain.keras")
+    everyone = [rank_of(name, rank, seed=3) for rank in range(RANKS)]
+    ranks = Ranks(RANKS, monkeypatch)
+
+    def load_and_save(rank: int) -> None:
+        strategy, made = everyone[rank]
+        strategy.load(made, tmp_path / "plain.keras")
+        strategy.save(made, tmp_path / "again.keras")
+
+    assert _complaints(ranks.run(load_and_save)) == []
+    again = keras.saving.load_model(tmp_path / "again.keras")
+    before, after = state_of(source), state_of(again)
+    assert list(before) == list(after)
+    assert all((before[key] == after[key]).all() for key in before)
+    # Every rank, not only those that sent: its parts are of the whole.
+    whole = {v.path: v.numpy() for v in source.weights}
+    for _, made in everyone:
+        for variable in made.weights:
+            shard = shard_of(variable)
+            value = whole[variable.path]
+            assert (variable.numpy() == (shard.part_of(value) if shard else value)).all()
+        assert int(made.optimizer.iterations) == 11
+        assert float(made.optimizer.learning_rate) == 0.5
