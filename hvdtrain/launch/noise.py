@@ -23,7 +23,12 @@ _GREETINGS = re.compile(
             rb"|failed call to cuInit: .*(?:no CUDA-capable device|UNKNOWN ERROR \(303\))"
             rb"|Could not find TensorRT"
             rb"|Local rendezvous is aborting with status"  # Told by an exception as well.
+            rb"|Failed to remove function remotely"  # From a worker that has gone.
             rb")",
+            # The rest of the last one.
+            rb"Additional GRPC error information from remote target ",
+            rb":UNKNOWN:Error received from peer ",
+            rb"This could happen if the remote target has been disconnected from the client",
             rb"To enable the following instructions: .*rebuild TensorFlow",
             rb"Skipping registering GPU devices",
             rb"(?:Terminated|Killed)\Z",  # A shell of horovodrun's; the run's outcome says it.

@@ -230,3 +230,16 @@ def test_one_process_has_no_tags_and_no_launcher(tmp_path: Path) -> None:
     assert (terminal.out.getvalue(), terminal.err.getvalue()) == (data, b"words\n")
     assert terminal.logged("rank.0/stdout") == data
     assert not (tmp_path / "launcher.log").exists()
+
+
+def test_what_tensorflow_says_of_a_worker_that_has_gone_is_noise() -> None:
+    """The launch and the Trainer say it, in a line each."""
+    said = (
+        b"E0000 00:00:1795282794.139795    9320 context.cc:911] Failed to remove function remotely due "
+        b"to failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:17884\n"
+        b"Additional GRPC error information from remote target /job:worker/replica:0/task:1 while\n"
+        b':UNKNOWN:Error received from peer  {grpc_message:"failed to connect"}\n'
+        b"This could happen if the remote target has been disconnected from the client.\n"
+    )
+    assert all(map(is_noise, said.splitlines()))
+    assert not is_noise(b"Worker 1 has gone: its step goes to another one, and it may come back")
