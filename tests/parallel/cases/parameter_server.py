@@ -17,7 +17,7 @@ from hvdtrain.keras.compat_remote import tf_variables
 from hvdtrain.strategies.parameter_server import ParameterServer
 
 ROWS, BATCH, WORDS = 150, 32, 40
-FAULT_ROWS, FAULT_BATCH, FAULT_EPOCHS = 3208, 16, 4
+FAULT_ROWS, FAULT_BATCH, FAULT_EPOCHS = 1608, 16, 3
 
 
 class Count(keras.metrics.Metric):
