@@ -27,6 +27,7 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAU
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.failure import Failure, is_secondary
 from hvdtrain.rank_environment import available_cores, rank_environment, rank_of
+from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
 
 CLEAN_UP_SECONDS = 1.0
 LONGEST_TEXT = 100_000
@@ -57,6 +58,17 @@ def main() -> None:
         _fail(error.exit_code, is_secondary(error), str(error))
     except BaseException as error:
         _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+    if os.environ.get(STRATEGY) == PARAMETER_SERVER:
+        # TensorFlow takes leave of every worker, and waits for ever for one that has died since.
+        _wait_for_threads()
+        _end(0)
+
+
+def _wait_for_threads() -> None:
+    """For those that the script started and an interpreter waits for, too."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
 
 
 def _take_delivery() -> None:

@@ -100,6 +100,19 @@ def test_a_failed_rank_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (1, "goodbye\n")
 
 
+def test_a_chief_that_is_done_does_not_wait_for_its_workers(tmp_path: Path) -> None:
+    """Nor for anything at its exit, as TensorFlow does for a worker that has died; but for the script's threads."""
+    script = (
+        "import atexit, threading, time\n"
+        "atexit.register(threading.Event().wait)\n"
+        "def late():\n    time.sleep(0.5)\n    print('late')\n"
+        "threading.Thread(target=late).start()\n"
+        "print('done', end=' ')\n"
+    )
+    result = work(tmp_path, script, HVDTRAIN_STRATEGY="parameter-server")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done late\n", "")
+
+
 def test_a_missing_script(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "hvdtrain.worker", "none.py"],
