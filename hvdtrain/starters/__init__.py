@@ -46,6 +46,10 @@ _ALL = (
         "the Trainer with parameter servers, asynchronous: a recommender with large tables",
         "strategy: parameter-server\nworkers: 2              # compute\nps: 2                   # hold the tables",
     ),
+    Starter(
+        "model-parallel",
+        "the Trainer with a transformer that is divided over the workers: split layers, stages",
+    ),
 )
 STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
 

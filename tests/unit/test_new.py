@@ -25,6 +25,7 @@ SOURCES = {
     "horovod-style": "horovod_style.py",
     "tpu": "train_tpu.py",
     "parameter-server": "train_parameter_server.py",
+    "model-parallel": "train_model_parallel.py",
 }
 LAUNCHES: dict[str, dict[str, object]] = {
     "tpu": {"strategy": "tpu"},
@@ -108,7 +109,8 @@ def test_nothing_is_overwritten_without_force(here: Path) -> None:
     [
         (
             ["mnits"],
-            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu, parameter-server. Did",
+            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu, parameter-server, "
+            "model-parallel. Did",
         ),
         (["mnist", "file"], "is a file"),
         (["mnist", "file/below"], "cannot write to file/below"),
