@@ -181,6 +181,13 @@ def loss_trackers(model: keras.Model) -> list[Any]:
     return [model._loss_tracker, *(compiled.metrics if compiled else [])]
 
 
+def counted_by_rows(model: keras.Model) -> list[Any]:
+    """Return the states of metrics that a fit or evaluation of Keras updates: fillers do not count in them."""
+    compiled = getattr(model, "_compile_metrics", None)
+    metrics = [*loss_trackers(model), *([compiled] if compiled else [])]
+    return [v for metric in metrics for v in metric.variables]
+
+
 class _WholeLoss:
     """Lays over a loss what makes the mean over the replicas the loss of the whole batch.
 

@@ -262,6 +262,8 @@ class ReplicaSteps:
         found.trained = [v for _, v in scope.handed_out]
         found.states = [v for v in others if scope.update_of(v) is not None]
         found.metrics = [v for v in metrics if scope.update_of(v) is not None]
+        if mask:
+            self._require_counted(found.metrics)
         is_first = tf.equal(replica, 0)
         gradients = [gradient for gradient, _ in scope.handed_out]
         new = [_part(v, scope.update_of(v), weight, is_first) for v in found.states]
@@ -274,6 +276,15 @@ class ReplicaSteps:
             ],
             "logs": {name: tf.convert_to_tensor(value) for name, value in logs.items()},
         }
+
+    def _require_counted(self, updated: list[Any]) -> None:
+        counted = {id(v) for v in compat_replicas.counted_by_rows(self._model)}
+        for variable in updated:
+            if id(variable) not in counted:
+                raise UsageError(
+                    f"A layer updates the metric state {variable.path!r}, and this batch is filled up with repeated "
+                    f"examples, which it would count. {EVEN}"
+                )
 
     # What is done with what the replicas found.
 

@@ -79,7 +79,7 @@ def test_normalization(strategy: str) -> None:
     # Rows 0, 1 on one replica and 2, 3 on the other.
     assert found["4"] == pytest.approx([1.5, 0, 0])
     assert found["4, variance"] == pytest.approx([0.25, 0, 0])
-    # The tail's one example is on the second replica; the first one's fillers are forgotten.
+    # The tail's one example is on the second replica, filled up with itself, as the idle first one is.
     assert found["5"] == pytest.approx([1, 2, 3])
     assert found["5, variance"] == pytest.approx([0, 0, 0], abs=1e-6)
 
@@ -119,6 +119,7 @@ def test_what_cannot_be_right_is_said(strategy: str) -> None:
         "scalar loss": "returns one number for a batch",
         "scalar metric": "The metric 'scalar' returns one number",
         "metric that ignores weights": "The metric 'counting' does not regard sample_weight",
+        "layer's metric": "A layer updates the metric state",
         "reduction": "reduction='none'",
         "devices in use": "call hvdtrain.init() first",
         "Horovod's optimizer": "without DistributedOptimizer",
@@ -129,7 +130,7 @@ def test_what_cannot_be_right_is_said(strategy: str) -> None:
     for name, words in expected.items():
         assert words in found[name], name
     assert all(found["even"].values())
-    assert len(found["even"]) == 5
+    assert len(found["even"]) == 6
     if strategy == "tpu":
         assert "run_eagerly=True does not work" in found["eager"]
         assert "pass the Trainer a function" in found["built model"]

@@ -387,6 +387,18 @@ class Counting(keras.metrics.Metric):
         return self.total
 
 
+class Measuring(layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = keras.metrics.Mean(name="level")
+
+    def call(self, x: Any) -> Any:
+        self.level.update_state(x)
+        return x
+
+
 def scalar(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y_true - y_pred))
 
@@ -396,7 +408,11 @@ def case_refusals() -> dict[str, Any]:
     active = lambda: keras.Sequential(  # noqa: E731
         [layers.Input((3,)), layers.Dense(1, activity_regularizer="l2")]
     )
+    measuring = lambda: keras.Sequential(  # noqa: E731
+        [layers.Input((3,)), Measuring(), layers.Dense(1)]
+    )
     filled = {
+        "layer's metric": lambda: trainer_of(measuring),
         "own step": lambda: trainer_of(custom_model),
         "added loss": lambda: trainer_of(active),
         "scalar loss": lambda: trainer_of(vector_model, scalar),
