@@ -44,7 +44,9 @@ def test_a_checkpoint_saves_by_the_common_way(tmp_path: Path) -> None:
     assert checkpoint.model.layers is not None
 
 
-def test_the_trainer_checkpoints_whole_models(tmp_path: Path) -> None:
+def test_the_trainer_checkpoints_whole_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def model() -> keras.Model:
         return keras.Sequential([layers.Input((3,)), layers.Dense(2)])
 
@@ -55,8 +57,17 @@ def test_the_trainer_checkpoints_whole_models(tmp_path: Path) -> None:
     trainer = hvdtrain.Trainer(
         model, "adam", "mse", global_batch_size=4, layout=hvdtrain.Mesh(), shard_optimizer=True
     )
+    saved: list[str] = []
+    together = trainer.strategy.save
+
+    def save(model: keras.Model, path: Path) -> None:
+        saved.append(path.name)
+        together(model, path)
+
+    monkeypatch.setattr(trainer.strategy, "save", save)
     x = np.ones((8, 3), "float32")
     trainer.fit(x, x[:, :2], epochs=2, callbacks=files, verbose=0)
+    assert saved == ["1.keras", "all.weights.h5", "2.keras", "all.weights.h5"]
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["1.keras", "2.keras"]
     loaded = keras.saving.load_model(tmp_path / "new" / "2.keras")
     assert int(loaded.optimizer.iterations) == 4
