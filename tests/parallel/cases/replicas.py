@@ -87,10 +87,8 @@ def trained(
 def vector(
     optimizer: Callable[[], Any] = momentum, data: tuple = (), make: Any = vector_model, **more: Any
 ) -> dict[str, float]:
-    metrics = [] if make is custom_model else ["mae"]
-    return trained(
-        make, optimizer, data or vectors(), lambda: {"loss": "mse", "metrics": metrics}, **more
-    )
+    compiled = {"loss": "mse"} | ({} if make is custom_model else {"metrics": ["mae"]})
+    return trained(make, optimizer, data or vectors(), lambda: compiled, **more)
 
 
 def case_losses() -> dict[str, Any]:
@@ -424,13 +422,8 @@ def case_refusals() -> dict[str, Any]:
         found[name] = refusal(lambda make=make: make().fit(*vectors(), verbose=0))
         history = make().fit(*even(), verbose=0).history
         found["even"][name] = bool(np.isfinite(history["loss"][0]))
-    none = lambda y, p: keras.ops.square(y - p)[:, 0]  # noqa: E731
-    found["reduction"] = refusal(
-        lambda: trainer_of(
-            vector_model,
-            keras.losses.LossFunctionWrapper(none, reduction="none", name="mine"),
-        ).fit(*even(), verbose=0)
-    )
+    none = keras.losses.MeanSquaredError(reduction="none")
+    found["reduction"] = refusal(lambda: trainer_of(vector_model, none).fit(*even(), verbose=0))
     os.environ[REPLICAS_VARIABLE] = "3"
     found["devices in use"] = refusal(lambda: runtime.init(whole_machine=True))
     os.environ[REPLICAS_VARIABLE] = "2"
