@@ -78,7 +78,8 @@ def grouped(groups: Any, variables: list[Any], dtypes: list[Any] | None = None) 
     reducer = GradientReducer(Reduction(groups=groups))
     dtypes = dtypes or [tf.float32] * len(variables)
     gradients = {i: tf.zeros([1], dtype) for i, dtype in enumerate(dtypes)}
-    return list(reducer._groups(list(gradients), variables, gradients))
+    how = dict.fromkeys(gradients, reducer.reduction)
+    return list(reducer._groups(list(gradients), variables, gradients, how))
 
 
 def test_groups() -> None:
@@ -96,7 +97,8 @@ def test_sparse_gradients_go_alone() -> None:
     slices = tf.IndexedSlices(tf.ones([1]), tf.constant([0]))
     gradients = {0: tf.zeros([1]), 1: slices, 2: tf.zeros([1])}
     reducer = GradientReducer(Reduction(groups=1))
-    assert list(reducer._groups([0, 1, 2], v, gradients)) == [[0, 2], [1]]
+    how = dict.fromkeys(gradients, reducer.reduction)
+    assert list(reducer._groups([0, 1, 2], v, gradients, how)) == [[0, 2], [1]]
 
 
 def test_names_count_uses_not_objects() -> None:
