@@ -48,10 +48,11 @@ def squared_norms(
         if square is not None and wanted:
             key = tuple(s.process_set_id for s in wanted)
             over.setdefault(key, (wanted, []))[1].append(place)
-    for key, (wanted, places) in over.items():
+    # Named by number: of the ranks of one set each may have further sets of its own.
+    for number, (wanted, places) in enumerate(over.values()):
         # One small collective for all variables that lie over the same ranks.
         together = tf.stack([found[place] for place in places])
-        total = _added(together, wanted, f"{name}_{'_'.join(map(str, key))}")
+        total = _added(together, wanted, f"{name}_{number}")
         for place, square in zip(places, tf.unstack(total, num=len(places)), strict=True):
             found[place] = square
     return found
@@ -83,7 +84,8 @@ def clip_by_norm(
     norm = tf.sqrt(_added(total, [s for s in sets.rest if s.size() > 1], f"{name}_rest"))
     # As Keras: an inf or nan makes all gradients nan, rather than 0.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    return [None if g is None else _times(g, scale) for g in gradients]
+    # As Keras, where slices become dense here, but not above: Adam squares slices of one index each.
+    return [None if g is None else _times(tf.convert_to_tensor(g), scale) for g in gradients]
 
 
 def _square(gradient: Any) -> tf.Tensor:
@@ -92,10 +94,11 @@ def _square(gradient: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
 
 
-def _times(gradient: Any, factor: tf.Tensor) -> tf.Tensor:
-    # As Keras: what was clipped is dense. (Adam squares slices of one index each, and a dense gradient their sum.)
-    dense = tf.convert_to_tensor(gradient)
-    return dense * tf.cast(factor, dense.dtype)
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _times(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def _added(values: tf.Tensor, sets: Sequence[hvd.ProcessSet], name: str) -> tf.Tensor:

@@ -1,8 +1,4 @@
-"""Tensor parallelism on real ranks: 4 of them, as 2 x 2 and as 4, against the whole model in one process.
-
-Seen on two cores, MPI and Gloo: gradients 2e-6 apart at most (relative to a variable's largest), weights after 32 steps
-TO BE FILLED.
-"""
+"""Tensor parallelism on real ranks: 4 of them, as 2 x 2 and as 4, against the whole model in one process."""
 
 from __future__ import annotations
 
@@ -86,6 +82,10 @@ def test_statistics_are_averaged_and_seeds_kept_apart_over_the_data(common: list
     assert all(rank["mean"] <= EXACT < rank["largest"] for rank in common)
     seeds = [rank["seed"] for rank in common]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+
+
+def test_the_state_of_split_layers_may_be_sharded_over_the_data(results: Results) -> None:
+    assert max(results.of("case_sharded_state_of_split_layers")) <= EXACT
 
 
 def test_what_cannot_be_is_said(results: Results) -> None:

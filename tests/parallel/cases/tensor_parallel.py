@@ -240,6 +240,7 @@ def case_what_ranks_have_in_common() -> dict[str, Any]:
     reference = small_model()
     reference(data, training=True)
     means = [m.get_layer("normal").moving_mean.numpy() for m in (model, reference)]
+    seeds = [v.numpy().tolist() for v in model.variables if "seed" in v.path]
     said = {"before": complaint(lambda: trainer.strategy.check(model, "now"))}
     up, down = model.get_layer("up"), model.get_layer("down")
     for name, variable in (("whole", down.bias), ("part", up.variables[0])):
@@ -252,7 +253,7 @@ def case_what_ranks_have_in_common() -> dict[str, Any]:
     return {
         "mean": difference(means[:1], means[1:]),
         "largest": float(max(means[1])),
-        "seed": [v.numpy().tolist() for v in model.variables if "seed" in v.path],
+        "seed": seeds,
         "said": said,
         "finite": bool(model.optimizer.check_finite(gradients)),
     }
@@ -264,6 +265,19 @@ def complaint(function: Callable[[], Any]) -> str:
     except HvdtrainError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def case_sharded_state_of_split_layers() -> float:
+    """How far ZeRO-1 on top of split layers is from split layers alone, with a clip that looks at all."""
+
+    def weights(**kwargs: Any) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        trainer = small_trainer(optimizers.Adam(0.01, global_clipnorm=0.1), **kwargs)
+        data = np.arange(32, dtype="float32").reshape(8, 4) / 8
+        trainer.fit(data, data, epochs=2, shuffle=False, verbose=0)
+        return [v.numpy() for v in trainer.model.trainable_variables]
+
+    return difference(weights(), weights(shard_optimizer=True))
 
 
 def case_errors() -> dict[str, str]:
