@@ -72,7 +72,7 @@ def test_forward_pass_and_every_gradient(two: Results) -> None:
     starts = {name: value for name, value in found.items() if name.startswith("start ")}
     assert set(starts.values()) == {0.0}
     assert len(found) == 2 * len(starts) + 1
-    assert {name: value for name, value in found.items() if not value <= 1e-6} == {}
+    assert {name: value for name, value in found.items() if not value <= EXACT} == {}
 
 
 def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(two: Results) -> None:
@@ -87,9 +87,11 @@ def test_precision(two: Results) -> None:
     found = two.of("case_precision")[0]
     # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1.
     for precision, bits in (("mixed_bfloat16", 8), ("mixed_float16", 11)):
-        assert found[precision]["weights"] <= 12 * 0.05 * 2.0**-bits * 2
+        assert found[precision]["weights"] <= 4 * 12 * 0.05 * 2.0**-bits
         assert found[precision]["sent"] == [precision.removeprefix("mixed_")]
-    assert found["mixed_float16"]["scale"] == 2.0**15
+    # All stages skip the steps that overflow, as one process does.
+    mine, plain = found["mixed_float16"]["scales"]
+    assert 0 < mine == plain
 
 
 def test_callbacks(two: Results) -> None:

@@ -62,7 +62,7 @@ def test_skip_connections_cross_all_cuts() -> None:
     assert [stage.own_inputs for stage in stages] == [(0,), (), (1,)]
     # The first layer's output passes through the second stage, beside what that makes.
     assert stages[1].passed == (0, None)
-    values = [np.ones((5, 4), "float32"), np.ones((5, 2), "float32")]
+    values = [tf.ones((5, 4)), tf.ones((5, 2))]
     wanted, early = whole(values)
     crossing = stages[0].model([values[0]])
     made = stages[1].model([crossing])

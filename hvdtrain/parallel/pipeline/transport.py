@@ -209,7 +209,8 @@ class AlltoallTransport:
 def _alltoall(sender: int, pair: hvd.ProcessSet) -> Any:
     """The alltoall that carries what rank `sender` sends to the other of the pair.
 
-    A graph: run eagerly, all alltoalls of a process have one name, and two threads may not use it at once.
+    In a graph, for there it has its name: two threads that call alltoall eagerly at once get an error (of one
+    name that is used twice, as it seems).
     """
 
     @tf.function(

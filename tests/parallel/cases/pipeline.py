@@ -117,9 +117,13 @@ def apart(
     compiled: Callable[[], Any] = dict,
     *,
     weights_only: bool = False,
+    reference: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0."""
+    """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0.
+
+    `reference` are compile's arguments for plain Keras alone.
+    """
     fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
     trainer = trainer_of(make, optimizer(), **compiled(), **options)
     history = trainer.fit(*data, **fit).history
@@ -137,7 +141,7 @@ def apart(
         }
     if RANK:
         return result
-    model, wanted = plain(make, optimizer(), data, fit, compiled())
+    model, wanted = plain(make, optimizer(), data, fit, compiled() | (reference or {}))
     assert set(history) == set(wanted), (history, wanted)
     assert found.keys() == {v.path for v in model.trainable_variables}
     result |= {
@@ -320,7 +324,8 @@ def case_masks() -> dict[str, Any]:
             "metrics": {"late": ["accuracy"], "early": ["mae"]},
         },
         stages=["pool"],
-        run_eagerly=False,
+        # Keras weighs each output's loss by the batch's size only where the size is known; eagerly it is.
+        reference={"run_eagerly": True},
     )
 
 
@@ -342,7 +347,10 @@ def case_precision() -> dict[str, Any]:
                         difference([mine[v.path]], [v.numpy()]) for v in model.trainable_variables
                     ),
                     "sent": sorted(sent),
-                    "scale": float(getattr(trainer.model.optimizer, "dynamic_scale", 0.0)),
+                    "scales": [
+                        float(getattr(one.optimizer, "dynamic_scale", 0.0))
+                        for one in (trainer.model, model)
+                    ],
                 }
         finally:
             keras.config.set_dtype_policy("float32")
