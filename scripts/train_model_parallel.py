@@ -11,7 +11,8 @@ All of them train the same model to the same weights, and each writes and reads 
 with another layout than you began with, or load the file in plain Keras.
 
 Data, without a download: the 1,797 digits that scikit-learn ships, each read as a text of 64 words, its pixels'
-brightness from 0 to 16. A fifth is held out.
+brightness from 0 to 16. A fifth is held out. 6 epochs reach a validation accuracy of 0.95 (one seed). On two CPU
+cores two stages take 5 s an epoch, after some 15 s of start-up; with four workers, which share the cores, it takes longer.
 """
 
 import argparse
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument(
         "--shard-optimizer", action="store_true", help="divide Adam's state over the copies"
     )
-    parser.add_argument("--epochs", type=int, default=8, help="[8]")
+    parser.add_argument("--epochs", type=int, default=6, help="[6]")
     parser.add_argument("--batch-size", type=int, default=32, help="of all workers together [32]")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam [0.002]")
     parser.add_argument("--load", type=Path, metavar="FILE", help="go on from this .keras file")
