@@ -209,8 +209,7 @@ class AlltoallTransport:
 def _alltoall(sender: int, pair: hvd.ProcessSet) -> Any:
     """The alltoall that carries what rank `sender` sends to the other of the pair.
 
-    In a graph, for there it has its name: two threads that call alltoall eagerly at once get an error (of one
-    name that is used twice, as it seems).
+    In a graph: run eagerly, all of Horovod's alltoalls have one name, and two threads may not use it at once.
     """
 
     @tf.function(
