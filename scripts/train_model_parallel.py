@@ -12,7 +12,7 @@ with another layout than you began with, or load the file in plain Keras.
 
 Data, without a download: the 1,797 digits that scikit-learn ships, each read as a text of 64 words, its pixels'
 brightness from 0 to 16. A fifth is held out. 6 epochs reach a validation accuracy of 0.95 (one seed). On two CPU
-cores two stages take 5 s an epoch, after some 15 s of start-up; with four workers, which share the cores, it takes longer.
+cores two stages take 5 s an epoch, after some 15 s of start-up; four workers share the cores.
 """
 
 import argparse
