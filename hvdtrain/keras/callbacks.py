@@ -18,7 +18,7 @@ import tensorflow as tf
 from hvdtrain.agreement import exchange, require_equal
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.compat import is_built
-from hvdtrain.keras.compat_state import share_loaded
+from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )

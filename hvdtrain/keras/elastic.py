@@ -35,7 +35,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.agreement import exchange
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.compat import is_built
-from hvdtrain.keras.compat_state import is_in_parts
+from hvdtrain.keras.compat.state import is_in_parts
 from hvdtrain.keras.statistics import fold_rank_into_seeds
 from hvdtrain.keras.variables import (
     broadcast_variables,

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.accumulated import combined, shared_out
-from hvdtrain.keras.compat_variables import is_waiting
+from hvdtrain.keras.compat.variables import is_waiting
 from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.shards import Shard, shard_of
 from hvdtrain.keras.variables import tf_variable, unique, variable_name

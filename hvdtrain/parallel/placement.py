@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat_graph
+from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.parallel.tensor.convert import Layers
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.agreement import on_first
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat_files
+from hvdtrain.keras.compat import files as compat_files
 from hvdtrain.parallel.mesh import Position
 from hvdtrain.parallel.pieces import WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.state import Piece, State, gather, keep_state, local_state, scatter

@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat_files
-from hvdtrain.keras.compat_graph import release
-from hvdtrain.keras.compat_variables import is_waiting, waiting_variables
+from hvdtrain.keras.compat import files as compat_files
+from hvdtrain.keras.compat.graph import release
+from hvdtrain.keras.compat.variables import is_waiting, waiting_variables
 from hvdtrain.keras.shards import shard_of
 from hvdtrain.keras.variables import variable_name
 

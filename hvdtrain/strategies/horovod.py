@@ -15,7 +15,7 @@ from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.accumulated import as_one_process, shared_out
-from hvdtrain.keras.compat_state import share_loaded
+from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat, compat_files
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat import files as compat_files
 from hvdtrain.keras.variables import variable_name
 
 Places = Mapping[str, tuple[Any, tuple[int, ...]]]

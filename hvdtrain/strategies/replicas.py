@@ -1,7 +1,7 @@
 """Training, test and prediction steps on several replicas of one process, through tf.distribute.
 
 Each replica runs the model's own step on its rows of the global batch, as a pure function (see
-keras/compat_replicas.py): out come gradients, new statistics, and by how much the metrics grow. Their mean or sum
+keras/compat/replicas.py): out come gradients, new statistics, and by how much the metrics grow. Their mean or sum
 over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
 them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
 loss scaling, accumulation and moving averages of weights need nothing of their own.
@@ -24,8 +24,9 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat, compat_replicas
-from hvdtrain.keras.compat_replicas import EVEN, ReplicaScope
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat import replicas as compat_replicas
+from hvdtrain.keras.compat.replicas import EVEN, ReplicaScope
 from hvdtrain.keras.statistics import SEED_STRIDE
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
 from hvdtrain.strategies.rows import Placement, place

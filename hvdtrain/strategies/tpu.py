@@ -19,7 +19,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat, compat_replicas
+from hvdtrain.keras import compat
+from hvdtrain.keras.compat import replicas as compat_replicas
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables, require_plain
 from hvdtrain.strategies.strategy import ModelSource, Strategy

@@ -17,7 +17,7 @@ import pytest
 from keras import layers
 
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.keras import compat_files
+from hvdtrain.keras.compat import files as compat_files
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras.shards import Shard, mark_shard
 from hvdtrain.parallel.pieces import COMMON, SLOTS, WEIGHTS, Sender, pieces_of

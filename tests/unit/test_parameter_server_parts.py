@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_remote import (
+from hvdtrain.keras.compat.remote import (
     SplitVariable,
     StepVariable,
     in_step,

@@ -13,7 +13,7 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat_replicas import ReplicaScope, pure_steps
+from hvdtrain.keras.compat.replicas import ReplicaScope, pure_steps
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
 
 ROWS, REAL = 5, 3

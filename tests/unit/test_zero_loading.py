@@ -13,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat_state import share_loaded
+from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.elastic import KerasState
 from hvdtrain.parallel import ShardedOptimizer
 

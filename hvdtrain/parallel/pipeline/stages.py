@@ -18,8 +18,8 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat_graph
-from hvdtrain.keras.compat_graph import Call
+from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras.compat.graph import Call
 
 SLACK = 1.05
 """Cuts may make the largest stage this much larger than it need be, if less has to cross them."""
@@ -88,7 +88,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     """Return stage `index` of `count` of a model.
 
     Args:
-        model: functional or a built Sequential; may be without values (see keras.compat_variables).
+        model: functional or a built Sequential; may be without values (see keras.compat.variables).
         begins: names, or regular expressions for the whole names, of the layers that begin the stages
             behind the first; None: stages of about equal cost.
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.data.share import split
-from hvdtrain.keras import compat_graph
+from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable, unique
 from hvdtrain.metrics import state_variables

@@ -21,9 +21,10 @@ import tensorflow as tf
 from hvdtrain.agreement import exchange, require_equal
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat, compat_graph
+from hvdtrain.keras import compat
 from hvdtrain.keras.clipping import NormSets
-from hvdtrain.keras.compat_variables import initialize, waiting_variables
+from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras.compat.variables import initialize, waiting_variables
 from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.statistics import fold_rank_into_seeds
 from hvdtrain.metrics import merge_state

@@ -8,8 +8,8 @@ import keras
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_graph import give_mask, mask_of
-from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.keras.compat.graph import give_mask, mask_of
+from hvdtrain.keras.compat.variables import waiting_variables
 from hvdtrain.parallel.collectives import Group, copy_to_parts, gather_parts
 from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
 from hvdtrain.parallel.tensor.dropout import PartDropout

@@ -10,7 +10,7 @@ import keras
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_variables import initialize, keep_part, waiting_variables
+from hvdtrain.keras.compat.variables import initialize, keep_part, waiting_variables
 from hvdtrain.keras.shards import mark_shard, shard_of
 from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.mesh import Position

@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.keras.compat.variables import waiting_variables
 from hvdtrain.parallel.collectives import (
     Group,
     copy_to_parts,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_variables import waiting_variables
+from hvdtrain.keras.compat.variables import waiting_variables
 from hvdtrain.parallel.collectives import Group, gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 

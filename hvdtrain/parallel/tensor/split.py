@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat_variables import initialize, keep_part
+from hvdtrain.keras.compat.variables import initialize, keep_part
 from hvdtrain.keras.shards import Shard
 from hvdtrain.keras.variables import variable_name
 from hvdtrain.parallel.collectives import Group, sum_parts

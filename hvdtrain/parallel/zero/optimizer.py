@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_state import prepare_saving, slot_name, take_state
+from hvdtrain.keras.compat.state import prepare_saving, slot_name, take_state
 from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.variables import tf_variable, variable_name

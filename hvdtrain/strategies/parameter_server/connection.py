@@ -18,7 +18,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.errors import EngineError
 from hvdtrain.failure import Failure
-from hvdtrain.keras.compat_remote import kept_variables
+from hvdtrain.keras.compat.remote import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 
 START_SECONDS = 300.0

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_remote import in_step, make_step_variable, step_constants
+from hvdtrain.keras.compat.remote import in_step, make_step_variable, step_constants
 from hvdtrain.keras.variables import seed_variables, unique
 from hvdtrain.metrics import state_variables
 

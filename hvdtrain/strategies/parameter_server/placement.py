@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_remote import (
+from hvdtrain.keras.compat.remote import (
     SplitVariable,
     may_be_split,
     replace_value,

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat_remote import look_up_rows
+from hvdtrain.keras.compat.remote import look_up_rows
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.parameter_server.connection import Watch, connect, server_errors

@@ -13,7 +13,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat_remote import tf_variables
+from hvdtrain.keras.compat.remote import tf_variables
 from hvdtrain.strategies.parameter_server import ParameterServer
 
 ROWS, BATCH, WORDS = 150, 32, 40

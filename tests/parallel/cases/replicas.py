@@ -42,7 +42,7 @@ import hvdtrain
 from hvdtrain import runtime
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import DistributedOptimizer, SyncBatchNormalization
-from hvdtrain.keras.compat_replicas import current_replica, pure_steps
+from hvdtrain.keras.compat.replicas import current_replica, pure_steps
 from hvdtrain.strategies.central_storage import CentralStorage
 from hvdtrain.strategies.replicas import Found, ReplicaSteps, build
 from hvdtrain.strategies.rows import place
