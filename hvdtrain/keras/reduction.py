@@ -247,7 +247,7 @@ def _reduce_group(
     if len(tensors) == 1:
         tensor, name = tensors[0], names[0]
         if isinstance(tensor, tf.IndexedSlices):
-            return [_reduce_sparse(tensor, name, reduction)]
+            return [reduce_sparse(tensor, name, reduction)]
         return [_through_wire_dtype(tensor, lambda t: _reduce_dense(t, name, reduction))]
     if reduction.compression is BF16Compressor:
         return [_reduce_group([t], [n], reduction)[0] for t, n in zip(tensors, names, strict=True)]
@@ -294,7 +294,7 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
     )
 
 
-def _reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
+def reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
     """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
     ranks = reduction.process_set.size()
     factor = reduction.postscale_factor / (ranks if reduction.op == hvd.Average else 1)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.keras.clipping import NormSets, clip_by_norm
 from hvdtrain.keras.names import in_this_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras.reduction import Gradient, Reduction, anchored
+from hvdtrain.keras.reduction import Gradient, Reduction, anchored, reduce_sparse
 from hvdtrain.keras.variables import tf_variable
 from hvdtrain.parallel.zero.partition import Partition
 
@@ -64,7 +64,11 @@ class ShardedReducer(OptimizerReducer):
         prefix = in_this_graph(self._prefix(variables))
         parts = []
         for gradient, variable, position in zip(gradients, variables, positions, strict=True):
-            flat = tf.reshape(tf.convert_to_tensor(gradient), [-1])
+            if isinstance(gradient, tf.IndexedSlices):
+                name = f"{prefix}_{position}"
+                parts.append(self._part_of_slices(gradient, variable, name, weighted))
+                continue
+            flat = tf.reshape(gradient, [-1])
             if self.is_local(variable):
                 parts.append(self._keep_local(flat, self.reduction.process_set.size()))
                 continue
@@ -82,6 +86,19 @@ class ShardedReducer(OptimizerReducer):
             part.set_shape([self.partition(variable).size])
             parts.append(tf.cast(part, flat.dtype))
         return parts
+
+    def _part_of_slices(
+        self, slices: tf.IndexedSlices, variable: Any, name: str, weighted: bool
+    ) -> tf.IndexedSlices:
+        """Return the elements of the slices of all ranks that are in this rank's part.
+
+        A row that occurs twice stays two slices: plain Keras squares and clips slices one by one, too.
+        """
+        if self.is_local(variable):
+            reduced = self._keep_local(slices, self.reduction.process_set.size())
+        else:
+            reduced = reduce_sparse(slices, name, self._how(variable, weighted))
+        return elements_of(reduced, self.partition(variable))
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
@@ -148,3 +165,13 @@ class ShardedReducer(OptimizerReducer):
             return value
         how = self._how(variable, True)
         return value / (how.process_set.size() * how.postscale_factor)
+
+
+def elements_of(slices: tf.IndexedSlices, partition: Partition) -> tf.IndexedSlices:
+    """Return the elements of `slices` that are in the part, as slices of the flat part of (size,)."""
+    width = partition.elements // partition.shape[0]
+    first = tf.cast(slices.indices, tf.int64) * width - partition.begin
+    places = tf.reshape(first[:, tf.newaxis] + tf.range(width, dtype=tf.int64), [-1])
+    mine = tf.logical_and(places >= 0, places < partition.size)
+    values = tf.boolean_mask(tf.reshape(slices.values, [-1]), mine)
+    return tf.IndexedSlices(values, tf.boolean_mask(places, mine), [partition.size])
