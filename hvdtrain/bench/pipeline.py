@@ -25,8 +25,8 @@ class Work:
     """What is trained: `layers` dense layers of `width`, on batches of `batch_size`."""
 
     layers: int = 8
-    width: int = 1024
-    batch_size: int = 256
+    width: int = 512
+    batch_size: int = 1024
 
 
 @dataclass(frozen=True)

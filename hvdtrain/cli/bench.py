@@ -183,9 +183,9 @@ def startup(np: int, controller: str, passes: int) -> None:
     help="Micro-batches of a step; may be repeated.",
 )
 @click.option(
-    "--width", type=click.IntRange(1), default=1024, show_default=True, help="Of the dense layers."
+    "--width", type=click.IntRange(1), default=512, show_default=True, help="Of the dense layers."
 )
-@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True)
 @_CONTROLLER
 @_PASSES
 def pipeline(
