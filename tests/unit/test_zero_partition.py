@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.zero import gathered_state, scatter_state, state_names
-from hvdtrain.parallel.zero.partition import Partition
+from hvdtrain.parallel.zero.partition import Partition, bounded_groups
 
 
 @given(st.lists(st.integers(0, 7), max_size=3), st.integers(1, 9))
@@ -58,3 +58,16 @@ def test_state_that_does_not_fit() -> None:
         UsageError, match=r"'kernel_momentum' has shape \(6,\), the variable \(2, 3\)"
     ):
         scatter_state(optimizer, state | {"kernel_momentum": np.zeros(6)})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([9], [[0]]),
+        ([2, 2, 1, 3, 2], [[0, 1, 2], [3, 4]]),
+        ([1, 9, 1, 1], [[0], [1], [2, 3]]),
+    ],
+)
+def test_what_travels_together_is_bounded(sizes: list[int], groups: list[list[int]]) -> None:
+    assert bounded_groups(sizes, 5) == groups

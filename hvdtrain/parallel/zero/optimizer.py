@@ -32,11 +32,14 @@ from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.variables import tf_variable, variable_name
 from hvdtrain.parallel.zero.elementwise import require_elementwise
-from hvdtrain.parallel.zero.partition import Partition
+from hvdtrain.parallel.zero.partition import Partition, bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
 _ACCUMULATOR = "gradient_accumulator"
 """Keras's name of a sum of gradients."""
+
+GATHERED_BYTES = 32 * 2**20
+"""Whole weights that arrive at a time: enough for full speed, little beside a model worth sharding."""
 
 
 class _Sharded(_Distributed):
@@ -155,9 +158,18 @@ class _Sharded(_Distributed):
         reducer = self.hvdtrain_reducer
         for variable, part in zip(variables, parts, strict=True):
             part.set_shape([reducer.partition(variable).size])
-        names = [f"{what}_{self._get_variable_index(v)}" for v in variables]  # type: ignore[attr-defined]
-        for variable, flat in zip(variables, reducer.whole(parts, variables, names), strict=True):
-            tf_variable(variable).assign(tf.reshape(flat, variable.shape))
+        pairs = list(zip(variables, parts, strict=True))
+        arrived: list[Any] = []
+        for group in bounded_groups([_bytes_of(v) for v in variables], GATHERED_BYTES):
+            held = [pairs[place] for place in group]
+            names = [f"{what}_{self._get_variable_index(v)}" for v, _ in held]  # type: ignore[attr-defined]
+            # Not all at once: beside the weights there is room for one group.
+            with tf.control_dependencies(arrived):
+                whole = reducer.whole([part for _, part in held], [v for v, _ in held], names)
+                arrived = [
+                    tf_variable(v).assign(tf.reshape(flat, v.shape), read_value=False)
+                    for (v, _), flat in zip(held, whole, strict=True)
+                ]
 
     # Saving and loading: see state.py.
 
@@ -308,6 +320,11 @@ def ShardedOptimizer(
         return DistributedOptimizer(optimizer, name=name, process_set=process_set)
     _shard(inner, Reduction(name=name, process_set=process_set))
     return optimizer
+
+
+def _bytes_of(variable: Any) -> int:
+    value = tf_variable(variable)
+    return int(value.shape.num_elements() * value.dtype.size)
 
 
 def _shard(optimizer: Any, reduction: Reduction) -> None:

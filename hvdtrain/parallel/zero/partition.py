@@ -7,6 +7,7 @@ reducescatter divides a tensor: nothing is padded. A variable of fewer elements 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,3 +44,16 @@ class Partition:
     def of(self, flat: Any) -> Any:
         """Return the part of `flat`, an array or tensor of (elements,)."""
         return flat[self.begin : self.begin + self.size]
+
+
+def bounded_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Return the places of `sizes` in order, in groups whose sums stay within `limit` where one alone does."""
+    groups: list[list[int]] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if not groups or total + size > limit:
+            groups.append([])
+            total = 0
+        groups[-1].append(place)
+        total += size
+    return groups

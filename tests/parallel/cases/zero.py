@@ -48,18 +48,26 @@ def play(
     """Minimise (w - target)^2 / 2; `mine`: this rank's targets, else the mean over the ranks, and return w."""
     trained = trained or variables()
     targets = {n: t[RANK] if mine else t.mean(axis=0) for n, t in TARGETS.items()}
+    tables = [RANK] if mine else range(SIZE)
     if not optimizer.built:
         optimizer.build(trained)
 
-    def step(goals: list[tf.Tensor]) -> None:
+    def slices(goals: tf.Tensor) -> tf.IndexedSlices:
+        """The gradient of the table, of all ranks it is for: every row once, its first one in two pieces."""
+        rows = [
+            trained[-1].value - tf.cast(goal, trained[-1].value.dtype) for goal in tf.unstack(goals)
+        ]
+        pieces = [part for row in rows for part in (row[:1] / 4, row[1:], row[:1] * 3 / 4)]
+        indices = tf.constant([0, *range(1, 6), 0] * len(rows))
+        return tf.IndexedSlices(tf.concat(pieces, axis=0) / len(rows), indices, (6, 2))
+
+    def step(goals: list[tf.Tensor], table_goals: tf.Tensor) -> None:
         gradients: list[Any] = [
             v.value - tf.cast(goal, v.value.dtype) for v, goal in zip(trained, goals, strict=True)
         ]
-        # Every row of the table once, and its first one in two pieces.
-        table = gradients[-1]
-        pieces = tf.concat([table[:1] / 4, table[1:], table[:1] * 3 / 4], axis=0)
-        if mine and sparse:
-            gradients[-1] = tf.IndexedSlices(pieces, [0, *range(1, 6), 0], (6, 2))
+        if sparse:
+            # One process has the slices of all ranks: Keras squares and clips each of them by itself.
+            gradients[-1] = slices(table_goals)
         if isinstance(optimizer, optimizers.LossScaleOptimizer):
             scale = tf.convert_to_tensor(optimizer.dynamic_scale)
             gradients = [g * tf.cast(scale, g.dtype) for g in map(tf.convert_to_tensor, gradients)]
@@ -67,7 +75,11 @@ def play(
 
     run = step if eager else tf.function(step)
     for number in steps:
-        run([tf.constant(targets[n][number], tf.float32) for n in SHAPES])
+        table = np.stack([TARGETS["table"][rank, number] for rank in tables])
+        run(
+            [tf.constant(targets[n][number], tf.float32) for n in SHAPES],
+            tf.constant(table, tf.float32),
+        )
     optimizer.finalize_variable_values(trained)
     return [keras.ops.convert_to_numpy(keras.ops.cast(v, "float32")) for v in trained]
 
