@@ -111,7 +111,6 @@ class PipelineSteps:
         self._names = list(names)
         self._share = tf.Variable(1.0, trainable=False)
         self._functions: dict[Hashable, Callable[..., Any]] = {}
-        self._add = self._compiled(_added)
         if stage.is_last:
             make_exact(stage.model, reducer)
         reducer.share_is_in_loss = True
@@ -167,7 +166,11 @@ class PipelineSteps:
                 gradients, logs = self._train_backward(
                     number, parts[number], waiting.pop(number), logs, number == len(parts) - 1
                 )
-                total = gradients if total is None else self._summed(total, gradients)
+                if total is None:
+                    total = gradients
+                else:
+                    _add(total, gradients)
+                del gradients  # They would stay while the next micro-batch makes its own.
             self._apply(total or [])
         self._exchange.flush()
         return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
@@ -216,17 +219,6 @@ class PipelineSteps:
         logs = np.zeros(len(self._names))
         logs[self._names.index("loss")] = float(self._stage.model.get_metrics_result()["loss"])
         return logs
-
-    def _summed(self, total: list[Any], gradients: list[Any]) -> list[Any]:
-        dense = [place for place, g in enumerate(gradients) if isinstance(g, tf.Tensor)]
-        added = self._add([total[p] for p in dense], [gradients[p] for p in dense])
-        result = list(total)
-        for place, gradient in zip(dense, added, strict=True):
-            result[place] = gradient
-        for place, gradient in enumerate(gradients):
-            if isinstance(gradient, tf.IndexedSlices):
-                result[place] = _joined(total[place], gradient)
-        return result
 
     def _apply(self, gradients: list[Any]) -> None:
         """Reduce the step's gradients over the ranks of this stage, and update the weights."""
@@ -362,8 +354,14 @@ def _with_masks(places: list[Any], received: list[Any]) -> list[Any]:
     return tensors
 
 
-def _added(totals: list[Any], gradients: list[Any]) -> list[Any]:
-    return [total + gradient for total, gradient in zip(totals, gradients, strict=True)]
+def _add(total: list[Any], gradients: list[Any]) -> None:
+    """Add `gradients` to `total` and empty them, one by one: memory for one sum more is all it takes."""
+    for place, gradient in enumerate(gradients):
+        gradients[place] = None
+        if isinstance(gradient, tf.IndexedSlices):
+            total[place] = _joined(total[place], gradient)
+        elif gradient is not None:
+            total[place] = total[place] + gradient
 
 
 def _joined(total: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
