@@ -15,10 +15,9 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replicas import ReplicaSteps, build, require_plain
-from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.strategies.replica_strategy import ReplicaStrategy
+from hvdtrain.strategies.replicas import ReplicaSteps, require_plain
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
 
 HINT = (
@@ -27,7 +26,7 @@ HINT = (
 )
 
 
-class CentralStorage(Strategy):
+class CentralStorage(ReplicaStrategy):
     """Several replicas in one process, which share the variables on one device.
 
     Args:
@@ -94,16 +93,9 @@ class CentralStorage(Strategy):
                 f"jit_compile=True does not work with strategy {CENTRAL_STORAGE}: XLA cannot read variables of another "
                 "device. Leave jit_compile out"
             )
-        with self.scope():
-            examples = build(model, data)
-        return self._steps(model, examples)
+        return super().prepare(model, data, what)
 
-    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
-        with self.scope():
-            compat.symbolic_call(model, inputs)
-        return self._steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))
-
-    def _steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
+    def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         assert self._strategy is not None
         return ReplicaSteps(model, self._strategy, examples, self._parameter_device)
 

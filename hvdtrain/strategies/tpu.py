@@ -19,11 +19,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
 from hvdtrain.keras.compat import replicas as compat_replicas
 from hvdtrain.runtime import Rank, init
-from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables, require_plain
-from hvdtrain.strategies.strategy import ModelSource, Strategy
+from hvdtrain.strategies.replica_strategy import ReplicaStrategy
+from hvdtrain.strategies.replicas import ReplicaSteps, local_variables, require_plain
+from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategy_names import TPU as NAME
 
 CHIPS = ("accel*", "vfio/[0-9]*")
@@ -36,7 +36,7 @@ SECONDS = 3.0
 """How long an address may take to answer."""
 
 
-class TPU(Strategy):
+class TPU(ReplicaStrategy):
     """The cores of one TPU, or of a slice of several hosts that one process drives.
 
     Args:
@@ -86,17 +86,7 @@ class TPU(Strategy):
         with self.scope():
             return type(optimizer).from_config(optimizer.get_config())
 
-    def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
-        with self.scope():
-            examples = build(model, data)
-        return self._steps(model, examples)
-
-    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
-        with self.scope():
-            compat.symbolic_call(model, inputs)
-        return self._steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))
-
-    def _steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
+    def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         assert self._strategy is not None
         if model.run_eagerly:
             raise UsageError(

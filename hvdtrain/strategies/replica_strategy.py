@@ -1,0 +1,30 @@
+"""What the strategies of several replicas in one process have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras import compat
+from hvdtrain.strategies.replicas import ReplicaSteps, build
+from hvdtrain.strategies.strategy import Strategy
+
+
+class ReplicaStrategy(Strategy):
+    """Variables are made in the strategy's scope; `steps` says on which replicas the model then runs."""
+
+    def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
+        """Return the steps of a model with variables, for global batches of up to `examples`."""
+        raise NotImplementedError
+
+    def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
+        with self.scope():
+            examples = build(model, data)
+        return self.steps(model, examples)
+
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
+        with self.scope():
+            compat.symbolic_call(model, inputs)
+        return self.steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))
