@@ -16,13 +16,7 @@ import click
 
 from hvdtrain.cli.run import run
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.container_engine import (
-    ContainerEngine,
-    check_gpus,
-    check_image,
-    find_container_engine,
-)
-from hvdtrain.launch.docker import (
+from hvdtrain.launch.container.command import (
     CPU_IMAGE,
     GPU_IMAGE,
     SSH_PORT,
@@ -32,6 +26,12 @@ from hvdtrain.launch.docker import (
     check_reachable,
     docker_argv,
     passed_names,
+)
+from hvdtrain.launch.container.engine import (
+    ContainerEngine,
+    check_gpus,
+    check_image,
+    find_container_engine,
 )
 
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.

@@ -26,7 +26,7 @@ from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.hosts import read_hostfile
 from hvdtrain.launch.passing import looks_secret, masked
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.session import View, run_launch
+from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import (
     Container,

@@ -11,17 +11,16 @@ from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, read_hostfile
-from hvdtrain.launch.members import ALONE, Members
 from hvdtrain.launch.rules import check_script
+from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import choose_launcher
-from hvdtrain.launch.strategies import (
-    Script,
+from hvdtrain.launch.strategies.one_process import check_here, one_process_command
+from hvdtrain.launch.strategies.script import Script
+from hvdtrain.launch.strategies.servers import (
     ServerPlan,
     Ssh,
-    check_here,
     number_of_workers,
-    one_process_command,
     roomy,
     server_command,
 )

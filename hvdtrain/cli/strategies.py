@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.engine import find_engine
+from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
 from hvdtrain.rank_environment import available_cores
 from hvdtrain.strategy_names import (
     CENTRAL_STORAGE,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import LAUNCH_ID
-from hvdtrain.launch.process import end_processes
+from hvdtrain.launch.running.process import end_processes
 
 _GRACE_SECONDS = 6.0
 """`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""

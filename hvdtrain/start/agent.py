@@ -31,10 +31,10 @@ from typing import Any
 
 from hvdtrain import __version__
 from hvdtrain.environment import EXIT_SIGNAL_BASE, LAUNCH_ID
-from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
-from hvdtrain.launch.process import state_of
-from hvdtrain.launch.roles import host_environment, without_place
+from hvdtrain.launch.running.process import state_of
+from hvdtrain.launch.strategies.devices import visible_gpus
+from hvdtrain.launch.strategies.roles import host_environment, without_place
 from hvdtrain.rank_environment import available_cores
 
 SILENCE_SECONDS = 30.0

@@ -32,10 +32,10 @@ from hvdtrain import __version__
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, LAUNCH_ID
 from hvdtrain.launch.host_report import THIS_HOST, HostReport, differences, late, ssh_problem
 from hvdtrain.launch.hosts import Host, parse_hosts
-from hvdtrain.launch.outcome import how_it_ended
 from hvdtrain.launch.passing import travelling
-from hvdtrain.launch.roles import CHIEF, Role, cast, place, role_environment
+from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.slurm.task import environment_of_srun
+from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.agents import Agents
 from hvdtrain.start.keepers import Reach, keeper_argv

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
-from hvdtrain.launch.ranks import Warner
+from hvdtrain.launch.running.ranks import Warner
 from hvdtrain.start.keepers import Keepers
 
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}

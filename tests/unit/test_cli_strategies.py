@@ -107,7 +107,7 @@ def test_a_machine_without_it_is_told_at_once(
     strategy: str, lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", path_with(folder / "bin", {})["PATH"])
-    monkeypatch.setattr("hvdtrain.launch.strategies.tpu_here", lambda environ: "")
+    monkeypatch.setattr("hvdtrain.launch.strategies.one_process.tpu_here", lambda environ: "")
     result = call("run", "--strategy", strategy, "train.py")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"Error: strategy {strategy} needs")

@@ -15,8 +15,8 @@ from hvdtrain.cli import main
 from hvdtrain.cli.docker import docker as command
 from hvdtrain.cli.docker import split
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.launch.container_engine import ContainerEngine, check_gpus, read_info
-from hvdtrain.launch.docker import Container, Machine, docker_argv, passed_names
+from hvdtrain.launch.container.command import Container, Machine, docker_argv, passed_names
+from hvdtrain.launch.container.engine import ContainerEngine, check_gpus, read_info
 
 MACHINE = Machine(
     engine="docker", rootless=False, uid=1000, gid=100, folder=Path("/home/ann/digits")

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.failure import Failure
-from hvdtrain.launch.members import ALONE, Members
-from hvdtrain.launch.noise import is_noise, without_stamp
-from hvdtrain.launch.output import Output
-from hvdtrain.launch.streams import TagReader
+from hvdtrain.launch.running.members import ALONE, Members
+from hvdtrain.launch.running.noise import is_noise, without_stamp
+from hvdtrain.launch.running.output import Output
+from hvdtrain.launch.running.streams import TagReader
 
 WORDS = st.text("ab[0,1]<>:\r ", max_size=12).map(str.encode)
 

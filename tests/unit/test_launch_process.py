@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.launch.process import Ending, processes_of, run_process
-from hvdtrain.launch.streams import Stream
+from hvdtrain.launch.running.process import Ending, processes_of, run_process
+from hvdtrain.launch.running.streams import Stream
 
 
 class Seen:

@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.launch.process import parse_status
-from hvdtrain.launch.ranks import Warner, ranks_of, topmost
+from hvdtrain.launch.running.process import parse_status
+from hvdtrain.launch.running.ranks import Warner, ranks_of, topmost
 
 RANK = """
 import os, signal, subprocess, sys, time

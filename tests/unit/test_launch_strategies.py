@@ -9,15 +9,14 @@ import pytest
 from fake_programs import path_with
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.hosts import parse_hosts
-from hvdtrain.launch.strategies import (
-    Script,
+from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
+from hvdtrain.launch.strategies.one_process import check_here, one_process_command
+from hvdtrain.launch.strategies.script import Script
+from hvdtrain.launch.strategies.servers import (
     ServerPlan,
     Ssh,
-    check_here,
     number_of_workers,
-    one_process_command,
     roomy,
     server_command,
 )

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.launch.slurm.task import task_environment
-from hvdtrain.launch.streams import TagReader
 from hvdtrain.rank_environment import rank_environment
 from hvdtrain.start.task import LONGEST_PIECE, interface_to, marked
 

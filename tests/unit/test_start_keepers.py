@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.delivery import delivered
 from hvdtrain.launch.host_report import HostReport
-from hvdtrain.launch.process import processes_of
+from hvdtrain.launch.running.process import processes_of
 from hvdtrain.start.keeper import own_report
 from hvdtrain.start.keepers import Keepers, Reach, keeper_argv
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.process import processes_of
+from hvdtrain.launch.running.process import processes_of
 from hvdtrain.start import parameter_servers
 from hvdtrain.start.parameter_servers import Launch, Layout, layout_of
 

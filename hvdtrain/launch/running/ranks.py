@@ -12,7 +12,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvdtrain.launch.process import ProcessState, processes_of, state_of
+from hvdtrain.launch.running.process import ProcessState, processes_of, state_of
 
 _RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=", b"PMIX_RANK=")
 _MPI_DAEMONS = {"orted", "prted"}

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvdtrain.failure import Failure, from_line
-from hvdtrain.launch.members import RANKS, Members
-from hvdtrain.launch.noise import is_noise, without_stamp
-from hvdtrain.launch.streams import Piece, PlainReader, Stream, TagReader
+from hvdtrain.launch.running.members import RANKS, Members
+from hvdtrain.launch.running.noise import is_noise, without_stamp
+from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
 
 # A line, or the part of one up to a carriage return (a progress bar's), with its end.
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from hvdtrain.environment import LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.members import RANKS, Members
-from hvdtrain.launch.outcome import outcome_of
-from hvdtrain.launch.output import Output
-from hvdtrain.launch.process import run_process
+from hvdtrain.launch.running.members import RANKS, Members
+from hvdtrain.launch.running.outcome import outcome_of
+from hvdtrain.launch.running.output import Output
+from hvdtrain.launch.running.process import run_process
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.docker import CPU_IMAGE, GPU_IMAGE, EngineName
+from hvdtrain.launch.container.command import CPU_IMAGE, GPU_IMAGE, EngineName
 
 SECONDS = 20
 _CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))

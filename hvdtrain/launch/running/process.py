@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain.environment import LAUNCH_ID
-from hvdtrain.launch.streams import Stream
+from hvdtrain.launch.running.streams import Stream
 
 TICK_SECONDS = 0.1
 TERMINATION_SECONDS = 2.5

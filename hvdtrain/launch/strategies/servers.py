@@ -1,40 +1,17 @@
-"""What runs a script under a strategy that is not Horovod's: one process, or a chief, workers and
-servers. Pure functions but for the questions to this machine.
-"""
+"""A launch with parameter servers: what it consists of, and the command that starts it. Pure functions."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.members import Members
-from hvdtrain.launch.roles import cast, is_place, place
-from hvdtrain.launch.variables import EnvVar
-from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
-
-
-@dataclass(frozen=True)
-class Script:
-    """What the user wants to be run.
-
-    Attributes:
-        path: the training script.
-        arguments: its own.
-        env: variables for it; a secret has no value here, but in the environment.
-    """
-
-    path: Path
-    arguments: tuple[str, ...] = ()
-    env: tuple[EnvVar, ...] = ()
-
-    @property
-    def command(self) -> list[str]:
-        return [sys.executable, "-m", "hvdtrain.worker", str(self.path), *self.arguments]
+from hvdtrain.launch.running.members import Members
+from hvdtrain.launch.strategies.roles import cast, place
+from hvdtrain.launch.strategies.script import Script, assignments
 
 
 @dataclass(frozen=True)
@@ -74,27 +51,9 @@ class ServerPlan:
         return Members(tuple(role.name for role in cast(self.workers, self.servers)))
 
 
-def one_process_command(
-    strategy: str, script: Script, replicas: int | None, environ: Mapping[str, str]
-) -> list[str]:
-    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, for the strategies of one process.
-
-    Args:
-        replicas: how many are wanted; None: as many as there are devices.
-        environ: where the command runs; what would make a rank of the process is taken out.
-    """
-    settings = {
-        STRATEGY: strategy,
-        **({} if replicas is None else {REPLICAS: str(replicas)}),
-        **_values(script.env),
-    }
-    unset = [word for name in sorted(filter(is_place, environ)) for word in ("-u", name)]
-    return ["env", *unset, *_assignments(settings), *script.command]
-
-
 def server_command(plan: ServerPlan, script: Script) -> list[str]:
     """`[env NAME=VALUE...] python -m hvdtrain.start.parameter_servers OPTIONS -- COMMAND`."""
-    settings = _values(script.env)
+    settings = script.values
     options: list[tuple[str, object]] = [
         ("--workers", plan.workers),
         ("--ps", plan.servers),
@@ -105,7 +64,7 @@ def server_command(plan: ServerPlan, script: Script) -> list[str]:
         *(("--env", one.name) for one in script.env),
     ]
     return [
-        *(["env", *_assignments(settings)] if settings else []),
+        *(["env", *assignments(settings)] if settings else []),
         *(sys.executable, "-m", "hvdtrain.start.parameter_servers"),
         *(word for name, value in options if value is not None for word in (name, str(value))),
         *(["--srun"] if plan.by_srun else []),
@@ -133,29 +92,3 @@ def roomy(hosts: Sequence[Host], processes: int) -> tuple[Host, ...]:
     if sum(host.slots for host in hosts) >= processes:
         return tuple(hosts)
     return tuple(Host(host.name, max(host.slots, each)) for host in hosts)
-
-
-def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:
-    """Raise UsageError if this machine lacks what the strategy needs."""
-    if strategy == CENTRAL_STORAGE and replicas is None and replicas_of(environ) is None:
-        count = len(visible_gpus(environ))
-        if count < 2:
-            raise UsageError(
-                f"strategy {CENTRAL_STORAGE} needs at least two GPUs in one machine, and there "
-                f"{'is one' if count else 'is none'} here: give -np N for N replicas on the cores "
-                "of this machine, or leave --strategy out"
-            )
-    if strategy == TPU and not tpu_here(environ):
-        raise UsageError(
-            f"strategy {TPU} needs a TPU, and there is none here (no device file /dev/accel* or "
-            "/dev/vfio/*, and TPU_NAME is not set): start on a TPU virtual machine, set TPU_NAME "
-            "to the name of yours, or leave --strategy out"
-        )
-
-
-def _values(env: Sequence[EnvVar]) -> dict[str, str]:
-    return {one.name: one.value for one in env if one.value is not None}
-
-
-def _assignments(settings: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in settings.items()]

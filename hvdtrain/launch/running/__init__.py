@@ -1,0 +1,1 @@
+"""A launch while it runs: its processes, their output, their end and the reason of it."""

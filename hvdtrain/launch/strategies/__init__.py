@@ -1,0 +1,1 @@
+"""Launches under the strategies that are not Horovod's."""
