@@ -8,20 +8,15 @@ small by a small batch), the buffers of the communication, and what an operation
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.errors import EngineError
-
-REPORT = '{"peak_of_ranks"'
-"""How rank 0's report begins; see peak.py."""
+from hvdtrain.bench.measurement import run_measurement
 
 SCRIPT = Path(__file__).with_name("peak.py")
-TIMEOUT_SECONDS = 400
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
+"""What is freed goes back to the system at once: otherwise the allocator's habits are measured."""
 MEGABYTE = 1e6
 
 
@@ -103,25 +98,7 @@ def measure_peak(
     """
     arguments = (case.way, f"--ranks={case.ranks}", f"--width={width}", f"--blocks={blocks}")
     argv = launch(case.ranks, SCRIPT, arguments)
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        # What is freed goes back to the system at once: otherwise the allocator's habits are measured.
-        "MALLOC_MMAP_THRESHOLD_": "262144",
-        "MALLOC_TRIM_THRESHOLD_": "262144",
-    }
-    done = subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    begin = done.stdout.find(REPORT)
-    if done.returncode or begin < 0:
-        last = "\n".join([*done.stdout.splitlines()[-15:], *done.stderr.splitlines()[-15:]])
-        raise EngineError(
-            f"The measurement failed (exit code {done.returncode}): {' '.join(argv)}\n{last}"
-        )
-    report, _ = json.JSONDecoder().raw_decode(done.stdout, begin)
+    report = run_measurement(argv, FREED_AT_ONCE)
     return Peak(int(report["parameters"]), tuple(report["peak_of_ranks"]))
 
 

@@ -2,8 +2,7 @@
 
 Started by memory.py. A tiny model of the same kind is trained first, so that code, threads and buffers are
 there; then the kernel's mark of the highest resident size is set back, and the large model is made and trained
-for three steps. Rank 0 prints one line of JSON: {"peak_of_ranks": [bytes above the
-size before], "parameters"}.
+for three steps. Rank 0 reports {"peak_of_ranks": [bytes above the size before], "parameters"}.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--blocks", type=int, required=True)
+    parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
     train(arguments.way, arguments.ranks, TINY, arguments.blocks)
     before = restart_mark()
@@ -38,7 +38,7 @@ def main() -> None:
     peaks = exchange(peak, "peak")
     if trained.rank.is_first:
         parameters = arguments.blocks * (8 * arguments.width**2 + 5 * arguments.width)
-        print(json.dumps({"peak_of_ranks": peaks, "parameters": parameters}), flush=True)
+        arguments.report.write_text(json.dumps({"peak_of_ranks": peaks, "parameters": parameters}))
 
 
 def train(way: str, ranks: int, width: int, blocks: int) -> Any:

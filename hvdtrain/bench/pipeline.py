@@ -13,11 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.bench.scaling import run_timing
+from hvdtrain.bench.measurement import run_measurement
 
 SCRIPT = Path(__file__).with_name("pipeline_rank.py")
-REPORT = '{"seconds"'
-"""How rank 0's report begins."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +56,7 @@ def measure_bubble(
     micro_batches: Sequence[int],
     work: Work,
     passes: int,
+    stages: int,
     launch: Callable[[int, Path, tuple[str, ...]], list[str]],
 ) -> Iterator[list[BubblePass]]:
     """Yield `passes` lists of timings, one for each number of micro-batches. Raises EngineError.
@@ -66,8 +65,8 @@ def measure_bubble(
         micro_batches: the numbers to time.
         work: what is trained.
         passes: how many.
-        launch: composes the argv that runs a script with its arguments on one process or on each stage;
-            `launch(processes, script, arguments)` with 1 for one process, 0 for all stages.
+        stages: how many.
+        launch: composes the argv that runs a script with its arguments on so many ranks.
     """
     arguments = (
         f"--micro-batches={','.join(map(str, micro_batches))}",
@@ -76,8 +75,8 @@ def measure_bubble(
         f"--batch-size={work.batch_size}",
     )
     for _ in range(passes):
-        alone, _ = _seconds(launch(1, SCRIPT, arguments))
-        together, stages = _seconds(launch(0, SCRIPT, arguments))
+        alone = _seconds(launch(1, SCRIPT, arguments))
+        together = _seconds(launch(stages, SCRIPT, arguments))
         yield [BubblePass(m, stages, alone[m], together[m]) for m in micro_batches]
 
 
@@ -95,7 +94,7 @@ def medians(passes: Sequence[Sequence[BubblePass]]) -> list[tuple[int, float, fl
     ]
 
 
-def _seconds(argv: list[str]) -> tuple[dict[int, float], int]:
-    report = run_timing(argv, REPORT)
-    found = {int(m): statistics.median(rounds) for m, rounds in report["seconds"].items()}
-    return found, int(report["stages"])
+def _seconds(argv: list[str]) -> dict[int, float]:
+    """Return the seconds of a step for each number of micro-batches."""
+    report = run_measurement(argv, {})
+    return {int(m): statistics.median(rounds) for m, rounds in report["seconds"].items()}

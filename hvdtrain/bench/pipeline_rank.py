@@ -1,6 +1,6 @@
 """One stage of a timing of pipeline stages, on one core: equal dense layers, trained on data in memory.
 
-Started by pipeline.py. Prints one line of JSON on rank 0: {"seconds": {micro-batches: [one for each round]}, "stages"}.
+Started by pipeline.py. Rank 0 reports {"seconds": {micro-batches: [one for each round]}}.
 Run alone it is the one stage that does all the work, in as many micro-batches.
 """
 
@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 ROUNDS = 3
@@ -24,6 +25,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
     from hvdtrain.parallel.mesh import Mesh
     from hvdtrain.runtime import init, load_horovod, size_of
@@ -37,7 +39,7 @@ def main() -> None:
         step = _step(stages, count, arguments.layers, arguments.width, arguments.batch_size)
         seconds[count] = _time(step, load_horovod())
     if rank.is_first:
-        print(json.dumps({"seconds": seconds, "stages": stages}), flush=True)
+        arguments.report.write_text(json.dumps({"seconds": seconds}))
 
 
 def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> Callable[[], Any]:

@@ -1,43 +1,59 @@
 """Scaling: N ranks of one core each against plain Keras on one core, in turn, in one run.
 
-These machines are shared and their speed drifts, so the two are timed one after the other in each pass, the
-ratio is taken within a pass, and the median of the passes counts. Scaling is
+These machines are shared and their speed drifts, so all are timed one after the other in each pass, the
+ratios are taken within a pass, and the median of the passes counts. Scaling is
 (examples a second of N ranks) / (N x examples a second of one plain process): 1 is perfect.
+
+Two figures of the machine stand beside it. Cores share memory, so N plain processes at once, which know nothing
+of each other, do not reach 1 ("apart"). And synchronous training waits in each step for the slowest: had those
+processes waited for each other, a step would have taken the longest of their times for it ("in step"). No
+synchronous training can be quicker than that; what is lost below it is ours.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.errors import EngineError
+from hvdtrain.bench.measurement import run_measurement
 
 ROUNDS = 5
-REPORT = '{"examples_per_second"'
-"""How rank 0's report begins; see throughput.py."""
-
-TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Examples a second in one pass: plain Keras on one core, and all ranks together."""
+    """Examples a second in one pass.
+
+    plain: of plain Keras on one core; apart: of `size` plain processes at once, together; in_step: of the same if
+    each step took as long as the slowest of them needed; ranks: of all ranks together.
+    """
 
     plain: float
+    apart: float
+    in_step: float
     ranks: float
     size: int
 
+    def scaling(self, rate: float) -> float:
+        """Part of the perfect speed-up that `rate` is."""
+        return rate / (self.size * self.plain)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each step of each round, and the examples of a step."""
+
+    rounds: list[list[float]]
+    examples: int
+
     @property
-    def scaling(self) -> float:
-        """Part of the perfect speed-up that was reached."""
-        return self.ranks / (self.size * self.plain)
+    def rate(self) -> float:
+        """Examples a second, the median of the rounds."""
+        return statistics.median(self.examples * len(steps) / sum(steps) for steps in self.rounds)
 
 
 SCRIPT = Path(__file__).with_name("throughput.py")
@@ -53,49 +69,44 @@ def measure(
     batch_size: int,
     way: str,
     passes: int,
-    launch: Callable[[Path, tuple[str, ...]], list[str]],
+    size: int,
+    launch: Callable[[int, Path, tuple[str, ...]], list[str]],
 ) -> Iterator[Pass]:
-    """Yield `passes` pairs of timings.
+    """Yield `passes` passes: plain Keras once, as often as there are ranks, and the ranks.
 
     Args:
         model: name of a network in bench.models.
         batch_size: examples a rank.
         way: "keras", "trainer" or "bare"; see throughput.py.
-        passes: how many pairs.
-        launch: composes the argv that runs a script with its arguments on all ranks.
+        passes: how many.
+        size: ranks.
+        launch: composes the argv that runs a script with its arguments on so many ranks.
     """
-    alone = [sys.executable, str(SCRIPT), *timing_arguments("plain", model, batch_size)]
-    together = launch(SCRIPT, timing_arguments(way, model, batch_size))
+    plain = [sys.executable, str(SCRIPT), *timing_arguments("plain", model, batch_size)]
+    together = launch(size, SCRIPT, timing_arguments(way, model, batch_size))
+    cores = [[*plain, f"--core={core}"] for core in range(size)]
     for _ in range(passes):
-        plain, _ = _run(alone)
-        ranks, size = _run(together)
-        yield Pass(plain, ranks, size)
-
-
-def _run(argv: list[str]) -> tuple[float, int]:
-    """Return the median examples a second that rank 0 reports, and the number of ranks."""
-    report = run_timing(argv, REPORT)
-    return statistics.median(report["examples_per_second"]), report["size"]
-
-
-def run_timing(argv: list[str], beginning: str) -> dict[str, Any]:
-    """Run a timing, a thread a rank; return rank 0's report, a line of JSON with this `beginning`."""
-    # TensorFlow's noise is not what the reader of a figure looks for.
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",
-        "TF_NUM_INTEROP_THREADS": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    done = subprocess.run(
-        argv, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
-    )
-    begin = done.stdout.find(beginning)
-    if done.returncode or begin < 0:
-        last = "\n".join(done.stderr.splitlines()[-15:])
-        raise EngineError(
-            f"The timing failed (exit code {done.returncode}): {' '.join(argv)}\n{last}"
+        alone = _time(plain)
+        with ThreadPoolExecutor(size) as pool:
+            apart = list(pool.map(_time, cores))
+        yield Pass(
+            plain=alone.rate,
+            apart=sum(one.rate for one in apart),
+            in_step=in_step(apart).rate,
+            ranks=_time(together).rate,
+            size=size,
         )
-    # mpirun may put a tag behind the line's end.
-    report, _ = json.JSONDecoder().raw_decode(done.stdout, begin)
-    return dict(report)
+
+
+def in_step(apart: Sequence[Timing]) -> Timing:
+    """Return the timing of processes that would have waited for the slowest of them in each step."""
+    rounds = [
+        [max(times) for times in zip(*steps, strict=False)]
+        for steps in zip(*(one.rounds for one in apart), strict=True)
+    ]
+    return Timing(rounds, sum(one.examples for one in apart))
+
+
+def _time(argv: list[str]) -> Timing:
+    report = run_measurement(argv, {})
+    return Timing(report["step_seconds"], report["examples"])

@@ -1,7 +1,7 @@
 """One rank of a timing: train a network on data in memory and report examples a second.
 
-Started by scaling.py, which pins nothing: each rank takes the core of its local rank, one thread. Prints one
-line of JSON on rank 0: {"examples_per_second": [one for each round], "size", "loss"}.
+Started by scaling.py, which pins nothing: each rank takes the core of its local rank, one thread. Rank 0 reports
+{"step_seconds": [[one for each step] for each round], "examples": of a step, "loss"}.
 
 `plain` is Keras alone, without Horovod in the process; `bare` calls hvd.allreduce on each gradient and
 nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step; `trainer` is the
@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 SECONDS = 2.0
@@ -27,19 +28,21 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--batch-size", type=int, required=True, help="examples a rank")
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--core", type=int, default=0, help="of a plain process")
+    parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
-    rank, size = _start(arguments.way)
+    rank, size = _start(arguments.way, arguments.core)
     step = _step(arguments.way, arguments.model, arguments.batch_size, rank, size)
-    rates, loss = _time(step, arguments.batch_size * size, arguments.rounds)
+    rounds, loss = _time(step, arguments.rounds)
     if rank == 0:
-        print(json.dumps({"examples_per_second": rates, "size": size, "loss": loss}), flush=True)
+        report = {"step_seconds": rounds, "examples": arguments.batch_size * size, "loss": loss}
+        arguments.report.write_text(json.dumps(report))
 
 
-def _start(way: str) -> tuple[int, int]:
+def _start(way: str, core: int) -> tuple[int, int]:
     """Pin this process to one core and one thread; return rank and size."""
     if way == "plain":
-        rank = local_rank = 0
-        size = 1
+        rank, size, local_rank = 0, 1, core
     elif way == "bare":
         import horovod.tensorflow as hvd
 
@@ -124,22 +127,23 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
     return lambda: float(steps.train([next(shares)])["loss"])
 
 
-def _time(step: Callable[[], float], examples: int, rounds: int) -> tuple[list[float], float]:
-    """Warm up, then time `rounds` rounds of equally many steps; the ranks do the same number."""
+def _time(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
+    """Warm up, then time each step of `rounds` rounds of equally many; the ranks do the same number."""
     for _ in range(10):
         step()
     begin = time.perf_counter()
     for _ in range(10):
         step()
     steps = _same_everywhere(max(5, round(SECONDS * 10 / (time.perf_counter() - begin))))
-    rates = []
     loss = 0.0
+    times: list[list[float]] = []
     for _ in range(rounds):
-        begin = time.perf_counter()
+        times.append([])
         for _ in range(steps):
+            begin = time.perf_counter()
             loss = step()
-        rates.append(steps * examples / (time.perf_counter() - begin))
-    return rates, loss
+            times[-1].append(time.perf_counter() - begin)
+    return times, loss
 
 
 def _same_everywhere(steps: int) -> int:

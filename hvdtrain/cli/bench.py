@@ -7,8 +7,10 @@ import platform
 import shlex
 import statistics
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
@@ -20,12 +22,28 @@ from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 
+Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 BATCH_SIZES = {"mnist": 64, "resnet20": 32}
+
+
+def _workers(least: int) -> Callable[[_Command], _Command]:
+    """The option -np of a measurement that needs at least so many."""
+    return click.option(
+        *("-np", "--num-proc", "np"),
+        type=click.IntRange(least),
+        default=2,
+        show_default=True,
+        metavar="N",
+        help="Workers.",
+    )
+
+
 _CONTROLLER = click.option(
     "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
 )
 _PASSES = click.option(
-    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Pairs of timings."
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Timings of each."
 )
 
 
@@ -35,16 +53,7 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "-np",
-    "--num-proc",
-    "np",
-    type=click.IntRange(2),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Workers.",
-)
+@_workers(2)
 @click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
 @click.option(
     "--batch-size",
@@ -63,30 +72,31 @@ def bench() -> None:
 def scaling(
     np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int
 ) -> None:
-    """N workers of one core each, against plain Keras on one core, in turn."""
+    """N workers of one core each, against plain Keras on one core, in turn.
+
+    Beside it what the machine allows: N plain processes at once, apart, and had they waited in each step for the
+    slowest.
+    """
     batch_size = batch_size or BATCH_SIZES[model]
-    engine, mpirun = find_engine(), find_mpirun()
-    chosen = choose_controller(controller, engine.built, mpirun)
-
-    def launch(script: Path, arguments: tuple[str, ...]) -> list[str]:
-        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
-        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-
+    launch, chosen = _launcher(controller)
     click.echo(
         f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}"
     )
     done: list[Pass] = []
-    for one in measure(model, batch_size, way, passes, launch):
+    for one in measure(model, batch_size, way, passes, np, launch):
         done.append(one)
         click.echo(
-            f"  plain Keras {one.plain:9,.0f} examples/s   {one.size} workers {one.ranks:9,.0f} examples/s   "
-            f"scaling {one.scaling:.3f}"
+            f"  plain Keras {one.plain:8,.0f} examples/s; {np} apart {one.apart:8,.0f}, in step {one.in_step:8,.0f}, "
+            f"workers {one.ranks:8,.0f}; scaling {one.scaling(one.ranks):.3f}"
         )
-    plain = statistics.median(one.plain for one in done)
-    ranks = statistics.median(one.ranks for one in done)
-    median = statistics.median(one.scaling for one in done)
+    median = statistics.median
+    reached = median(one.scaling(one.ranks) for one in done)
+    apart = median(one.scaling(one.apart) for one in done)
+    in_step = median(one.scaling(one.in_step) for one in done)
+    below = median(one.ranks / one.in_step for one in done)
     click.echo(
-        f"median of {passes}: plain Keras {plain:,.0f}, {np} workers {ranks:,.0f} examples/s, scaling {median:.3f}"
+        f"medians of {passes}: scaling {reached:.3f}; plain processes apart {apart:.3f}, in step {in_step:.3f}; "
+        f"workers / in step {below:.3f}"
     )
     click.echo(
         f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}"
@@ -114,12 +124,7 @@ def scaling(
 @_CONTROLLER
 def memory(names: tuple[str, ...], width: int, blocks: int, controller: str) -> None:
     """Peak memory of a rank with Adam, against weights + gradients + state."""
-    chosen = choose_controller(controller, find_engine().built, find_mpirun())
-
-    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
-        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=find_mpirun())
-
+    launch, chosen = _launcher(controller)
     cases = [CASES[name] for name in names or CASES]
     click.echo(
         f"{blocks * (8 * width**2 + 5 * width) / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB a "
@@ -137,16 +142,7 @@ def _line(cells: tuple[str, ...]) -> str:
 
 
 @bench.command()
-@click.option(
-    "-np",
-    "--num-proc",
-    "np",
-    type=click.IntRange(1),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Workers.",
-)
+@_workers(1)
 @_CONTROLLER
 @_PASSES
 def startup(np: int, controller: str, passes: int) -> None:
@@ -192,21 +188,14 @@ def pipeline(
     stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str, passes: int
 ) -> None:
     """Step time of pipeline stages of one core each, against (m + s - 1) / m of the ideal."""
-    engine, mpirun = find_engine(), find_mpirun()
-    chosen = choose_controller(controller, engine.built, mpirun)
+    launch, chosen = _launcher(controller)
     work = Work(layers=4 * stages, width=width, batch_size=batch_size)
-
-    def launch(workers: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        if workers == 1:
-            return [sys.executable, str(script), *arguments]
-        plan = LaunchPlan(script=script, arguments=arguments, np=stages, controller=chosen)
-        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
 
     click.echo(
         f"{work.layers} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}; {_machine()}"
     )
     done: list[list[BubblePass]] = []
-    for one in measure_bubble(counts, work, passes, launch):
+    for one in measure_bubble(counts, work, passes, stages, launch):
         done.append(one)
         ratios = "   ".join(f"m={found.micro_batches} {found.ratio:.3f}" for found in one)
         click.echo(f"  step time / ideal: {ratios}")
@@ -219,6 +208,20 @@ def pipeline(
     again += [part for count in counts for part in ("--micro-batches", str(count))]
     again += ["--width", str(width), "--batch-size", str(batch_size), "--controller", controller]
     click.echo(f"again: {shlex.join([*again, '--passes', str(passes)])}")
+
+
+def _launcher(controller: str) -> tuple[Launch, str]:
+    """Return what composes the argv of a script on so many ranks, and the controller that it takes."""
+    engine, mpirun = find_engine(), find_mpirun()
+    chosen = choose_controller(controller, engine.built, mpirun)
+
+    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        if np == 1:
+            return [sys.executable, str(script), *arguments]
+        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
+        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+
+    return launch, chosen
 
 
 def _machine() -> str:

@@ -34,8 +34,12 @@ def test_the_rank_with_the_most_counts() -> None:
     assert cells == ("zero", "2", "4", "4", "4", "12", "18", "1.50")
 
 
-def launcher(script: str) -> list[str]:
-    return [sys.executable, "-c", script]
+def reporting(report: dict[str, object]) -> list[str]:
+    """A program that writes `report` where a measurement says."""
+    code = (
+        "import sys, pathlib; pathlib.Path(sys.argv[-1].removeprefix('--report=')).write_text({!r})"
+    )
+    return [sys.executable, "-c", code.format(json.dumps(report))]
 
 
 def test_report_of_rank_0() -> None:
@@ -43,8 +47,7 @@ def test_report_of_rank_0() -> None:
 
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         asked.append((np, script, arguments))
-        report = json.dumps({"peak_of_ranks": [5, 7], "parameters": 3})
-        return launcher(f"print('[1,0]<stdout>:' + {report!r} + ' tag')")
+        return reporting({"peak_of_ranks": [5, 7], "parameters": 3})
 
     assert measure_peak(Case("zero", 2), launch, 64, 4) == Peak(3, (5, 7))
     ((np, script, arguments),) = asked
@@ -56,7 +59,9 @@ def test_a_failure_says_what_the_ranks_said() -> None:
     with pytest.raises(EngineError, match=r"exit code 3(.|\n)*no memory"):
         measure_peak(
             Case("data", 1),
-            lambda np, script, arguments: launcher("print('no memory'); raise SystemExit(3)"),
+            lambda np, script, arguments: [
+                *(sys.executable, "-c", "print('no memory'); raise SystemExit(3)")
+            ],
             64,
             4,
         )
