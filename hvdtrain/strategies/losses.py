@@ -7,7 +7,8 @@ sum_r (n_r / n) c_r L_r is what one worker gets:
 
 - a sum over examples: c_r = n / n_r;
 - a mean over the unmasked entries, or over sample weights, whose divisor D_r differs between the ranks
-  by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r, one small allreduce a step.
+  by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r: one small allreduce a step, or
+  what whoever computes the losses in parts knows.
 
 A loss becomes an instance of a subclass of its class, in place, as the optimizer does, and files name the
 original.
@@ -15,7 +16,9 @@ original.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import horovod.tensorflow as hvd
 import keras
@@ -27,13 +30,44 @@ from hvdtrain.keras.names import in_this_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.reduction import anchored
 
+Total: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
+"""Returns the sum over the global batch of what a loss divides by in this part of it, both float32 scalars."""
+
+
+@dataclass(frozen=True)
+class TotalOfRanks:
+    """Asks the other ranks, by an allreduce in the step that computes the loss.
+
+    Attributes:
+        reducer: of the model's optimizer.
+        name: of the loss, in the collective's.
+        in_xla: the step is compiled by XLA.
+    """
+
+    reducer: OptimizerReducer
+    name: str
+    in_xla: bool
+
+    def __call__(self, divisor: tf.Tensor) -> tf.Tensor:
+        if self.in_xla:
+            raise UsageError(
+                "jit_compile=True does not work with masks or with a loss of reduction='mean_with_sample_weight': "
+                "what such a loss divides by has to travel between the ranks, which XLA cannot. Leave jit_compile out"
+            )
+        return hvd.allreduce(
+            anchored(divisor),
+            op=hvd.Sum,
+            name=in_this_graph(f"hvdtrain_divisor_{self.name}"),
+            ignore_name_scope=True,
+            process_set=self.reducer.reduction.process_set,
+        )
+
 
 class _ExactLoss:
     """Lays the factor c over the __call__ of a keras.losses.Loss."""
 
     hvdtrain_reducer: OptimizerReducer
-    hvdtrain_name: str
-    hvdtrain_in_xla: bool
+    hvdtrain_total: Total
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
@@ -45,20 +79,9 @@ class _ExactLoss:
         divisor = compat.loss_divisor(self, y_pred, sample_weight)
         if divisor is None:
             return loss
-        if self.hvdtrain_in_xla:
-            raise UsageError(
-                "jit_compile=True does not work with masks or with a loss of reduction='mean_with_sample_weight': "
-                "what such a loss divides by has to travel between the ranks, which XLA cannot. Leave jit_compile out"
-            )
         # A filler example of an idle rank does not count.
         divisor = tf.stop_gradient(tf.cast(divisor, tf.float32)) * tf.cast(share > 0, tf.float32)
-        total = hvd.allreduce(
-            anchored(divisor),
-            op=hvd.Sum,
-            name=in_this_graph(f"hvdtrain_divisor_{self.hvdtrain_name}"),
-            ignore_name_scope=True,
-            process_set=self.hvdtrain_reducer.reduction.process_set,
-        )
+        total = self.hvdtrain_total(divisor)
         part = tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype)
         return _over_share(tf.math.multiply_no_nan(loss, part), share)
 
@@ -67,26 +90,31 @@ def _over_share(value: tf.Tensor, share: tf.Variable) -> tf.Tensor:
     return tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
 
 
-def make_exact(model: keras.Model, reducer: OptimizerReducer) -> None:
+def make_exact(model: keras.Model, reducer: OptimizerReducer, total: Total | None = None) -> None:
     """Give the losses of a built, compiled model the factor that they need.
 
     While `reducer.share` is None they are what they were.
+
+    Args:
+        model: whose losses.
+        reducer: of its optimizer.
+        total: of what a loss divides by, whose mask may then come from layers outside `model`; default: the sum
+            over the reducer's ranks.
     """
-    masked = any(
+    masked = total is not None or any(
         type(layer).compute_mask is not keras.layers.Layer.compute_mask
         for layer in model._flatten_layers()
     )
     for index, loss in enumerate(compat.compiled_losses(model)):
         if masked or loss.reduction in ("sum", "mean_with_sample_weight"):
-            _overlay(loss, reducer)
-            loss.hvdtrain_name = str(index)
-            loss.hvdtrain_in_xla = model.jit_compile
+            _overlay(loss)
+            loss.hvdtrain_reducer = reducer
+            loss.hvdtrain_total = total or TotalOfRanks(reducer, str(index), model.jit_compile)
 
 
-def _overlay(loss: Any, reducer: OptimizerReducer) -> None:
+def _overlay(loss: Any) -> None:
     plain = type(loss)
     if not isinstance(loss, _ExactLoss):
         exact = type(plain.__name__, (_ExactLoss, plain), {"__doc__": plain.__doc__})
         compat.adopt_names(exact, plain)
         loss.__class__ = exact
-    loss.hvdtrain_reducer = reducer

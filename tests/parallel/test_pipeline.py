@@ -12,7 +12,11 @@ import pytest
 from launch import Results, run_cases
 
 EXACT = 1e-5
-"""After 30 steps, of which every sixth has idle copies of the model."""
+"""After 30 steps, of which every sixth has idle copies of the model.
+
+Sums in another order differ by 6e-8 an addition in float32; what was seen is 1e-6 at most, and a single example's
+weight that is wrong is 1e-3 and more.
+"""
 
 PATIENCE = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 """The others wait while rank 0 trains with plain Keras."""
@@ -20,7 +24,11 @@ PATIENCE = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
 
 @pytest.fixture(scope="module")
 def four() -> Results:
-    cases = ("case_sgd", "case_adam", "case_four_stages", "case_split_layers", "case_absent")
+    cases = (
+        *("case_sgd", "case_adam", "case_four_stages", "case_alltoall_of_four_stages"),
+        *("case_split_layers", "case_padding", "case_mean_by_weight", "case_padding_and_weights"),
+        *("case_dropout", "case_absent"),
+    )
     meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
     return run_cases("pipeline", np=4, only=cases, env=meshes | PATIENCE)
 
@@ -28,8 +36,8 @@ def four() -> Results:
 @pytest.fixture(scope="module")
 def two() -> Results:
     cases = (
-        *("case_gradients", "case_dropout", "case_masks", "case_precision", "case_callbacks"),
-        *("case_refused", "case_one_micro_batch", "case_alltoall"),
+        *("case_gradients", "case_masks", "case_precision", "case_callbacks"),
+        *("case_refused", "case_alltoall"),
     )
     meshes = {"TEST_MESHES": "1,1,2"}
     return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes | PATIENCE)
@@ -59,10 +67,31 @@ def test_four_stages(four: Results) -> None:
     ranks = four.of("case_four_stages")
     check(ranks, parts=4)
     assert sum(one["held"] for one in ranks) == ranks[0]["whole"]
+    assert ranks[0]["steps"] <= EXACT
+
+
+def test_four_stages_by_alltoall(four: Results) -> None:
+    check(four.of("case_alltoall_of_four_stages"), parts=4)
+
+
+def test_a_mean_over_the_words_of_all_micro_batches(four: Results) -> None:
+    check(four.of("case_padding"))
+
+
+def test_a_mean_by_the_weights_of_all_micro_batches_of_a_model(four: Results) -> None:
+    check(four.of("case_mean_by_weight"))
+
+
+def test_padding_and_weights_beside_a_plain_mean(four: Results) -> None:
+    check(four.of("case_padding_and_weights"))
 
 
 def test_split_layers_in_stages(four: Results) -> None:
     check(four.of("case_split_layers"), parts=4)
+
+
+def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(four: Results) -> None:
+    assert four.of("case_dropout")[0]["weights"] <= EXACT
 
 
 def test_an_absent_neighbour_is_named(four: Results) -> None:
@@ -76,10 +105,6 @@ def test_forward_pass_and_every_gradient(two: Results) -> None:
     assert set(starts.values()) == {0.0}
     assert len(found) == 2 * len(starts) + 1
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
-
-
-def test_a_micro_batch_has_its_own_dropout_and_the_same_both_ways(two: Results) -> None:
-    assert two.of("case_dropout")[0]["weights"] <= EXACT
 
 
 def test_masks_and_early_outputs_cross_the_cut(two: Results) -> None:
@@ -112,16 +137,10 @@ def test_callbacks(two: Results) -> None:
 def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
     first, last = two.of("case_refused")
     assert first == last
-    assert "outputs with a mask is divided by a number" in first["mask"]
-    assert "reduction='sum'" in first["weighted"]
     assert "jit_compile=True" in first["jit"]
     assert "distributed already" in first["optimizer"]
     assert "matches no layer" in first["pattern"]
     assert "too few layers" in first["few"]
-
-
-def test_one_micro_batch_of_masked_outputs(two: Results) -> None:
-    check(two.of("case_one_micro_batch"))
 
 
 def test_alltoall(two: Results) -> None:

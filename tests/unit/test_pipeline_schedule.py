@@ -1,8 +1,9 @@
-"""The 1F1B schedule: order, how much waits, and that stages never wait for each other for ever."""
+"""The schedules: order, how much waits, and that stages never wait for each other for ever."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -11,11 +12,14 @@ from hypothesis import strategies as st
 from hvdtrain.parallel.pipeline.schedule import (
     Action,
     Pass,
+    all_forward_then_backward,
     ideal_step,
     one_forward_one_backward,
 )
 
+Schedule = Callable[[int, int, int], Iterator[Action]]
 SIZES = (st.integers(1, 6), st.integers(1, 12))
+SCHEDULES = st.sampled_from([one_forward_one_backward, all_forward_then_backward])
 
 
 def short(stage: int, stages: int, micro_batches: int) -> str:
@@ -34,10 +38,19 @@ def test_fewer_micro_batches_than_stages() -> None:
     assert short(0, 4, 2) == "F0 F1 B0 B1"
 
 
-@given(*SIZES)
-def test_each_micro_batch_passes_once_each_way_in_order(stages: int, micro_batches: int) -> None:
+def test_no_backward_pass_before_the_last_forward_pass() -> None:
+    for stage in range(3):
+        actions = all_forward_then_backward(stage, 3, 4)
+        kinds = "".join(action.kind.value[0] for action in actions)
+        assert kinds == "ffffbbbb"
+
+
+@given(SCHEDULES, *SIZES)
+def test_each_micro_batch_passes_once_each_way_in_order(
+    schedule: Schedule, stages: int, micro_batches: int
+) -> None:
     for stage in range(stages):
-        actions = list(one_forward_one_backward(stage, stages, micro_batches))
+        actions = list(schedule(stage, stages, micro_batches))
         for kind in Pass:
             numbers = [a.micro_batch for a in actions if a.kind is kind]
             assert numbers == list(range(micro_batches))
@@ -53,9 +66,9 @@ def test_few_micro_batches_wait(stages: int, micro_batches: int) -> None:
         assert most == min(stages - stage, micro_batches)
 
 
-def finish_times(stages: int, micro_batches: int) -> list[int]:
+def finish_times(schedule: Schedule, stages: int, micro_batches: int) -> list[int]:
     """Run all stages, each action taking one unit; return when each stage ends. Sending never waits."""
-    todo = [deque(one_forward_one_backward(s, stages, micro_batches)) for s in range(stages)]
+    todo = [deque(schedule(s, stages, micro_batches)) for s in range(stages)]
     done: dict[tuple[int, Action], int] = {}
     clock = [0] * stages
     while any(todo):
@@ -75,12 +88,12 @@ def finish_times(stages: int, micro_batches: int) -> list[int]:
     return clock
 
 
-@given(*SIZES)
+@given(SCHEDULES, *SIZES)
 def test_no_stage_waits_for_ever_and_the_bubble_is_the_smallest(
-    stages: int, micro_batches: int
+    schedule: Schedule, stages: int, micro_batches: int
 ) -> None:
     # Forward and backward pass of one unit each: 2 m of work, 2 (s - 1) of waiting.
-    longest = max(finish_times(stages, micro_batches))
+    longest = max(finish_times(schedule, stages, micro_batches))
     assert longest == pytest.approx(2 * micro_batches * ideal_step(stages, micro_batches))
 
 

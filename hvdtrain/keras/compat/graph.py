@@ -131,6 +131,23 @@ def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training:
     return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)
 
 
+def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: bool) -> Any:
+    """Return the compiled loss alone; `track`: count it in the running means of several outputs' losses."""
+    compiled = model._compile_loss
+    means = compiled._metrics
+    if not track:
+        compiled._metrics = [None] * len(means)
+    try:
+        return compiled(y, y_pred, weight)
+    finally:
+        compiled._metrics = means
+
+
+def own_losses(model: keras.Model) -> list[Any]:
+    """Return what the layers add to the loss, penalties and add_loss, as scalars."""
+    return [model._aggregate_additional_loss(loss) for loss in model.losses]
+
+
 def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
     """Count `loss`, of so many examples, in the running mean that the logs call "loss"."""
     model._loss_tracker.update_state(loss, sample_weight=examples)

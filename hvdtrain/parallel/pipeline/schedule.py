@@ -4,7 +4,7 @@
 training on GPU clusters using Megatron-LM", 2021): a stage runs ahead by as many forward passes as
 stages follow it, then alternates, so that at most `stages - stage` micro-batches wait for their backward pass,
 however many there are. With m micro-batches and s stages of equal times a step takes (m + s - 1) / m of what
-it would take if no stage ever waited.
+it would take if no stage ever waited. Losses that are divided by what all micro-batches hold need another order.
 """
 
 from __future__ import annotations
@@ -40,6 +40,18 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> Ite
         yield Action(Pass.BACKWARD, micro_batch - ahead)
     for micro_batch in range(micro_batches - ahead, micro_batches):
         yield Action(Pass.BACKWARD, micro_batch)
+
+
+def all_forward_then_backward(stage: int, stages: int, micro_batches: int) -> Iterator[Action]:
+    """Yield what any stage does where no loss is known before all micro-batches went forward.
+
+    GPipe's order (Huang et al., "GPipe: Efficient training of giant neural networks using pipeline parallelism",
+    2019): it takes the same time, and all micro-batches wait for their backward pass at once.
+    """
+    assert 0 <= stage < stages and micro_batches >= 1, (stage, stages, micro_batches)
+    for kind in Pass:
+        for micro_batch in range(micro_batches):
+            yield Action(kind, micro_batch)
 
 
 def ideal_step(stages: int, micro_batches: int) -> float:

@@ -10,7 +10,7 @@ stage's variables have values.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import horovod.tensorflow as hvd
@@ -31,8 +31,9 @@ from hvdtrain.metrics import merge_state
 from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.mesh import Place
 from hvdtrain.parallel.pipeline.exchange import Exchange
+from hvdtrain.parallel.pipeline.late_losses import are_late
 from hvdtrain.parallel.pipeline.stages import Stage, cut
-from hvdtrain.parallel.pipeline.steps import PipelineSteps
+from hvdtrain.parallel.pipeline.steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
 from hvdtrain.parallel.tensor.strategy import TensorStrategy
@@ -86,10 +87,10 @@ class PipelineStrategy(TensorStrategy):
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> PipelineSteps:
         self.build_variables(model, data, what)
-        names = self._agree_on_metrics(model)
+        measured = self._agree_on_measured(model)
         self.broadcast(model)
         fold_rank_into_seeds(model, self.part.index)
-        return self._steps(model, names)
+        return self._steps(model, measured)
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         if model.jit_compile:
@@ -109,7 +110,10 @@ class PipelineStrategy(TensorStrategy):
             model.optimizer.build(model.trainable_variables)
         self.mark_state(model)
         facts = {
-            "the layers of the stages": self.stage.names,
+            # Without the numbers that Keras gives: a rank may have made another model before this one.
+            "the layers of the stages": [
+                [re.sub(r"_\d+$", "", name) for name in names] for names in self.stage.names
+            ],
             "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
         }
         require_equal(facts, what, "model")
@@ -117,7 +121,7 @@ class PipelineStrategy(TensorStrategy):
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> PipelineSteps:
         del inputs
         self._broadcast(model.variables)
-        return self._steps(model, [])
+        return self._steps(model, Measured())
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
         merge_state(model.metrics, self.data_set)
@@ -156,7 +160,7 @@ class PipelineStrategy(TensorStrategy):
             result.append(got.numpy().view(kind).reshape(shape))
         return result
 
-    def _steps(self, model: keras.Model, names: Sequence[str]) -> PipelineSteps:
+    def _steps(self, model: keras.Model, measured: Measured) -> PipelineSteps:
         place = self.position
         ranks = [self._rank_of(stage) for stage in range(place.mesh.pipeline)]
         neighbours = [ranks[s] for s in (place.stage - 1, place.stage + 1) if 0 <= s < len(ranks)]
@@ -166,34 +170,15 @@ class PipelineStrategy(TensorStrategy):
             Exchange(self.stage, ranks, make_transport(pairs)),
             reducer_of(model.optimizer),
             self.layout.micro_batches,
-            names,
+            measured,
         )
 
-    def _agree_on_metrics(self, model: keras.Model) -> list[str]:
-        """Return the names of the losses and metrics, which the last stage knows. A collective."""
-        mine = {"names": compat.metric_names(model), "complaint": self._complaint(model)}
+    def _agree_on_measured(self, model: keras.Model) -> Measured:
+        """Return what the last stage alone knows of the losses and metrics. A collective."""
+        late = self.stage.is_last and are_late(model, self.stage.whole.outputs)
+        mine = {"names": compat.metric_names(model), "late": late}
         last = exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
-        if last["complaint"]:
-            raise UsageError(last["complaint"])
-        return list(last["names"])
-
-    def _complaint(self, model: keras.Model) -> str | None:
-        if not self.stage.is_last or self.layout.micro_batches == 1:
-            return None
-        masked = any(compat_graph.mask_of(t) is not None for t in self.stage.whole.outputs)
-        weighted = [
-            loss.name
-            for loss in compat.compiled_losses(model)
-            if loss.reduction == "mean_with_sample_weight"
-        ]
-        if not masked and not weighted:
-            return None
-        what = f"the loss {weighted[0]!r}" if weighted else "the loss of outputs with a mask"
-        return (
-            f"micro_batches={self.layout.micro_batches}: {what} is divided by a number that is known only when all "
-            "micro-batches have been through the model: use micro_batches=1, a loss of reduction='sum', or sample "
-            "weights instead of the mask"
-        )
+        return Measured(tuple(last["names"]), bool(last["late"]))
 
     def _rank_of(self, stage: int) -> int:
         """The rank of another stage of this copy of the model."""

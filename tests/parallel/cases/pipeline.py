@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from small import RANK, SIZE, crossentropy, difference, layers, optimizers
+from small import RANK, crossentropy, difference, layers, optimizers
 
 from hvdtrain import Trainer
 from hvdtrain.agreement import exchange
@@ -118,14 +119,15 @@ def apart(
     *,
     weights_only: bool = False,
     reference: Any = None,
+    model: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
     """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0.
 
-    `reference` are compile's arguments for plain Keras alone.
+    `reference` are compile's arguments for plain Keras alone; `model` is for the Trainer what `make` makes.
     """
     fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
-    trainer = trainer_of(make, optimizer(), **compiled(), **options)
+    trainer = trainer_of(model or make, optimizer(), **compiled(), **options)
     history = trainer.fit(*data, **fit).history
     found = weights(trainer)
     result: dict[str, Any] = {
@@ -165,6 +167,17 @@ def relative(a: Any, b: Any) -> float:
     return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)))
 
 
+class Watch(keras.callbacks.Callback):
+    """Keeps what each step and epoch told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(float(logs["loss"]))
+
+
 def momentum() -> Any:
     return optimizers.SGD(0.05, momentum=0.9)
 
@@ -196,16 +209,47 @@ def case_adam() -> dict[str, Any]:
 
 
 def case_four_stages() -> dict[str, Any]:
-    """More stages than 2: what crosses several cuts; a loss that is a sum; more micro-batches than examples."""
-    return apart(
-        transformer,
+    """More stages than 2: what crosses several cuts; a loss that is a sum; more micro-batches than examples.
+
+    Penalties in all stages, which belong to the loss of each step's logs, too.
+    """
+    watch = Watch()
+    found = apart(
+        lambda: transformer(penalty=1e-2),
         lambda: optimizers.SGD(0.003, momentum=0.9, global_clipnorm=20.0),
         (X, Y),
-        compiled=lambda: {"loss": crossentropy(reduction="sum")},
-        pipeline=4 if SIZE == 4 else 2,
+        {"callbacks": [watch]},
+        lambda: {"loss": crossentropy(reduction="sum")},
+        pipeline=4,
+        stages=["attention_0", "norm_1", "join"],
         micro_batches=32,
         weights_only=True,
     )
+    if not RANK:
+        # The Trainer's steps, then plain Keras's.
+        half = len(watch.steps) // 2
+        found["steps"] = relative(watch.steps[:half], watch.steps[half:])
+    return found
+
+
+def small() -> keras.Model:
+    sizes = (8, 8, 8, 5)
+    hidden = [layers.Dense(n, activation="tanh", name=f"dense_{i}") for i, n in enumerate(sizes)]
+    return keras.Sequential([layers.Input((3,)), *hidden])
+
+
+def case_alltoall_of_four_stages() -> dict[str, Any]:
+    """Where there is no mpi4py: a stage in the middle talks in two sets at once."""
+    with mock.patch("hvdtrain.parallel.pipeline.strategy.make_transport", AlltoallTransport):
+        return apart(
+            small,
+            momentum,
+            (FACTS, Y),
+            {"epochs": 2},
+            pipeline=4,
+            micro_batches=3,
+            weights_only=True,
+        )
 
 
 def case_split_layers() -> dict[str, Any]:
@@ -294,8 +338,10 @@ def case_dropout() -> dict[str, float]:
 def parts(examples: int, copies: int, copy: int, count: int) -> list[tuple[int, int]]:
     """Begin and end of the micro-batches of one copy's share."""
     begin, end = copy * examples // copies, (copy + 1) * examples // copies
+    if begin == end:
+        return []
     count = min(count, end - begin)
-    own = [begin + part * (end - begin) // count for part in range(count)] if count else []
+    own = [begin + part * (end - begin) // count for part in range(count)]
     return list(zip(own, [*own[1:], end], strict=True))
 
 
@@ -357,17 +403,6 @@ def case_precision() -> dict[str, Any]:
     return found
 
 
-class Watch(keras.callbacks.Callback):
-    """Keeps what each step and epoch told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.steps.append(float(logs["loss"]))
-
-
 def case_callbacks() -> dict[str, Any]:
     """Every rank sees the same; one that is to stop stops all; the model is this rank's stage."""
     watch = Watch()
@@ -391,24 +426,13 @@ def case_callbacks() -> dict[str, Any]:
 def case_refused() -> dict[str, str]:
     """What cannot work is refused on every rank."""
 
-    def tagging() -> keras.Model:
-        words = layers.Input((6,), dtype="int32")
-        x = layers.Embedding(TOKENS, 4, mask_zero=True)(words)
-        return keras.Model(words, layers.Dense(5)(x))
-
-    def refused(
-        make: Any = transformer, fit: Any = None, optimizer: Any = "sgd", **options: Any
-    ) -> str:
+    def refused(make: Any = transformer, optimizer: Any = "sgd", **options: Any) -> str:
         with pytest.raises(UsageError) as raised:
             trainer = trainer_of(make, optimizer, **options)
-            trainer.fit(*(fit or (X, Y)), verbose=0)
+            trainer.fit(X, Y, verbose=0)
         return str(raised.value)
 
-    labels = RNG.integers(0, 5, WORDS.shape)
-    weighted = crossentropy(reduction="mean_with_sample_weight")
     return {
-        "mask": refused(tagging, (WORDS, labels)),
-        "weighted": refused(loss=weighted),
         "jit": refused(jit_compile=True),
         "optimizer": refused(optimizer=DistributedOptimizer(optimizers.SGD(0.1))),
         "pattern": refused(stages=["nowhere"]),
@@ -416,18 +440,78 @@ def case_refused() -> dict[str, str]:
     }
 
 
-def case_one_micro_batch() -> dict[str, Any]:
-    """With one micro-batch what a loss divides by is known: masked outputs are exact."""
+def padded_words() -> np.ndarray:
+    """Sentences whose lengths grow within a batch, so that micro-batches hold few or many words, some none."""
+    lengths = np.arange(EXAMPLES) % BATCH // 2
+    lengths[-1] = 4
+    return np.where(np.arange(6) < lengths[:, None], WORDS, 0)
 
-    def tagging() -> keras.Model:
-        words = layers.Input((6,), dtype="int32")
-        x = layers.Embedding(TOKENS, 4, mask_zero=True, name="embedding")(words)
-        return keras.Model(words, layers.Dense(5, name="tags")(x))
 
-    padded = np.where(np.random.default_rng(5).random(WORDS.shape) < 0.4, 0, WORDS)
-    padded[:, 0] = 1
-    labels = np.random.default_rng(6).integers(0, 5, WORDS.shape)
-    return apart(tagging, momentum, (padded, labels), micro_batches=1)
+PADDED = padded_words()
+TAGS = np.random.default_rng(6).integers(0, 5, WORDS.shape)
+TAG_WEIGHT = np.random.default_rng(7).uniform(0.1, 4, WORDS.shape).astype("float32")
+
+
+def tagger(penalty: float = 0.0, *, flag: bool = False) -> keras.Model:
+    """A tag for each word, which has the padding's mask, and a flag for each sentence, which has none."""
+    l2 = keras.regularizers.L2(penalty) if penalty else None
+    words = layers.Input((6,), dtype="int32", name="words")
+    x = layers.Embedding(TOKENS, 8, mask_zero=True, name="embedding")(words)
+    x = layers.Dense(8, activation="tanh", kernel_regularizer=l2, name="up")(x)
+    # The activity's penalty is a loss that the layers add in the forward pass.
+    tags = layers.Dense(5, kernel_regularizer=l2, activity_regularizer=l2, name="tags")(x)
+    if not flag:
+        return keras.Model(words, tags)
+    flat = layers.Flatten(name="flat")(x)
+    return keras.Model(words, {"tags": tags, "flag": layers.Dense(1, name="flag")(flat)})
+
+
+def case_padding() -> dict[str, Any]:
+    """The loss is a mean over the words that are no padding, of all micro-batches of all copies."""
+    return apart(
+        tagger,
+        lambda: optimizers.SGD(0.3, momentum=0.9),
+        (PADDED, TAGS),
+        {"validation_data": (PADDED, TAGS)},
+        lambda: {"metrics": ["accuracy"]},
+        stages=["tags"],
+        micro_batches=3,
+    )
+
+
+def case_mean_by_weight() -> dict[str, Any]:
+    """The loss is divided by the weights of all examples. A model instead of a function that makes one."""
+    keras.utils.set_random_seed(1)
+    return apart(
+        small,
+        momentum,
+        (FACTS, Y, WEIGHT**3),
+        compiled=lambda: {
+            "loss": crossentropy(reduction="mean_with_sample_weight"),
+            "weighted_metrics": ["accuracy"],
+        },
+        model=small(),
+        micro_batches=3,
+    )
+
+
+def case_padding_and_weights() -> dict[str, Any]:
+    """Both, beside an output with a plain mean; penalties in both stages; weighted metrics with a mask."""
+    return apart(
+        lambda: tagger(1e-2, flag=True),
+        lambda: optimizers.SGD(0.1, momentum=0.9),
+        (PADDED, {"tags": TAGS, "flag": FACTS[:, :1]}, {"tags": TAG_WEIGHT, "flag": WEIGHT}),
+        compiled=lambda: {
+            "loss": {"tags": crossentropy(reduction="mean_with_sample_weight"), "flag": "mse"},
+            "loss_weights": {"tags": 1.0, "flag": 0.3},
+            "metrics": {"tags": ["accuracy"], "flag": ["mae"]},
+            "weighted_metrics": {"tags": [keras.metrics.SparseCategoricalAccuracy()], "flag": []},
+        },
+        stages=["tags"],
+        micro_batches=3,
+        # Keras weighs each output's loss by the batch's size only where the size is known; eagerly it is.
+        reference={"run_eagerly": True},
+    )
 
 
 def case_absent() -> dict[str, Any]:
