@@ -16,6 +16,11 @@ from launch import Results, run_cases
 
 EXACT = 1e-6
 THROUGH_ADAM = 1e-5
+OF_TWO = (
+    *("case_optimizers", "case_ways", "case_dtypes", "case_state_size", "case_state_moves"),
+    *("case_inf_on_one_rank", "case_local_variable", "case_errors", "case_trainer"),
+    "case_trainer_saves",
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +30,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Results:
-    return run_cases("zero", np=2, env={"FOLDER": str(folder)})
+    return run_cases("zero", np=2, only=OF_TWO, env={"FOLDER": str(folder)})
 
 
 @pytest.fixture(scope="module")
-def four() -> Results:
-    return run_cases("zero", np=4, controller="gloo", only=["case_few", "case_state_size"])
+def three() -> Results:
+    """Parts of more than two ranks, some of them empty and some longer than others; and Gloo."""
+    return run_cases("zero", np=3, controller="gloo", only=["case_few", "case_state_size"])
 
 
-@pytest.fixture(scope="module", params=["two", "four"])
+@pytest.fixture(scope="module", params=["two", "three"])
 def either(request: pytest.FixtureRequest) -> Results:
     results: Results = request.getfixturevalue(request.param)
     return results
@@ -48,8 +54,8 @@ def test_optimizers_equal_one_process(two: Results) -> None:
     assert_close(two.of("case_optimizers"))
 
 
-def test_four_ranks(four: Results) -> None:
-    assert_close(four.of("case_few"))
+def test_three_ranks(three: Results) -> None:
+    assert_close(three.of("case_few"))
 
 
 def test_state_is_a_share(either: Results) -> None:
@@ -110,10 +116,10 @@ def test_errors(two: Results) -> None:
 
 
 def test_trainer(two: Results) -> None:
-    for rank in two.of("case_trainer"):
-        assert_close([rank["EMA, compiled"], rank["accumulation"]])
-        assert rank["Adam"]["weights"] <= THROUGH_ADAM
-        assert rank["Adam"]["history"] <= THROUGH_ADAM
+    first, *_ = two.of("case_trainer")
+    assert set(first["Adam"]) == set(first["accumulation"]) == {"weights", "history"}
+    assert_close([first["accumulation"]])
+    assert_close([first["Adam"]], THROUGH_ADAM)
 
 
 PLAIN = """
