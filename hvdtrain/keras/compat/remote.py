@@ -198,6 +198,8 @@ class _UpdatesWhereVariablesAre:
 
     owners: dict[Any, tuple[Any, int]]
     """Part of a SplitVariable (by its identity in TensorFlow) -> the variable, the part's number."""
+    arrival: tf.Operation | None
+    """Of the last step that was traced: it runs once all gradients are where their variables are."""
 
     def _var_key(self, variable: Any) -> Any:
         if isinstance(variable, SplitVariable):
@@ -216,7 +218,15 @@ class _UpdatesWhereVariablesAre:
             elif not isinstance(variable, SplitVariable):
                 gradients.append(gradient)
                 variables.append(variable)
-        super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
+        pairs = zip(gradients, variables, strict=True)
+        gradients = [_beside(variable, gradient) for gradient, variable in pairs]
+        # No variable is changed before every device has all that it needs: a process that dies while it
+        # computes or sends gradients has changed nothing.
+        arrival = tf.group(*[g for g in gradients if g is not None])
+        object.__setattr__(self, "arrival", arrival)
+        with tf.control_dependencies([arrival]):
+            self._decay(trainable_variables)
+            super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
 
     def _distributed_tf_update_step(self, _: Any, grads_and_vars: Any, learning_rate: Any) -> None:
         for gradient, variable in grads_and_vars:
@@ -224,6 +234,20 @@ class _UpdatesWhereVariablesAre:
                 self.update_step(gradient, variable, learning_rate)  # type: ignore[attr-defined]
 
     def _apply_weight_decay(self, variables: Any) -> None:
+        """Not yet: see `_backend_update_step`."""
+
+    def _decay(self, variables: Any) -> None:
+        plain = super()._apply_weight_decay  # type: ignore[misc]
+        if plain.__func__ is not keras.optimizers.Optimizer._apply_weight_decay:
+            # Muon has its own, which reads and assigns.
+            before = [variable.value for variable in variables]
+            with in_step(variables, before):
+                plain(variables)
+                after = [variable.in_step for variable in variables]
+            for variable, old, new in zip(variables, before, after, strict=True):
+                if new is not old:
+                    variable.value.assign_add(new - old)
+            return
         if self.weight_decay is None:  # type: ignore[attr-defined]
             return
         for variable in variables:
@@ -248,6 +272,26 @@ class _UpdatesWhereVariablesAre:
                 slot.chosen = None
 
 
+def _beside(variable: Any, gradient: Any) -> Any:
+    """Bring a gradient to the device of its variable, Keras's or TensorFlow's."""
+    if gradient is None:
+        return None
+    held = variable.value if isinstance(variable, keras.Variable) else variable
+    with tf.device(held.device):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return tf.identity(gradient)
+        values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def arrival(optimizer: Any) -> list[tf.Operation]:
+    """Return the operation after which the step that is being traced updates weights; [] if it does not."""
+    found = getattr(optimizer, "arrival", None)
+    if found is None or found.graph is not tf.compat.v1.get_default_graph():
+        return []
+    return [found]
+
+
 def update_where_variables_are(optimizer: Any) -> None:
     """Make a built optimizer update each of its variables on its device, once these were replaced or split."""
     if not isinstance(optimizer, _UpdatesWhereVariablesAre):
@@ -266,6 +310,7 @@ def update_where_variables_are(optimizer: Any) -> None:
                 owners[part._unique_id] = (variable, number)
     # Not through Keras's __setattr__, which would track (and save) what they hold.
     object.__setattr__(optimizer, "owners", owners)
+    object.__setattr__(optimizer, "arrival", None)
     object.__setattr__(optimizer, "_trainable_variables_indices", indices)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2
+from tensorflow.python.eager import context
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.errors import EngineError
@@ -50,6 +52,20 @@ class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
         self._cluster_resolver = resolver
 
 
+class _Repeating(tf.distribute.coordinator.ClusterCoordinator):
+    """TensorFlow's coordinator, for Python functions that call concrete ones.
+
+    A worker's thread calls it, again if the worker dies. Of a concrete function, which is all that TensorFlow's own
+    takes, nothing would tell a second call from the first one.
+    """
+
+    _cluster: Any
+
+    def schedule(self, fn: Callable[..., Any], args: Any = None, kwargs: Any = None) -> Any:
+        cancellation = self._cluster.closure_queue._cancellation_mgr
+        return self._cluster.schedule(cancellation.get_cancelable_function(fn), args, kwargs)
+
+
 def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     """Connect this process, the chief, with its workers and servers.
 
@@ -61,7 +77,19 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     tf.get_logger().addFilter(_own_words)
     with kept_variables():
         strategy = _Connected(_resolver(config.cluster))
-    return tf.distribute.coordinator.ClusterCoordinator(strategy)
+    coordinator = _Repeating(strategy)
+    _keep_for_ever(coordinator, context.context())
+    return coordinator
+
+
+def _keep_for_ever(*objects: Any) -> None:
+    """Keep the interpreter from destroying these at its end.
+
+    They would take leave of every worker, and wait for ever for one that has died. Workers and servers notice
+    by themselves that the chief has gone.
+    """
+    for one in objects:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
 
 
 def wait_for_all(

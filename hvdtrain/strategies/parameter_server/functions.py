@@ -7,6 +7,10 @@ a time would lose one. So whatever else a step assigns is caught while it is tra
 - metrics start from zero, and what they are after the step is returned; the chief adds it up;
 - the number of the step and the learning rate come with the step;
 - statistics (BatchNormalization) and seeds are changed on the servers by the difference that the step made.
+
+A worker may die at any moment, and another one gets its step then. So a step changes nothing on the servers before
+all that it will change there has arrived; and with the changes a server notes the step's number, so
+that the chief can tell whether they were made.
 """
 
 from __future__ import annotations
@@ -20,7 +24,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras import compat
-from hvdtrain.keras.compat.remote import in_step, make_step_variable, step_constants
+from hvdtrain.keras.compat.remote import (
+    arrival,
+    in_step,
+    make_step_variable,
+    step_constants,
+    tf_variables,
+)
 from hvdtrain.keras.variables import seed_variables, unique
 from hvdtrain.metrics import state_variables
 
@@ -28,11 +38,24 @@ Step = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
+class Ticket:
+    """What tells a step from all others.
+
+    Attributes:
+        slot: place for its number among those of the steps that are on their way.
+        number: from 1; higher than that of every step before.
+    """
+
+    slot: int
+    number: int
+
+
+@dataclass(frozen=True)
 class Traced:
     """A step for data of one signature.
 
     Attributes:
-        function: a concrete function of (constants, data).
+        function: a concrete function of (constants, ticket, data).
         signature: a tf.TensorSpec for each tensor of the data.
         log_names: of the values that follow the metrics' state in what the function returns.
     """
@@ -45,13 +68,17 @@ class Traced:
 class StepFunctions:
     """Traces the steps of a built and compiled model whose variables are on the servers.
 
+    Args:
+        limit: steps that may be on their way at a time.
+
     Attributes:
         metrics: the variables of the metrics' state, on this process.
         constants: those variables of the optimizer whose values come with each step.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, limit: int) -> None:
         self._model = model
+        self._applied = _beside_weights(model, tf.zeros([limit], tf.int64))
         model.reset_metrics()
         self.metrics = [make_step_variable(v) for v in state_variables(model.metrics)]
         self._zero = [v.value.numpy() for v in self.metrics]
@@ -71,6 +98,14 @@ class StepFunctions:
     def values(self) -> list[tf.Tensor]:
         """Return what the constants are now."""
         return [v.value.read_value() for v in self.constants]
+
+    def arguments(self, ticket: Ticket, data: Any) -> tuple[Any, ...]:
+        """Return what a step is called with."""
+        return self.values(), tf.constant([ticket.slot, ticket.number], tf.int64), data
+
+    def was_applied(self, ticket: Ticket) -> bool:
+        """Ask a server whether the training step with this ticket has changed the weights."""
+        return int(self._applied.numpy()[ticket.slot]) == ticket.number
 
     def traced(self, kind: str, data: Any) -> Traced:
         """Return the step for data like `data`.
@@ -103,31 +138,44 @@ class StepFunctions:
         names: list[str] = []
         step = self._steps[kind]
 
-        def run(constants: Sequence[tf.Tensor], data: Any) -> Any:
+        def run(constants: Sequence[tf.Tensor], ticket: tf.Tensor, data: Any) -> Any:
             with in_step(self.constants, constants):
-                return step(data) if kind == "predict" else self._counted(step, data, names)
+                if kind == "predict":
+                    return step(data)
+                return self._counted(step, ticket, data, names)
 
         constants = [tf.TensorSpec.from_tensor(value) for value in self.values()]
         # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a
         # replica. A concrete function is what the coordinator takes as it is.
         function = tf.function(run, autograph=False).get_concrete_function(
-            constants, tf.nest.pack_sequence_as(data, signature)
+            constants, tf.TensorSpec([2], tf.int64), tf.nest.pack_sequence_as(data, signature)
         )
         return Traced(function, signature, names)
 
-    def _counted(self, step: Step, data: Any, names: list[str]) -> tf.Tensor:
+    def _counted(self, step: Step, ticket: tf.Tensor, data: Any, names: list[str]) -> tf.Tensor:
         """Run `step` with metrics at zero; return the metrics' state after it and its logs."""
         before = [v.value.read_value() for v in self._statistics]
         with in_step([*self.metrics, *self._statistics], [*map(tf.constant, self._zero), *before]):
             logs = step(data)
             state = [v.value for v in self.metrics]
             after = [v.value for v in self._statistics]
-        for variable, old, new in zip(self._statistics, before, after, strict=True):
-            if new is not old:
-                _add_difference(variable.value, old, new)
+        updating = arrival(self._model.optimizer)
+        with tf.control_dependencies(updating):
+            for variable, old, new in zip(self._statistics, before, after, strict=True):
+                if new is not old:
+                    _add_difference(variable.value, old, new)
+            if updating:
+                self._applied.scatter_nd_update([ticket[:1]], ticket[1:])
         names[:] = sorted(logs)
         values = [*state, *(logs[name] for name in names)]
         return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values], 0)
+
+
+def _beside_weights(model: keras.Model, value: tf.Tensor) -> tf.Variable:
+    """Make a variable on a server: that of the first weight."""
+    weights = [part for v in model.trainable_variables for part in tf_variables(v)]
+    with tf.init_scope(), tf.device(weights[0].device if weights else None):
+        return tf.Variable(value, trainable=False)
 
 
 def _takes(known: tf.TensorSpec, given: tf.TensorSpec) -> bool:

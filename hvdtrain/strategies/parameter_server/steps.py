@@ -1,13 +1,18 @@
 """Steps that workers compute at their own speed, directed by the chief.
 
 Each global batch is one closure of TensorFlow's ClusterCoordinator: one worker computes it with the weights that the
-servers hold at that time, and changes them. If the worker dies, another one gets the closure: a batch counts
-exactly once in the metrics and in the number of steps. (Its update of the weights may have been made in part
-by then, and is made again.) So an epoch makes as many updates as on one worker.
+servers hold at that time, and changes them. If the worker dies, another one gets the closure, and the update is
+made again only if it was not made yet: a batch counts exactly once in the weights, in the metrics and in the number
+of steps, and an epoch makes as many updates as on one worker.
+
+What is left: a worker that dies in the very moment in which it has told some servers that all gradients
+are there, and not yet the others. Then that one update may be missing, or be made twice, on a part of the servers.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -20,7 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.strategies.parameter_server.connection import Watch, server_errors
-from hvdtrain.strategies.parameter_server.functions import StepFunctions, Traced
+from hvdtrain.strategies.parameter_server.functions import StepFunctions, Ticket, Traced
 from hvdtrain.strategies.strategy import Logs
 from hvdtrain.tf_config import TfConfig, lost_server
 
@@ -29,7 +34,7 @@ REFRESH_SECONDS = 0.2
 
 
 class _LostError(Exception):
-    """A worker died between the end of its step and the reading of the result."""
+    """A worker died between the update that its step made and the reading of the result."""
 
 
 @dataclass(eq=False)
@@ -38,10 +43,12 @@ class Pending:
 
     kind: str
     traced: Traced
+    ticket: Ticket
     data: Any
     arguments: Any
     wait: Callable[[], None]
     result: Any = None
+    was_begun: bool = False
     is_done: bool = False
 
     def get(self) -> Any:
@@ -62,7 +69,9 @@ class ServerSteps:
         self._watch = watch
         self._config = config
         self._limit = limit
-        self._functions = StepFunctions(model)
+        self._functions = StepFunctions(model, limit)
+        self._free_slots = list(range(limit))
+        self._numbers = itertools.count(1)
         self._fetchers = ThreadPoolExecutor(limit, thread_name_prefix="hvdtrain-fetch")
         self._running: dict[Future[Any], Pending] = {}
         self._total: list[np.ndarray] | None = None
@@ -108,16 +117,25 @@ class ServerSteps:
         while len(self._running) >= self._limit:
             self._wait()
         traced = self._functions.traced(kind, data)
-        arguments = (self._functions.values(), data)
-        pending = Pending(kind, traced, data, arguments, self._wait)
+        ticket = Ticket(self._free_slots.pop(), next(self._numbers))
+        arguments = self._functions.arguments(ticket, data)
+        pending = Pending(kind, traced, ticket, data, arguments, self._wait)
         self._schedule(pending)
         return pending
 
     def _schedule(self, pending: Pending) -> None:
         self._watch.check()
         with server_errors(self._config):
-            remote = self._coordinator.schedule(pending.traced.function, args=pending.arguments)
+            step = functools.partial(self._run, pending)
+            remote = self._coordinator.schedule(step, args=pending.arguments)
         self._running[self._fetchers.submit(self._fetch, remote)] = pending
+
+    def _run(self, pending: Pending, *arguments: Any) -> Any:
+        """Run a step on a worker; called again if that dies. Returns None if nothing is left to do but count."""
+        was_begun, pending.was_begun = pending.was_begun, True
+        if was_begun and pending.kind == "train" and self._functions.was_applied(pending.ticket):
+            return None
+        return pending.traced.function(*arguments)
 
     def _fetch(self, remote: Any) -> Any:
         """Return what a step returned, as NumPy arrays."""
@@ -126,11 +144,14 @@ class ServerSteps:
         if error is not None:
             raise error
         try:
-            return tf.nest.map_structure(lambda value: value.numpy(), remote.get())
+            result = tf.nest.map_structure(_numpy, remote.get())
         except tf.errors.OpError as error:
             if lost_server(str(error), self._config) is not None:
                 raise
             raise _LostError from error
+        if result is None:
+            raise _LostError
+        return result
 
     def _wait(self) -> None:
         """Wait until some step is done, and take the results of those that are."""
@@ -159,6 +180,7 @@ class ServerSteps:
 
     def _take(self, pending: Pending, result: Any) -> None:
         pending.is_done = True
+        self._free_slots.append(pending.ticket.slot)
         # Its data are not needed any more, and there may be many predictions.
         pending.data = pending.arguments = None
         if pending.kind == "predict":
@@ -183,3 +205,7 @@ class ServerSteps:
         results = self._model.get_metrics_result()
         if set(self._logs) <= set(results):
             self._logs.update({name: float(value) for name, value in results.items()})
+
+
+def _numpy(value: Any) -> Any:
+    return None if value is None else value.numpy()

@@ -116,6 +116,11 @@ class ParameterServer(Strategy):
         with server_errors(self._config):
             super().save(model, path)
 
+    def load(self, model: keras.Model, path: Path) -> None:
+        assert self._config is not None
+        with server_errors(self._config):
+            super().load(model, path)
+
 
 def _check(model: keras.Model) -> None:
     """Raise UsageError for what cannot be computed by workers on variables of servers."""

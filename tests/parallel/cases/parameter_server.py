@@ -1,14 +1,21 @@
-"""Scripts of jobs with parameter servers: `equal` is compared with one process, `faults` loses processes."""
+"""Scripts of jobs with parameter servers.
+
+`equal` is compared with one process, and loses its worker in the middle of a step; `faults` loses processes at any
+moment; `scripts` runs the project's own.
+"""
 
 from __future__ import annotations
 
 import json
+import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 import hvdtrain
@@ -18,6 +25,9 @@ from hvdtrain.strategies.parameter_server import ParameterServer
 
 ROWS, BATCH, WORDS = 150, 32, 40
 FAULT_ROWS, FAULT_BATCH, FAULT_EPOCHS = 1608, 16, 3
+LEFT = 5
+"""Exit code of `equal`."""
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 class Count(keras.metrics.Metric):
@@ -38,8 +48,6 @@ class OwnStep(keras.Model):
     """A train_step of the user's, with a counter of its own and another name in the logs."""
 
     def train_step(self, data: Any) -> Any:
-        import tensorflow as tf
-
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         with tf.GradientTape() as tape:
             loss = self.compute_loss(x, y, self(x, training=True), weight)
@@ -134,7 +142,19 @@ def equal(folder: Path) -> None:
             "iterations": servers["iterations"],
             "devices": servers["devices"],
         }
+    found["loading"] = loading(strategy, folder)
+    print("EQUAL", flush=True)
+    servers, alone = interrupted(strategy, folder), interrupted("horovod", folder)
+    found["interrupted"] = {
+        "difference": difference(servers["state"], alone["state"]),
+        "count": servers["count"],
+    }
     (folder / "found.json").write_text(json.dumps(found))
+    print("LEAVING", flush=True)
+    end = time.monotonic() + 60
+    while not (folder / "leave").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    sys.exit(LEFT)
 
 
 def refused(strategy: ParameterServer) -> dict[str, str]:
@@ -157,6 +177,117 @@ def refused(strategy: ParameterServer) -> dict[str, str]:
         except UsageError as error:
             messages[name] = str(error)
     return messages
+
+
+def loading(strategy: ParameterServer, folder: Path) -> dict[str, Any]:
+    """Trainers that load what one of them saved, before and after they have trained; all go on alike."""
+    keras.backend.clear_session()
+    (x, _), y, _ = data()
+
+    def trainer() -> hvdtrain.Trainer:
+        parts = [layers.Dense(8, "relu"), layers.BatchNormalization(), layers.Dense(2)]
+        return hvdtrain.Trainer(
+            lambda: keras.Sequential([layers.Input((6,)), *parts]),
+            keras.optimizers.AdamW(rate(), weight_decay=0.05),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            global_batch_size=BATCH,
+            strategy=strategy,
+            seed=1,
+        )
+
+    def state(one: hvdtrain.Trainer) -> list[np.ndarray]:
+        return [v.numpy() for v in [*one.model.weights, *one.model.optimizer.variables]]
+
+    def trained_on(one: hvdtrain.Trainer) -> list[np.ndarray]:
+        one.fit(x, y, epochs=3, initial_epoch=2, verbose=0)
+        return state(one)
+
+    one, other = trainer(), trainer()
+    one.fit(x, y, epochs=2, verbose=0)
+    one.save(folder / "middle.keras")
+    saved, expected = state(one), trained_on(one)
+    found: dict[str, Any] = {"moved": difference(saved, expected)}
+    for name, each in (("after fit", one), ("before fit", other)):
+        each.load(folder / "middle.keras")
+        found[name] = {
+            "loaded": difference(state(each), saved),
+            "trained on": difference(trained_on(each), expected),
+            "iterations": int(each.model.optimizer.iterations),
+            "devices": len({p.device for v in each.model.weights for p in tf_variables(v)}),
+        }
+    return found
+
+
+def pass_gate(token: tf.Tensor, folder: Path, name: str) -> tf.Tensor:
+    """Return `token` once there is a file NAME.go; NAME.begun tells that somebody waits for it."""
+    path = str(folder / f"{name}.go")
+
+    def closed(turn: tf.Tensor) -> tf.Tensor:
+        # A constant path would be looked up once, before the loop.
+        same = tf.strings.substr(path + tf.strings.as_string(turn), 0, len(path))
+        return tf.size(tf.io.matching_files(same)) == 0
+
+    with tf.control_dependencies([token]):
+        begun = tf.io.write_file(str(folder / f"{name}.begun"), "")
+    with tf.control_dependencies([begun]):
+        last = tf.while_loop(closed, lambda turn: (turn + 1,), [tf.zeros([], tf.int64)])
+    with tf.control_dependencies(tf.nest.flatten(last)):
+        return tf.identity(token)
+
+
+class GatedLayer(layers.Layer):
+    """Its gradient waits: the layers above have theirs by then."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = str(folder)
+
+    def call(self, inputs: Any) -> Any:
+        @tf.custom_gradient
+        def same(x: tf.Tensor) -> Any:
+            return tf.identity(x), lambda upstream: pass_gate(
+                upstream, Path(self._folder), "gradient"
+            )
+
+        return same(inputs)
+
+
+class GatedModel(keras.Sequential):
+    """Its step waits once it has updated the weights."""
+
+    folder = Path()
+
+    def train_step(self, data: Any) -> Any:
+        logs = super().train_step(data)
+        token = keras.ops.sum(self.layers[-1].kernel)
+        return logs | {"loss": logs["loss"] + 0 * pass_gate(token, self.folder, "applied")}
+
+
+def interrupted(strategy: Any, folder: Path) -> dict[str, Any]:
+    """One step, of which the worker dies before its last gradient, and after it has updated the weights."""
+    keras.backend.clear_session()
+    GatedModel.folder = folder
+    (x, _), y, _ = data()
+
+    def build() -> keras.Model:
+        below = [layers.Dense(8), layers.BatchNormalization(), GatedLayer(folder)]
+        return GatedModel([layers.Input((6,)), *below, layers.Dense(4), layers.Dense(2)])
+
+    trainer = hvdtrain.Trainer(
+        build,
+        keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        [Count()],
+        global_batch_size=BATCH,
+        strategy=strategy,
+        seed=1,
+    )
+    history = trainer.fit(x[:BATCH], y[:BATCH], epochs=1, verbose=0).history
+    model = trainer.model
+    return {
+        "state": [v.numpy() for v in [*model.weights, *model.optimizer.variables]],
+        "count": history["count"],
+    }
 
 
 class Say(keras.callbacks.Callback):
@@ -185,5 +316,14 @@ def faults(folder: Path) -> None:
         (folder / "found.json").write_text(json.dumps(found))
 
 
+def scripts(folder: Path) -> None:
+    """Scripts of the project, unchanged, one after the other in one job."""
+    digits = ["train_mnist.py", "--epochs", "30", "--run-dir", str(folder / "run")]
+    table = ["train_tabular.py", "--rows", "131072", "--batch-size", "512", "--epochs", "3"]
+    for script, *arguments in (digits, table):
+        sys.argv = [script, *arguments]
+        runpy.run_path(str(SCRIPTS / script), run_name="__main__")
+
+
 if __name__ == "__main__":
-    {"equal": equal, "faults": faults}[sys.argv[1]](Path(sys.argv[2]))
+    {"equal": equal, "faults": faults, "scripts": scripts}[sys.argv[1]](Path(sys.argv[2]))
