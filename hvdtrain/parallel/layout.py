@@ -25,7 +25,8 @@ class Layout:
         stages: for mesh.pipeline > 1: the names of the layers that begin the second and later stages;
             None: balanced by cost.
         micro_batches: for mesh.pipeline > 1: parts of each rank's share that follow each other through
-            the stages.
+            the stages. A loss that is divided by a mask or by sample weights keeps all of them in memory at
+            once, any other at most as many as there are stages.
     """
 
     mesh: Mesh

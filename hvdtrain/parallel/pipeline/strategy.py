@@ -142,7 +142,7 @@ class PipelineStrategy(TensorStrategy):
                 pass
             flat: list[np.ndarray] = []
         else:
-            flat = tf.nest.flatten(gather_predictions(outputs, self.data_set))
+            flat = keras.tree.flatten(gather_predictions(outputs, self.data_set))
         return compat_graph.like_outputs(whole, self._from_last_stage(flat))
 
     def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
