@@ -34,6 +34,10 @@ class ParameterServer(Strategy):
     other: a worker computes with weights that others change meanwhile, so weights differ from run to run. With
     one worker and `in_flight` 1 they are those of one process.
 
+    A step whose worker dies is computed by another one, and its update of the weights is made once. Only a worker
+    that dies in the moment in which it tells the servers that all gradients are there can leave that
+    one update undone, or made twice, on a part of the servers.
+
     What is read, changed and written back in a step (momenta, BatchNormalization's statistics) is changed by
     additions that do not get lost, each computed from what the worker read.
 
