@@ -20,7 +20,7 @@ from hvdtrain.keras.variables import tf_variable, unique, variable_name
 from hvdtrain.parallel.state import Piece, Place
 from hvdtrain.parallel.zero.optimizer import divided_state
 from hvdtrain.parallel.zero.partition import Partition
-from hvdtrain.parallel.zero.state import is_sharded
+from hvdtrain.parallel.zero.state import is_sharded, name_of_state
 
 WEIGHTS, COMMON, SLOTS = range(3)
 """Kinds of variables, in the order of the state. Common is what an optimizer has once, such as iterations."""
@@ -65,7 +65,9 @@ def pieces_of(
         UsageError: an optimizer's state of which it is not known how it is divided.
     """
     found = [
-        _variable_piece((WEIGHTS, number, 0), v, shard_of(v), sender.of(shard_of(v)))
+        _variable_piece(
+            (WEIGHTS, number, 0), variable_name(v), v, shard_of(v), sender.of(shard_of(v))
+        )
         for number, v in enumerate(variables)
         if not is_waiting(v)
     ]
@@ -81,18 +83,21 @@ def pieces_of(
         for number, slot in enumerate(state):
             place = (SLOTS, numbers[id(variable)], number)
             sends = sender.of(shard)
+            name = _name_of_state(optimizer, slot)
             if id(slot) in accumulated and compat.is_distributed(optimizer):
-                piece = _accumulator_piece(place, slot, shard, sends, inner, adds_up)
+                piece = _accumulator_piece(place, name, slot, shard, sends, inner, adds_up)
             elif id(slot) in partitions:
-                piece = _sharded_piece(place, slot, variable, sends, inner, partitions[id(slot)])
+                piece = _sharded_piece(
+                    place, name, slot, variable, sends, inner, partitions[id(slot)]
+                )
             else:
                 part = _slot_shard(variable, slot, optimizer)
-                piece = _variable_piece(place, slot, part, sends)
+                piece = _variable_piece(place, name, slot, part, sends)
             found.append(piece)
     taken = {id(tf_variable(slot)) for _, state in slots for slot in state}
     common = [v for v in unique(optimizer.variables) if id(tf_variable(v)) not in taken]
     found += [
-        _variable_piece((COMMON, number, 0), v, None, sender.common)
+        _variable_piece((COMMON, number, 0), _name_of_state(optimizer, v), v, None, sender.common)
         for number, v in enumerate(common)
     ]
     return found
@@ -100,6 +105,7 @@ def pieces_of(
 
 def _piece(
     place: Place,
+    name: str,
     variable: Any,
     shape: tuple[int, ...],
     shard: Shard | None,
@@ -110,7 +116,7 @@ def _piece(
     """A piece of `shape`, the whole variable's `shard`; `write` takes that piece."""
     return Piece(
         place=place,
-        name=variable_name(variable),
+        name=name,
         shape=shape if shard is None else shard.whole_shape(shape),
         dtype=tf.as_dtype(variable.dtype).name,
         sends=sends,
@@ -121,17 +127,20 @@ def _piece(
     )
 
 
-def _variable_piece(place: Place, variable: Any, shard: Shard | None, sends: bool) -> Piece:
+def _variable_piece(
+    place: Place, name: str, variable: Any, shard: Shard | None, sends: bool
+) -> Piece:
     def write(value: np.ndarray) -> None:
         _assign(variable, value)
 
     return _piece(
-        place, variable, _shape(variable), shard, sends, tf_variable(variable).numpy, write
+        place, name, variable, _shape(variable), shard, sends, tf_variable(variable).numpy, write
     )
 
 
 def _sharded_piece(
     place: Place,
+    name: str,
     slot: Any,
     variable: Any,
     sends: bool,
@@ -142,18 +151,24 @@ def _sharded_piece(
 
     def read() -> np.ndarray:
         part = tf_variable(slot).read_value()
-        name = "state_{}_{}_{}".format(*place)
-        (flat,) = optimizer.hvdtrain_reducer.whole([part], [variable], [name])
+        message = "state_{}_{}_{}".format(*place)
+        (flat,) = optimizer.hvdtrain_reducer.whole([part], [variable], [message])
         return np.reshape(flat.numpy(), partition.shape)
 
     def write(value: np.ndarray) -> None:
         _assign(slot, partition.of(np.reshape(value, -1)))
 
-    return _piece(place, slot, partition.shape, shard_of(variable), sends, read, write)
+    return _piece(place, name, slot, partition.shape, shard_of(variable), sends, read, write)
 
 
 def _accumulator_piece(
-    place: Place, slot: Any, shard: Shard | None, sends: bool, optimizer: Any, adds_up: bool
+    place: Place,
+    name: str,
+    slot: Any,
+    shard: Shard | None,
+    sends: bool,
+    optimizer: Any,
+    adds_up: bool,
 ) -> Piece:
     """Gradients that wait for an update: each rank has its own, one process would have their sum or mean."""
     ranks = reducer_of(optimizer).reduction.process_set
@@ -164,7 +179,13 @@ def _accumulator_piece(
     def write(value: np.ndarray) -> None:
         _assign(slot, shared_out(value, ranks, adds_up))
 
-    return _piece(place, slot, _shape(slot), shard, sends, read, write)
+    return _piece(place, name, slot, _shape(slot), shard, sends, read, write)
+
+
+def _name_of_state(optimizer: Any, variable: Any) -> str:
+    """The same however many optimizers a process made before."""
+    own = name_of_state(optimizer, variable)
+    return variable_name(variable) if own is None else f"optimizer/{own}"
 
 
 def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:

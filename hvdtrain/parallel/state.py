@@ -2,7 +2,8 @@
 
 State is an ordered mapping {name -> NumPy array}: the model's variables in the unsplit model's order, then the
 optimizer's (iterations and learning rate, then its state for each variable), each in the shape that it has where
-nothing is divided, under the path that plain Keras gives it. So the state of one layout fits any other.
+nothing is divided, under the path that plain Keras gives it, "optimizer" standing for the optimizer's name.
+So the state of one layout fits any other.
 
 `gather` and `scatter` know no layout, only what pieces a rank has (see pieces.py). A variable travels from the
 ranks that have its parts in blocks, and rank 0 alone holds more of it than one block beside its own.

@@ -28,14 +28,22 @@ def state_names(optimizer: Any) -> list[str]:
     """
     seen: Counter[str] = Counter()
     names = []
-    scopes = (f"{optimizer.name}/", f"{_inner(optimizer).name}/")
     for place, variable in enumerate(optimizer.variables):
-        path = variable_name(variable)
-        inside = [path.removeprefix(scope) for scope in scopes if path.startswith(scope)]
-        name = inside[0] if inside else f"variable_{place}"
+        name = name_of_state(optimizer, variable) or f"variable_{place}"
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
+
+
+def name_of_state(optimizer: Any, variable: Any) -> str | None:
+    """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers
+    (adam_1); None if it is not in the optimizer's name scope.
+    """
+    path = variable_name(variable)
+    for scope in (f"{optimizer.name}/", f"{_inner(optimizer).name}/"):
+        if path.startswith(scope):
+            return path.removeprefix(scope)
+    return None
 
 
 def is_sharded(optimizer: Any) -> bool:
