@@ -22,7 +22,7 @@ EXIT_CODES = (
 
 # name -> (module:attribute, what it does)
 COMMANDS = {
-    "bench": ("hvdtrain.cli.bench:bench", "Measure training throughput and start-up."),
+    "bench": ("hvdtrain.cli.bench:bench", "Measure throughput, start-up, memory and pipelines."),
     "completion": (
         "hvdtrain.cli.completion:completion",
         "Print the script that lets your shell complete hvdtrain.",

@@ -49,7 +49,7 @@ _PASSES = click.option(
 
 @click.group()
 def bench() -> None:
-    """Measure training throughput, start-up, memory and the bubble of pipeline stages."""
+    """Measure throughput, start-up, memory and pipelines."""
 
 
 @bench.command()
