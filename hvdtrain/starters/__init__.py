@@ -19,10 +19,12 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Starter:
-    """A script to copy: its name at the command line, what it shows, and how run.yaml starts it."""
+    """A script to copy: its name at the command line, what it shows, and how run.yaml starts it, with which of the
+    script's own arguments."""
 
     name: str
     shows: str
+    arguments: str = "[]"
     launch: str = "np: 2                   # workers"
 
     @property
@@ -39,16 +41,17 @@ _ALL = (
     Starter(
         "tpu",
         "the Trainer on the cores of a TPU",
-        "strategy: tpu           # one process, all cores",
+        launch="strategy: tpu           # one process, all cores",
     ),
     Starter(
         "parameter-server",
         "the Trainer with parameter servers, asynchronous: a recommender with large tables",
-        "strategy: parameter-server\nworkers: 2              # compute\nps: 2                   # hold the tables",
+        launch="strategy: parameter-server\nworkers: 2              # compute\nps: 2                   # hold the tables",
     ),
     Starter(
         "model-parallel",
         "the Trainer with a transformer that is divided over the workers: split layers, stages",
+        arguments="[--pipeline, 2]",
     ),
 )
 STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
@@ -66,7 +69,9 @@ def contents(starter: Starter) -> dict[str, str]:
     config = (_FOLDER / CONFIG).read_text(encoding="utf-8")
     return {
         starter.script: text,
-        CONFIG: config.replace("SCRIPT", starter.script).replace("LAUNCH", starter.launch),
+        CONFIG: config.replace("SCRIPT", starter.script)
+        .replace("ARGUMENTS", f"{starter.arguments:<11}")
+        .replace("LAUNCH", starter.launch),
     }
 
 

@@ -56,7 +56,11 @@ def test_the_copy_is_the_script_with_a_configuration(name: str, here: Path) -> N
     assert (here / f"{name}.py").read_text() == original
     assert not (here / f"{name}.py").is_symlink()
     settings = yaml.safe_load((here / CONFIG).read_text())
-    assert settings == {"script": f"{name}.py", "arguments": [], **LAUNCHES.get(name, {"np": 2})}
+    assert settings == {
+        "script": f"{name}.py",
+        "arguments": ["--pipeline", 2] if name == "model-parallel" else [],
+        **LAUNCHES.get(name, {"np": 2}),
+    }
     assert result.stdout.splitlines()[-1] == "Train with: hvdtrain run --config run.yaml"
 
 
