@@ -46,7 +46,9 @@ _ALL = (
     Starter(
         "parameter-server",
         "the Trainer with parameter servers, asynchronous: a recommender with large tables",
-        launch="strategy: parameter-server\nworkers: 2              # compute\nps: 2                   # hold the tables",
+        launch="strategy: parameter-server\n"
+        "workers: 2              # compute\n"
+        "ps: 2                   # hold the tables",
     ),
     Starter(
         "model-parallel",
