@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
-from hvdtrain.rank_environment import available_cores, rank_environment, size_of
-from hvdtrain.scheduling import kernel_knows_slices, schedule_promptly, threads_of_this_process
 from hvdtrain.strategy_names import (
     CENTRAL_STORAGE,
     REPLICAS,
@@ -27,6 +25,12 @@ from hvdtrain.strategy_names import (
     strategy_of,
 )
 from hvdtrain.tf_config import lost_server, read_tf_config
+from hvdtrain.worker.rank_environment import available_cores, rank_environment, size_of
+from hvdtrain.worker.scheduling import (
+    kernel_knows_slices,
+    schedule_promptly,
+    threads_of_this_process,
+)
 
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",

@@ -14,7 +14,6 @@ import click
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.engine import find_engine
 from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
-from hvdtrain.rank_environment import available_cores
 from hvdtrain.strategy_names import (
     CENTRAL_STORAGE,
     HOROVOD,
@@ -22,6 +21,7 @@ from hvdtrain.strategy_names import (
     TPU,
     Description,
 )
+from hvdtrain.worker.rank_environment import available_cores
 
 _WIDTH = 80
 _MARGIN = " " * 18

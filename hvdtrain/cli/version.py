@@ -19,7 +19,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import installed_key
 from hvdtrain.install.probe import parse_mpirun_version
 from hvdtrain.launch.engine import find_engine, find_mpirun
-from hvdtrain.rank_environment import available_cores
+from hvdtrain.worker.rank_environment import available_cores
 
 ASK_SECONDS = 3.0
 _MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}

@@ -25,7 +25,7 @@ from hvdtrain.doctor.ssh import Ssh
 from hvdtrain.doctor.threads import cgroup_quota, look_at_threads
 from hvdtrain.doctor.versions import look_at_versions
 from hvdtrain.launch.engine import Controller
-from hvdtrain.rank_environment import available_cores
+from hvdtrain.worker.rank_environment import available_cores
 
 QUICK_SECONDS = 10.0
 """For what answers at once on a machine that works; less if the user allows less."""

@@ -35,7 +35,7 @@ from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.process import state_of
 from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.strategies.roles import host_environment, without_place
-from hvdtrain.rank_environment import available_cores
+from hvdtrain.worker.rank_environment import available_cores
 
 SILENCE_SECONDS = 30.0
 """The longest silence of the supervisor that is taken for a slow network."""

@@ -22,10 +22,10 @@ import time
 from collections.abc import Iterator
 
 from hvdtrain import __version__
-from hvdtrain.delivery import deliver, withdraw
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.process import end_processes, processes_of
 from hvdtrain.launch.running.ranks import Warner, mpi_daemons_of
+from hvdtrain.worker.delivery import deliver, withdraw
 
 BEAT_SECONDS = 5.0
 """The launcher writes at least this often."""

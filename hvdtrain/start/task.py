@@ -26,7 +26,7 @@ import sys
 from hvdtrain.environment import EXIT_SIGNAL_BASE
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.slurm.task import RENDEZVOUS_ADDRESS, task_environment
-from hvdtrain.rank_environment import available_cores
+from hvdtrain.worker.rank_environment import available_cores
 
 LONGEST_PIECE = 900
 """Bytes; srun sends lines of up to 1024 as they are."""

@@ -133,7 +133,7 @@ STAY = (
     RANK
     + """
 import json
-from hvdtrain.warning import warned
+from hvdtrain.worker.warning import warned
 def tell(name, value):
     with open(f"{name}.part.{rank}", "w") as file:
         json.dump(value, file)

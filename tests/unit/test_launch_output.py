@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.failure import Failure
 from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.running.noise import is_noise, without_stamp
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.streams import TagReader
+from hvdtrain.worker.failure import Failure
 
 WORDS = st.text("ab[0,1]<>:\r ", max_size=12).map(str.encode)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.failure import Failure
 from hvdtrain.launch.running.session import View, run_launch
+from hvdtrain.worker.failure import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
 OTHERS_GO_ON = """

@@ -11,7 +11,7 @@ from hvdtrain.keras.shards import Shard
 from hvdtrain.parallel import mesh as mesh_module
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh, Place
-from hvdtrain.rank_environment import size_of
+from hvdtrain.worker.rank_environment import size_of
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 

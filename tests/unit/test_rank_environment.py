@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from hvdtrain.environment import STALL_DEFAULTS
-from hvdtrain.rank_environment import rank_environment, rank_of
+from hvdtrain.worker.rank_environment import rank_environment, rank_of
 
 
 def test_cores_are_shared_between_local_ranks() -> None:

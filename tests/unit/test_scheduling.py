@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.runtime import engine_environment
-from hvdtrain.scheduling import (
+from hvdtrain.worker.scheduling import (
     SLICE_NANOSECONDS,
     kernel_knows_slices,
     schedule_promptly,

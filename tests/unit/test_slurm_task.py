@@ -18,8 +18,8 @@ from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.launch.slurm.task import task_environment
-from hvdtrain.rank_environment import rank_environment
 from hvdtrain.start.task import LONGEST_PIECE, interface_to, marked
+from hvdtrain.worker.rank_environment import rank_environment
 
 
 def task(rank: int, node: int, local: int, layout: str, **more: str) -> dict[str, str]:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.delivery import delivered
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.process import processes_of
 from hvdtrain.start.keeper import own_report
 from hvdtrain.start.keepers import Keepers, Reach, keeper_argv
+from hvdtrain.worker.delivery import delivered
 
 # The last argument is the remote command; the one before it the host.
 SSH = """#!/bin/sh

@@ -237,7 +237,7 @@ def test_ctrl_c_ends_all(begin: Begin) -> None:
 
 
 def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
-    from_worker = "from hvdtrain.warning import warned\n"
+    from_worker = "from hvdtrain.worker.warning import warned\n"
     run = begin(
         FOR_EVER.replace("time.sleep(600)", f"{from_worker}while not warned(): time.sleep(0.05)")
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.environment import LAUNCH_ID
-from hvdtrain.failure import Failure, from_line
+from hvdtrain.worker.failure import Failure, from_line
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
-from hvdtrain.failure import Failure
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.process import Ending
+from hvdtrain.worker.failure import Failure
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
 # horovodrun over Gloo, srun.

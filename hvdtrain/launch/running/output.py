@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain.failure import Failure, from_line
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.noise import is_noise, without_stamp
 from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
+from hvdtrain.worker.failure import Failure, from_line
 
 # A line, or the part of one up to a carriage return (a progress bar's), with its end.
 _SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")

@@ -16,8 +16,8 @@ from typing import Literal
 from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host
-from hvdtrain.rank_environment import rank_environment
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
+from hvdtrain.worker.rank_environment import rank_environment
 
 Kind = Literal["chief", "worker", "ps"]
 

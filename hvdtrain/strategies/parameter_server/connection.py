@@ -19,9 +19,9 @@ from tensorflow.python.eager import context
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.errors import EngineError
-from hvdtrain.failure import Failure
 from hvdtrain.keras.compat.remote import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
+from hvdtrain.worker.failure import Failure
 
 START_SECONDS = 300.0
 """Workers and servers must listen by then."""

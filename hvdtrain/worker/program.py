@@ -2,7 +2,7 @@
 the script.
 
 Before TensorFlow is loaded it shares the cores between the ranks of the host. When the script
-fails, it reports the reason once (see `hvdtrain.failure`) and ends the process at once: left to the
+fails, it reports the reason once (see `hvdtrain.worker.failure`) and ends the process at once: left to the
 interpreter, a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that
 wait for it.
 
@@ -21,13 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from hvdtrain import orphan, warning
-from hvdtrain.delivery import delivered
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.failure import Failure, is_secondary
-from hvdtrain.rank_environment import available_cores, rank_environment, rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
+from hvdtrain.worker import orphan, warning
+from hvdtrain.worker.delivery import delivered
+from hvdtrain.worker.failure import Failure, is_secondary
+from hvdtrain.worker.rank_environment import available_cores, rank_environment, rank_of
 
 CLEAN_UP_SECONDS = 1.0
 LONGEST_TEXT = 100_000
@@ -144,7 +144,3 @@ def _flush() -> None:
 def _write_all(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-if __name__ == "__main__":
-    main()

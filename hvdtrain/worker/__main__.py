@@ -1,0 +1,3 @@
+from hvdtrain.worker.program import main
+
+main()
