@@ -64,7 +64,7 @@ class DividedStrategy(HorovodStrategy):
                 write_model(whole, path)
 
     def load(self, model: keras.Model, path: Path) -> None:
-        self.build_optimizer(model)
+        self.build_to_load(model)
         state: State = {}
         has_state = on_first(self.is_first, lambda: self._read(model, path, state), "load")
         scatter(_in_file(self.pieces(model), has_state), state)

@@ -73,8 +73,7 @@ class HorovodStrategy(Strategy):
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         """Create all variables, and compare their shapes over the ranks."""
         compat.symbolic_build(model, data)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        self.build_optimizer(model)
         built = {
             "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
             "the metrics": compat.metric_names(model),
@@ -125,7 +124,7 @@ class HorovodStrategy(Strategy):
                 write_model(model, path)
 
     def load(self, model: keras.Model, path: Path) -> None:
-        self.build_optimizer(model)
+        self.build_to_load(model)
         on_first(self.is_first, lambda: read_model(model, path), "load")
         self.broadcast(model, without=seed_variables(model))
         for variable in compat.accumulators(model.optimizer):

@@ -139,12 +139,16 @@ class Strategy:
         Raises:
             UsageError: on all ranks: the file does not fit, or the model has no variables yet.
         """
-        self.build_optimizer(model)
+        self.build_to_load(model)
         read_model(model, path)
 
-    def build_optimizer(self, model: keras.Model) -> None:
-        """Create the optimizer's variables for a model that has its own."""
+    def build_to_load(self, model: keras.Model) -> None:
+        """Create the optimizer's variables, to be loaded; UsageError if the model has none yet itself."""
         require_built(model)
+        self.build_optimizer(model)
+
+    def build_optimizer(self, model: keras.Model) -> None:
+        """Create the optimizer's variables, if they are not there, for a model that has its own."""
         if not model.optimizer.built:
             with self.scope():
                 model.optimizer.build(model.trainable_variables)

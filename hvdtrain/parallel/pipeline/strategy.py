@@ -106,8 +106,7 @@ class PipelineStrategy(TensorStrategy):
             )
         else:
             compat_graph.drop_compiled(model)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        self.build_optimizer(model)
         self.mark_state(model)
         facts = {
             # Without the numbers that Keras gives: a rank may have made another model before this one.

@@ -101,8 +101,7 @@ class ParameterServer(Strategy):
 
     def _steps(self, model: keras.Model) -> ServerSteps:
         assert self._config is not None and self._watch is not None
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        self.build_optimizer(model)
         with server_errors(self._config):
             move_to_servers(model, model.optimizer, len(self._config.servers), self._min_part_bytes)
             look_up_rows(model)
