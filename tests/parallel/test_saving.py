@@ -135,6 +135,12 @@ def test_plain_keras_loads_what_a_layout_saved(plain: Path, source: str) -> None
     assert 0 <= outputs <= OUTPUTS
 
 
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_layout_that_saved_trains_on_alike(plain: Path, source: str) -> None:
+    _, state = distance(plain, f"{source}-saved-on", f"{source}-in-plain-on")
+    assert state <= TRAINED
+
+
 @pytest.mark.parametrize("loaded", LOADED)
 def test_another_layout_loads_it_and_trains_on(plain: Path, loaded: str) -> None:
     source = loaded.partition("-in-")[0]
