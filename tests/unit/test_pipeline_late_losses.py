@@ -1,4 +1,4 @@
-"""Losses divided by masks and weights over micro-batches: two stages in two threads against plain Keras. No ranks."""
+"""Losses divided by masks and weights over micro-batches: stages in threads against plain Keras. No ranks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from hvdtrain.parallel.pipeline.late_losses import are_late
 from hvdtrain.parallel.pipeline.stages import cut
 from hvdtrain.parallel.pipeline.steps import Measured, PipelineSteps
 
+BEGINS = ("up", "tags")
+"""Three stages; that in the middle has a penalty, and passes the padding's mask on."""
 BATCHES = ((0, 11), (11, 22), (22, 24))
 """Three micro-batches of 3 or 4 examples, and in the end two of one."""
 RNG = np.random.default_rng(2)
@@ -47,13 +49,11 @@ def tagger() -> keras.Model:
 
 
 def compiled() -> dict[str, Any]:
-    tags = keras.losses.SparseCategoricalCrossentropy(
-        from_logits=True, reduction="mean_with_sample_weight"
-    )
-    # Two losses of one output and of one kind: what they count must not be mixed up.
-    again = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    # What the two count must not be mixed up.
+    way = {"reduction": "mean_with_sample_weight"}
+    tags = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **way)
     return {
-        "loss": {"tags": tags, "flag": again},
+        "loss": {"tags": tags, "flag": keras.losses.MeanSquaredError(**way)},
         "loss_weights": {"tags": 1.0, "flag": 0.5},
         "weighted_metrics": {"tags": ["accuracy"], "flag": ["mae"]},
     }
@@ -88,7 +88,7 @@ class Weighing(keras.optimizers.SGD):
 
 def make_steps(index: int, queues: Any) -> tuple[keras.Model, PipelineSteps]:
     whole = tagger()
-    stage = cut(whole, index, 2, ["tags"])
+    stage = cut(whole, index, 3, BEGINS)
     alone = SimpleNamespace(process_set=SimpleNamespace(size=lambda: 1))
     reducer: Any = SimpleNamespace(share=None, share_is_in_loss=False, reduction=alone)
     optimizer = Weighing(0.1, momentum=0.9)
@@ -108,7 +108,7 @@ def make_steps(index: int, queues: Any) -> tuple[keras.Model, PipelineSteps]:
         assert sorted(compat.metric_names(stage.model)) == sorted(names)
     else:
         compat_graph.drop_compiled(stage.model)
-    exchange = Exchange(stage, (0, 1), Queues(index, queues))
+    exchange = Exchange(stage, (0, 1, 2), Queues(index, queues))
     return stage.model, PipelineSteps(stage, exchange, reducer, 3, Measured(names, late=True))
 
 
@@ -126,23 +126,24 @@ def shares() -> list[Share]:
 
 
 def logs_of(models: Sequence[keras.Model]) -> dict[str, float]:
-    first, last = (model.get_metrics_result() for model in models)
-    return {k: float(v) + (float(first["loss"]) if k == "loss" else 0.0) for k, v in last.items()}
+    *others, last = (model.get_metrics_result() for model in models)
+    penalties = sum(float(logs["loss"]) for logs in others)
+    return {k: float(v) + (penalties if k == "loss" else 0.0) for k, v in last.items()}
 
 
-def both(run: Callable[[PipelineSteps], Any], steps: Sequence[PipelineSteps]) -> list[Any]:
-    with ThreadPoolExecutor(2) as threads:
+def together(run: Callable[[PipelineSteps], Any], steps: Sequence[PipelineSteps]) -> list[Any]:
+    with ThreadPoolExecutor(len(steps)) as threads:
         return [future.result() for future in [threads.submit(run, one) for one in steps]]
 
 
-def test_two_stages_are_one_model() -> None:
+def test_three_stages_are_one_model() -> None:
     plain = tagger()
     plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=True, **compiled())
     queues: Any = defaultdict(queue.Queue)
-    models, steps = zip(*(make_steps(index, queues) for index in range(2)), strict=True)
+    models, steps = zip(*(make_steps(index, queues) for index in range(3)), strict=True)
     for share in shares():
         wanted = plain.train_on_batch(*share.data, return_dict=True)
-        told, _ = both(lambda one, share=share: one.train([share]), steps)
+        told, *_ = together(lambda one, share=share: one.train([share]), steps)
         # What a callback sees after each step, and what an epoch's logs are made of.
         for found in (told, logs_of(models)):
             assert found.keys() == wanted.keys()
@@ -155,7 +156,7 @@ def test_two_stages_are_one_model() -> None:
         np.testing.assert_allclose(own[variable.path], variable.numpy(), rtol=0, atol=1e-6)
     for share in shares():
         wanted = plain.test_on_batch(*share.data, return_dict=True)
-        both(lambda one, share=share: one.test(share), steps)
+        together(lambda one, share=share: one.test(share), steps)
         found = logs_of(models)
         np.testing.assert_allclose([found[k] for k in wanted], list(wanted.values()), 1e-5)
         plain.reset_metrics()
