@@ -71,7 +71,7 @@ def make(dropout: float = 0.0, more: bool = True) -> Callable[[], keras.Model]:
         words = keras.Input((LENGTH,), dtype="int32")
         x = layers.Embedding(WORDS, 8, mask_zero=True, name="words")(words)
         if more:
-            x = layers.Add()([x, layers.Embedding(WORDS, 8, name="shades")(words)])
+            x = layers.Add()([x, layers.Embedding(WORDS, 8, mask_zero=True, name="shades")(words)])
         x = block(8, dropout)(x)
         if more:
             x = layers.Dense(8, activation="relu", bias_initializer="random_normal", name="lone")(x)
