@@ -107,6 +107,7 @@ def test_saved_model(strategy: str) -> None:
     found = one(strategy, "case_saved_model")
     assert found["outputs"] <= EXACT
     assert found["went on"] <= EXACT
+    assert found["another Trainer"] == 0
     assert found["iterations"] == [18, 18]
     assert found["rate"] == pytest.approx(0.01)
 

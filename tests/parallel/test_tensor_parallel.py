@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import Results, run_cases
 
 EXACT = 1e-5
 MESHES = {
@@ -16,21 +16,13 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("tensor_parallel", np=4, env=MESHES)
-
-
-@pytest.fixture(scope="module", params=CONTROLLERS)
-def either(request: pytest.FixtureRequest, results: Results) -> Results:
-    """Over both controllers, without the trainings."""
-    if request.param == "mpi":
-        return results
-    cases = ["case_forward_and_gradients", "case_what_ranks_have_in_common"]
-    return run_cases("tensor_parallel", np=4, controller="gloo", only=cases, env=MESHES)
+    """Over Gloo; test_pipeline and test_saving train split layers over MPI."""
+    return run_cases("tensor_parallel", np=4, controller="gloo", env=MESHES)
 
 
 @pytest.fixture
-def common(either: Results) -> list[dict]:
-    return either.of("case_what_ranks_have_in_common")
+def common(results: Results) -> list[dict]:
+    return results.of("case_what_ranks_have_in_common")
 
 
 def assert_close(found: dict, limit: float = EXACT) -> None:
@@ -43,8 +35,8 @@ def assert_close(found: dict, limit: float = EXACT) -> None:
     assert not {name: value for name, value in flat.items() if not value <= limit}
 
 
-def test_forward_and_every_gradient(either: Results) -> None:
-    for rank in either.of("case_forward_and_gradients"):
+def test_forward_and_every_gradient(results: Results) -> None:
+    for rank in results.of("case_forward_and_gradients"):
         assert set(rank) == {"2x2", "4"}
         assert all(len(found) == 3 + 26 for found in rank.values())
         assert_close(rank)

@@ -205,6 +205,7 @@ def case_adam() -> dict[str, Any]:
         (X, Y, WEIGHT),
         compiled=lambda: {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]},
         micro_batches=3,
+        weights_only=True,
     )
 
 
@@ -218,7 +219,7 @@ def case_four_stages() -> dict[str, Any]:
         lambda: transformer(penalty=1e-2),
         lambda: optimizers.SGD(0.003, momentum=0.9, global_clipnorm=20.0),
         (X, Y),
-        {"callbacks": [watch]},
+        {"callbacks": [watch], "epochs": 2},
         lambda: {"loss": crossentropy(reduction="sum")},
         pipeline=4,
         stages=["attention_0", "norm_1", "join"],
@@ -235,7 +236,7 @@ def case_four_stages() -> dict[str, Any]:
 def small() -> keras.Model:
     sizes = (8, 8, 8, 5)
     hidden = [layers.Dense(n, activation="tanh", name=f"dense_{i}") for i, n in enumerate(sizes)]
-    return keras.Sequential([layers.Input((3,)), *hidden])
+    return keras.Sequential([layers.Input((3,)), *hidden], name="small")
 
 
 def case_alltoall_of_four_stages() -> dict[str, Any]:

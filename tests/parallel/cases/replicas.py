@@ -146,12 +146,10 @@ def case_two_outputs() -> dict[str, Any]:
         "flag": RNG.integers(0, 2, (len(PADDED), 1)),
     }
     # Keras weighs each output's loss by the batch's size only where the size is known; eagerly it is.
-    eager = {"run_eagerly": True}
-    uneven = apart(
-        two_outputs(False), momentum, (PADDED, labels), compiled=compiled, reference=eager
-    )
+    eager: dict[str, Any] = {"reference": {"run_eagerly": True}, "fit": {"epochs": 2}}
+    uneven = apart(two_outputs(False), momentum, (PADDED, labels), compiled=compiled, **eager)
     first = {name: value[:EVEN] for name, value in labels.items()}
-    added = trained(two_outputs(True), momentum, (PADDED[:EVEN], first), compiled, reference=eager)
+    added = trained(two_outputs(True), momentum, (PADDED[:EVEN], first), compiled, **eager)
     return {"uneven": uneven, "add_loss": added}
 
 
@@ -167,13 +165,14 @@ def constrained() -> keras.Model:
 
 def case_optimizers() -> dict[str, Any]:
     """What comes between gradients and weights: it must see the whole batch's gradients."""
+    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    average = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 4}
     found = {
-        "clipping": vector(lambda: SGD(0.5, momentum=0.9, clipnorm=0.05)),
+        "clipping, moving average, scheduler": vector(
+            lambda: SGD(0.5, momentum=0.9, clipnorm=0.05, **average), fit={"callbacks": [halves]}
+        ),
         "accumulation": vector(
             lambda: SGD(0.05, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=3)
-        ),
-        "moving average": vector(
-            lambda: SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=4)
         ),
         "decay, constraint, penalty": vector(
             lambda: optimizers.AdamW(1e-2, weight_decay=0.1), make=constrained
@@ -188,8 +187,6 @@ def case_optimizers() -> dict[str, Any]:
         ),
         (x, far),
     )
-    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
-    found["scheduler"] = vector(fit={"callbacks": [halves]})
     return found
 
 
@@ -199,7 +196,7 @@ def case_ways_of_running() -> dict[str, Any]:
         "own train_step": vector(make=custom_model, data=even(), steps_per_execution=2),
     }
     if not ON_TPU:
-        found["run_eagerly"] = vector(run_eagerly=True, fit={"epochs": 2})
+        found["run_eagerly"] = vector(run_eagerly=True, fit={"epochs": 1})
     return found
 
 
@@ -352,20 +349,25 @@ def case_precision() -> dict[str, Any]:
 
 
 def case_saved_model() -> dict[str, Any]:
-    """The file goes on in plain Keras, with the optimizer's state; float() reads scalars."""
+    """The file goes on in plain Keras and in another Trainer, with the optimizer's state; float() reads scalars."""
     x, y = vectors()
     trainer = trainer_of(vector_model, optimizer=optimizers.Adam(0.01))
     trainer.fit(x, y, epochs=2, shuffle=False, verbose=0)
     with tempfile.TemporaryDirectory() as folder:
         trainer.save(Path(folder) / "model.keras")
         loaded = keras.saving.load_model(Path(folder) / "model.keras")
+        again = trainer_of(vector_model, optimizer=optimizers.Adam(0.5))
+        again.load(Path(folder) / "model.keras")
     outputs = difference([trainer.predict(x)], [loaded.predict(x, verbose=0)])
     trainer.fit(x, y, epochs=1, shuffle=False, verbose=0)
+    again.fit(x, y, epochs=1, shuffle=False, verbose=0)
     loaded.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    held = [[*t.model.variables, *t.model.optimizer.variables] for t in (trainer, again)]
     rate = trainer.model.optimizer.learning_rate
     return {
         "outputs": outputs,
         "went on": difference(weights(trainer.model), weights(loaded)),
+        "another Trainer": difference(*[[v.numpy() for v in each] for each in held]),
         "iterations": [int(m.optimizer.iterations.numpy()) for m in (trainer.model, loaded)],
         "rate": float(rate),
     }

@@ -115,6 +115,8 @@ def case_tensor_to_others() -> None:
     trained.save(FOLDER / "tensor-zero.keras")
     trained.save(FOLDER / "tensor-zero.keras")
     note(trained, "tensor-zero-saved")
+    fit(trained)
+    note(trained, "tensor-zero-saved-on")
     _train_on("ranks", "tensor-zero")
     _train_on("pipeline", "tensor-zero")
 
@@ -130,6 +132,8 @@ def case_pipeline_to_others() -> dict[str, Any]:
     ]
     fit(trained, epochs=2, callbacks=files)
     note(trained, "pipeline-saved")
+    fit(trained)
+    note(trained, "pipeline-saved-on")
     messages = []
     for wrong in (
         lambda: trained.model.save(own / "stage.keras"),
