@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EngineError
+from hvdtrain.launch.running.bounded import run
 
 TIMEOUT_SECONDS = 400
 ONE_THREAD = {
@@ -37,19 +37,13 @@ def run_measurement(argv: Sequence[str], environment: Mapping[str, str]) -> dict
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         report = Path(folder, "report.json")
         command = [*argv, f"--report={report}"]
-        try:
-            done = subprocess.run(
-                command,
-                env={**os.environ, **ONE_THREAD, **environment},
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
+        environ = {**os.environ, **ONE_THREAD, **environment}
+        done = run(command, limit=TIMEOUT_SECONDS, environ=environ)
+        assert done is not None, "this Python has gone"
+        if done.returncode is None:
             raise EngineError(
                 f"The measurement took longer than {TIMEOUT_SECONDS} s: {' '.join(command)}"
-            ) from None
+            )
         if done.returncode or not report.exists():
             last = [*done.stdout.splitlines()[-LINES:], *done.stderr.splitlines()[-LINES:]]
             raise EngineError(

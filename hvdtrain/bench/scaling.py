@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.bench.measurement import run_measurement
+from hvdtrain.launch.running.bounded import end_all
 
 ROUNDS = 5
 
@@ -88,7 +89,11 @@ def measure(
     for _ in range(passes):
         alone = _time(plain)
         with ThreadPoolExecutor(size) as pool:
-            apart = list(pool.map(_time, cores))
+            try:
+                apart = list(pool.map(_time, cores))
+            except BaseException:
+                end_all()  # The pool waits for what runs.
+                raise
         yield Pass(
             plain=alone.rate,
             apart=sum(one.rate for one in apart),

@@ -21,6 +21,7 @@ from hvdtrain.bench.startup import StartPass, measure_startup, median
 from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.running.bounded import ending_commands
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -48,8 +49,10 @@ _PASSES = click.option(
 
 
 @click.group()
-def bench() -> None:
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure throughput, start-up, memory and pipelines."""
+    context.with_resource(ending_commands())
 
 
 @bench.command()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import click
 
 from hvdtrain import __version__
-from hvdtrain.doctor.bounded import end_all
 from hvdtrain.doctor.checklist import JOINT, Wanted, host_probes, joint_probes, local_probes
 from hvdtrain.doctor.examination import examine
 from hvdtrain.doctor.finding import Finding, skip
 from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
 from hvdtrain.doctor.ssh import Ssh
-from hvdtrain.environment import EXIT_FAILURE, EXIT_TERMINATED
+from hvdtrain.environment import EXIT_FAILURE
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import parse_hosts, read_hostfile
+from hvdtrain.launch.running.bounded import ending_commands
 
 
 @click.command()
@@ -87,7 +86,7 @@ def doctor(
     wait = Wait(moves=sys.stdout.isatty() and not wants_json)
     found: list[tuple[str, Finding]] = []
     # Closed, whatever comes: then no probe starts any more, and those that run can be ended.
-    with _ending_commands(), closing(_findings(wanted, wait.draw)) as findings_by_group:
+    with ending_commands(), closing(_findings(wanted, wait.draw)) as findings_by_group:
         for group, finding in findings_by_group:
             wait.clear()
             if not wants_json:
@@ -121,21 +120,6 @@ def _findings(
         return
     for probe, findings in examine(joint, waiting):
         yield from ((probe.group, finding) for finding in findings)
-
-
-@contextmanager
-def _ending_commands() -> Iterator[None]:
-    """SIGTERM takes the way of Ctrl-C, on which all that runs is ended."""
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        end_all()
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(EXIT_TERMINATED)
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:

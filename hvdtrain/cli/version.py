@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from hvdtrain import __version__
-from hvdtrain.doctor.bounded import run
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.gpus import list_gpus
 from hvdtrain.doctor.tested import version_of
@@ -19,6 +18,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import installed_key
 from hvdtrain.install.probe import parse_mpirun_version
 from hvdtrain.launch.engine import find_engine, find_mpirun
+from hvdtrain.launch.running.bounded import run
 from hvdtrain.worker.rank_environment import available_cores
 
 ASK_SECONDS = 3.0

@@ -2,7 +2,6 @@
 
 `finding`      what a probe found: one line and its fix;
 `examination`  runs probes beside each other, each within its time;
-`bounded`      runs one command within a time, and ends all of it;
 `checklist`    which probes there are, in the order in which they are shown;
 `report`       findings as lines for a person, or as JSON.
 

@@ -9,12 +9,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.doctor.bounded import Ran, run
 from hvdtrain.doctor.examination import took_too_long
 from hvdtrain.doctor.finding import Finding, fail, ok, skip
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import selftest
 from hvdtrain.launch.engine import Controller, find_engine, find_mpirun
+from hvdtrain.launch.running.bounded import Ran, run
 
 SCRIPT = Path(selftest.__file__)
 # Variables that would choose another way than the one that is probed: HVDTRAIN_ are the options of `hvdtrain run`.

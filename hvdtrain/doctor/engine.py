@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hvdtrain.doctor.bounded import Ran, run
 from hvdtrain.doctor.engine_report import MARKER
 from hvdtrain.doctor.examination import took_too_long
 from hvdtrain.doctor.finding import Finding, fail, ok
+from hvdtrain.launch.running.bounded import Ran, run
 
 NAME = "Horovod loads"
 _REBUILD = "hvdtrain install-horovod --force"

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.doctor.bounded import Ran, run
 from hvdtrain.doctor.engine import EngineReport
 from hvdtrain.doctor.examination import took_too_long
 from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
 from hvdtrain.doctor.nccl_report import MARKER
+from hvdtrain.launch.running.bounded import Ran, run
 
 DRIVER, TENSORFLOW, NCCL = "NVIDIA driver", "TensorFlow's GPUs", "NCCL's GPUs"
 _QUESTION = ["--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader"]

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import host_report
-from hvdtrain.doctor.bounded import Ran
 from hvdtrain.doctor.finding import Finding, fail, ok, warn
 from hvdtrain.doctor.ssh import FAILED, Ssh, has_unknown_key, ssh_finding, unknown_key_finding
+from hvdtrain.launch.running.bounded import Ran
 
 CLOCK_SECONDS = 5.0
 """Further apart, the times in logs and files mislead, and services that sign with the time (munge, Kerberos) refuse."""

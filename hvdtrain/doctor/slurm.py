@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.doctor.bounded import Ran, run
 from hvdtrain.doctor.examination import took_too_long
 from hvdtrain.doctor.finding import Finding, fail, ok, skip
+from hvdtrain.launch.running.bounded import Ran, run
 
 PARTITIONS = "Slurm"
 PLUGINS = "srun --mpi"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.doctor.bounded import Ran, run
 from hvdtrain.doctor.finding import Finding, fail, ok, warn
+from hvdtrain.launch.running.bounded import Ran, run
 
 FAILED = 255
 """ssh's own failures; other exit codes are the command's."""

@@ -18,10 +18,10 @@ import pytest
 from fake_programs import path_with
 
 from hvdtrain.doctor import host_report, hosts
-from hvdtrain.doctor.bounded import run
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.hosts import Request, look_at_host
 from hvdtrain.doctor.ssh import Ssh, ssh_finding
+from hvdtrain.launch.running.bounded import run
 
 # Runs the last argument, the command line for the other host, with our standard input.
 HERE = 'for command; do :; done; exec /bin/sh -c "exec $command"'

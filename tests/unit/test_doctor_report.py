@@ -20,11 +20,11 @@ from fake_programs import path_with
 from hvdtrain.cli import doctor as command
 from hvdtrain.cli import main
 from hvdtrain.doctor import examination
-from hvdtrain.doctor.bounded import Ran, end_all, run
 from hvdtrain.doctor.checklist import Wanted, local_probes
 from hvdtrain.doctor.examination import Probe, examine
 from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
 from hvdtrain.doctor.report import Wait, as_json, lines_of, summary
+from hvdtrain.launch.running.bounded import Ran, end_all, run
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,13 +15,13 @@ from fake_programs import path_with
 from hvdtrain.doctor import gpus, tested, versions
 from hvdtrain.doctor.allreduce import allreduce_finding, look_at_local_allreduce, reason
 from hvdtrain.doctor.backend import look_at_backend
-from hvdtrain.doctor.bounded import Ran
 from hvdtrain.doctor.engine import EngineReport, read_report
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.nccl_report import readable, report
 from hvdtrain.install import selftest
 from hvdtrain.install.probe import Missing, TensorFlow
 from hvdtrain.launch.engine import Engine
+from hvdtrain.launch.running.bounded import Ran
 
 
 def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> Ran:

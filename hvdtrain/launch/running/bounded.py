@@ -8,11 +8,11 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.environment import EXIT_TERMINATED, LAUNCH_ID
 from hvdtrain.launch.running.process import end_processes
 
 _GRACE_SECONDS = 6.0
@@ -58,7 +58,7 @@ def run(
     Launchers start processes in sessions of their own: all that the command started carries a mark in its environment,
     and is ended by it.
     """
-    mark = f"doctor-{uuid.uuid4().hex}"
+    mark = f"bounded-{uuid.uuid4().hex}"
     started, begin = time.time(), time.monotonic()
     try:
         process = subprocess.Popen(
@@ -84,6 +84,21 @@ def run(
     finally:
         _end(process, mark)
     return Ran(returncode, stdout, stderr, started, time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def ending_commands() -> Iterator[None]:
+    """On the way out, whichever it is, all commands that run are ended; SIGTERM takes the way of Ctrl-C."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        end_all()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def end_all() -> None:
