@@ -75,9 +75,9 @@ def plain(results: Results, folder: Path) -> Path:
 
 
 def _note(path: Path) -> dict[str, np.ndarray]:
-    """Keras numbers the optimizers of a process: adam_1."""
+    """Keras numbers the optimizers of a process (adam_1); what gather returns does not know their names."""
     with np.load(path) as file:
-        return {re.sub(r"^adam_\d+", "adam", name): file[name] for name in file}
+        return {re.sub(r"^adam(_\d+)?\|", "optimizer|", name): file[name] for name in file}
 
 
 def distance(folder: Path, one: str, other: str) -> tuple[float, float]:
