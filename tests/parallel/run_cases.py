@@ -1,5 +1,6 @@
 """What each rank of `launch.run_cases` runs: `run_cases.py NAME FOLDER [CASE]...`."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -23,6 +24,16 @@ def _start_with_meshes(text: str) -> None:
     runtime.start_horovod(process_sets=[hvd.ProcessSet(group) for group in sorted(groups)])
 
 
+def _wait_for_all() -> None:
+    """The first rank to shut Horovod down takes it away from those that are still at a case."""
+    import tensorflow as tf
+
+    hvd = runtime.load_horovod()
+    # A case may have ended Horovod already.
+    with contextlib.suppress(Exception):
+        hvd.allreduce(tf.constant(0.0), name="end_of_cases")
+
+
 def main() -> None:
     name, folder, *only = sys.argv[1:]
     _start_with_meshes(os.environ.get("TEST_MESHES", ""))
@@ -43,6 +54,7 @@ def main() -> None:
         path.write_text(json.dumps(results))
         if "error" in results[case]:
             sys.exit(1)
+    _wait_for_all()
     runtime.shutdown()
 
 
