@@ -169,7 +169,9 @@ def test_wheel_and_source_archive_have_the_scripts(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     archive = build("sdist", copy_of_sources(tmp_path / "clone"), tmp_path / "sdist")
     with tarfile.open(archive) as tar:
-        tar.extractall(tmp_path / "unpacked", filter="data")
+        # Python 3.11.3 and older have no filters; 3.14 takes this one by itself.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(tmp_path / "unpacked")
     (sources,) = (tmp_path / "unpacked").iterdir()
     assert not [path for path in sources.rglob("*") if path.is_symlink()]
     wheel = build("wheel", sources, tmp_path / "wheel")

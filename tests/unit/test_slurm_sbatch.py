@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -358,6 +359,15 @@ def test_no_slurm_here(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """Python ignores SIGINT if it was started in the background of a script, as CI may be."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listens_to_ctrl_c")
 def test_ctrl_c_while_waiting(slurm: Path) -> None:
     play(slurm, "sbatch", "echo 12")
     play(slurm, "scontrol", "kill -INT $PPID; sleep 1")
