@@ -145,8 +145,7 @@ class StepFunctions:
                 return self._counted(step, ticket, data, names)
 
         constants = [tf.TensorSpec.from_tensor(value) for value in self.values()]
-        # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a
-        # replica. A concrete function is what the coordinator takes as it is.
+        # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a replica.
         function = tf.function(run, autograph=False).get_concrete_function(
             constants, tf.TensorSpec([2], tf.int64), tf.nest.pack_sequence_as(data, signature)
         )
