@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 130 and 143 ended by Ctrl-C and SIGTERM; "
-    "else that of the worker that failed first (128 + the signal's number if a signal ended it)."
+    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 130 and 143 ended by Ctrl-C and SIGTERM "
+    "(143 also when nobody reads the output any more); else that of the worker that failed first (128 + the "
+    "signal's number if a signal ended it)."
 )
 
 # name -> (module:attribute, what it does)

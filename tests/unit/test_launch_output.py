@@ -1,6 +1,8 @@
 """The ranks' mixed, tagged output, taken apart and shown."""
 
+import errno
 import io
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.running.noise import is_noise, without_stamp
 from hvdtrain.launch.running.output import Output
+from hvdtrain.launch.running.sinks import LogFiles, write_all
 from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.worker.failure import Failure
 
@@ -243,3 +246,74 @@ def test_what_tensorflow_says_of_a_worker_that_has_gone_is_noise() -> None:
     )
     assert all(map(is_noise, said.splitlines()))
     assert not is_noise(b"Worker 1 has gone: its step goes to another one, and it may come back")
+
+
+class Failing(io.BytesIO):
+    """Takes nothing."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def write(self, data: object) -> int:
+        raise OSError(self.number, "it is so")
+
+
+def test_logs_that_cannot_be_kept_are_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "rank.0").touch()  # No folder can be made.
+    (tmp_path / "rank.2").mkdir()
+    (tmp_path / "rank.2" / "stdout").symlink_to("/dev/full")
+    lines = b"[0]<stdout>:one\n[1]<stdout>:two\n[2]<stdout>:three\n"
+    terminal = Terminal(tmp_path).run(lines + lines)
+    assert terminal.out.getvalue() == b"one\n" * 2
+    assert terminal.err.getvalue().decode() == (
+        f"\ncannot keep the output in {tmp_path}: File exists; the run goes on without it\n"
+    )
+    assert terminal.logged("rank.1/stdout") == b"two\n" * 2
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EPIPE])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_fails_is_left_and_the_logs_are_kept(
+    tmp_path: Path, number: int, stream: str
+) -> None:
+    terminal = Terminal(tmp_path)
+    other = terminal.err if stream == "stdout" else terminal.out
+    streams = {"stdout": terminal.out, "stderr": terminal.err, stream: Failing(number)}
+    terminal.output = Output(tmp_path, **streams)
+    terminal.run(b"[0]<stdout>:one\n[0]<stdout>:two\n", b"[0]<stderr>:three\n[0]<stderr>:four\n")
+    assert terminal.logged("rank.0/stdout") == b"one\ntwo\n"
+    assert terminal.logged("rank.0/stderr") == b"three\nfour\n"
+    assert terminal.output.unread == (number == errno.EPIPE)
+    told = "\ncannot write standard output: it is so; the run goes on, its output is in "
+    expected = "three\nfour\n" if stream == "stdout" else "one\ntwo\n"
+    if stream == "stdout" and number == errno.EIO:
+        expected = f"{told}{tmp_path}\n{expected}"
+    assert other.getvalue().decode() == expected
+
+
+def test_short_writes_lose_nothing() -> None:
+    class Narrow(io.BytesIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:3])
+
+    narrow = Narrow()
+    write_all(narrow, b"0123456789")
+    assert narrow.getvalue() == b"0123456789"
+
+
+def test_there_may_be_as_many_logs_as_the_system_allows(tmp_path: Path) -> None:
+    """And afterwards as few as before."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, soft), hard))
+    few = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lost: list[OSError] = []
+    try:
+        logs = LogFiles(tmp_path, lost.append)
+        for number in range(200):
+            logs.append(f"rank.{number}/stdout", b"x")
+        logs.close()
+        assert (lost, resource.getrlimit(resource.RLIMIT_NOFILE)) == ([], few)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(list(tmp_path.glob("rank.*/stdout"))) == 200

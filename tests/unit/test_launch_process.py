@@ -38,6 +38,7 @@ class Seen:
                 "on_signal": self.signals.append,
                 "on_warning": lambda: self.warnings.append(time.monotonic()),
                 "has_failed": lambda: False,
+                "is_unread": lambda: False,
                 **changes,
             },
         )
@@ -79,6 +80,36 @@ def test_a_deaf_command_is_killed(seen: Seen) -> None:
     assert ending == Ending(-signal.SIGKILL, signal.SIGINT)
     assert seen.signals == [signal.SIGINT]
     assert processes_of(seen.id) == []
+
+
+def test_a_second_signal_leaves_a_callback_that_waits(seen: Seen) -> None:
+    def halted(stream: Stream, data: bytes) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    ending = in_time(8, lambda: seen.run("echo out; sleep 600", on_output=halted))
+    assert ending == Ending(-signal.SIGKILL, signal.SIGTERM, at_once=True)
+    assert processes_of(seen.id) == []
+
+
+def test_output_that_nobody_reads_ends_the_command_with_grace(seen: Seen) -> None:
+    saves = "trap 'echo saved; exit 3' TERM; echo out; while true; do sleep 0.1; done"
+    ending = in_time(8, lambda: seen.run(saves, is_unread=lambda: bool(seen.output["stdout"])))
+    assert ending == Ending(3, signal.SIGTERM)
+    assert seen.output["stdout"] == b"out\nsaved\n"
+
+
+def test_an_ignored_hangup_stays_ignored(seen: Seen) -> None:
+    """nohup ignores it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hangup = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGHUP))
+    hangup.start()
+    try:
+        assert seen.run("sleep 1") == Ending(0, None)
+    finally:
+        hangup.join()
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_reader_that_fails_ends_the_command(seen: Seen) -> None:

@@ -1,11 +1,17 @@
 """A launch from its command to the exit code: what a rank that fails means for the others."""
 
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running.session import View, run_launch
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.running.session import View, make_log_dir, run_launch
 from hvdtrain.worker.failure import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
@@ -29,3 +35,107 @@ def test_the_others_go_on_if_elastic(
     out, err = capfdbinary.readouterr()
     assert out.decode() == shown
     assert ("rank 1 failed: no disk" in err.decode()) == (not elastic)
+
+
+REPOSITORY = Path(__file__).parents[2]
+LAUNCH = """
+import sys
+from pathlib import Path
+from hvdtrain.launch.running.members import ALONE
+from hvdtrain.launch.running.session import View, run_launch
+sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), members=ALONE))
+"""
+MUCH = "while True: print('x' * 99)"
+Launched = subprocess.Popen[bytes]
+Begin = Callable[..., Launched]
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Begin]:
+    """begin(script, **streams): a launch of one process, whose logs are in tmp_path/logs."""
+    started: list[Launched] = []
+
+    def start(script: str, *before: str, **streams: object) -> Launched:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        started.append(
+            subprocess.Popen(  # type: ignore[call-overload]
+                [*before, sys.executable, "-c", LAUNCH, script],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                **{**pipes, **streams},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        if process.poll() is None:  # Only a failed test leaves one; its guard ends the other.
+            process.kill()
+        process.communicate()
+
+
+def wait_until_it_stands(log: Path) -> None:
+    """Until the launch waits for its reader: it writes no more of what never ends."""
+    sizes = [-1, 0]
+    deadline = time.monotonic() + 30
+    while sizes[-1] < 32768 or sizes[-1] != sizes[-2]:
+        assert time.monotonic() < deadline, sizes
+        time.sleep(0.3)
+        sizes.append(log.stat().st_size if log.exists() else 0)
+
+
+def test_a_second_signal_ends_a_run_whose_reader_has_halted(begin: Begin, tmp_path: Path) -> None:
+    process = begin(MUCH)
+    wait_until_it_stands(tmp_path / "logs/rank.0/stdout")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 130
+
+
+def test_a_run_goes_on_without_a_terminal_that_takes_nothing(begin: Begin, tmp_path: Path) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = begin("for i in range(3): print(i)", stdout=full)
+        _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr.decode()) == (
+        0,
+        "\ncannot write standard output: No space left on device; the run goes on, its output is in "
+        "logs\n",
+    )
+    assert (tmp_path / "logs/rank.0/stdout").read_bytes() == b"0\n1\n2\n"
+
+
+def test_a_run_ends_with_grace_when_nobody_reads(begin: Begin, tmp_path: Path) -> None:
+    script = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('saved'))\n"
+        "while True: print('x'); time.sleep(0.1)"
+    )
+    process = begin(script)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(8) == 143
+    assert process.stderr.read() == (
+        b"\nnobody reads the output: stopping the run (again: at once)\nsaved\n"
+    )
+    assert (tmp_path / "logs/rank.0/stderr").read_bytes() == b"saved\n"
+
+
+def test_under_nohup_a_hangup_means_nothing(begin: Begin, tmp_path: Path) -> None:
+    script = "import time; print('begun'); time.sleep(1.5); print('done')"
+    process = begin(script, "nohup")
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == b"done\n"
+    assert process.wait(8) == 0
+
+
+def test_a_log_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(
+        UsageError, match=r"log folder .* is not writable: choose another with --log"
+    ):
+        make_log_dir(tmp_path)

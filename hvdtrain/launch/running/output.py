@@ -4,7 +4,7 @@ By default the terminal shows rank 0's standard output as if the script ran alon
 shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
 Everything is in `<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log
 dir>/launcher.log`. Processes that are no ranks (see `members`) are treated alike; the first of them
-is rank 0 here.
+is rank 0 here. What cannot be written any more, files or terminal, is said once and left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.noise import is_noise, without_stamp
+from hvdtrain.launch.running.sinks import LogFiles, Screen
 from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
 from hvdtrain.worker.failure import Failure, from_line
 
@@ -38,6 +39,7 @@ class Output:
         show_launcher: show what horovodrun and mpirun say as well.
         stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
         members: what the ranks are called.
+        unread: whether nobody reads one of the two streams any more.
         failures: what ranks reported, in the order of arrival.
         launcher_text: the end of what horovodrun and mpirun said.
     """
@@ -49,14 +51,23 @@ class Output:
     show_launcher: bool = False
     stamp: Callable[[], bytes] | None = None
     members: Members = RANKS
+    unread: bool = False
     failures: list[Failure] = field(default_factory=list)
     launcher_text: bytes = b""
-    _files: dict[tuple[int | None, Stream], BinaryIO] = field(default_factory=dict)
+    _logs: LogFiles = field(init=False)
+    _screens: dict[Stream, Screen] = field(init=False)
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _pending: dict[tuple[int, Stream], bytes] = field(default_factory=dict)
     _mid_line: set[int] = field(default_factory=set)
     _said: dict[int, Counter[bytes]] = field(default_factory=dict)
     _shown: Counter[bytes] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._logs = LogFiles(self.log_dir, self._say_logs_lost)
+        self._screens = {
+            "stdout": Screen(self.stdout, lambda error: self._lose("stdout", error)),
+            "stderr": Screen(self.stderr, lambda error: self._lose("stderr", error)),
+        }
 
     def __enter__(self) -> Output:
         reader = TagReader if self.members.tagged else PlainReader
@@ -64,8 +75,7 @@ class Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for file in self._files.values():
-            file.close()
+        self._logs.close()
 
     def feed(self, stream: Stream, data: bytes) -> None:
         """Take what horovodrun wrote to `stream`."""
@@ -83,7 +93,7 @@ class Output:
                 rest = self._stamped(0, "stderr", rest)
                 self._log(0, "stderr", rest)
                 self._mid_line.add(0)
-                self._write(self.stderr, rest)
+                self._write("stderr", rest)
             elif rest:
                 self._pending[0, "stderr"] = rest
 
@@ -94,13 +104,22 @@ class Output:
             self._show_segment(rank, stream, rest)
         self._pending.clear()
 
+    def say(self, text: str) -> None:
+        """Tell the user something, in lines of their own."""
+        self._write("stderr", f"{text}\n".encode(errors="backslashreplace"))
+
+    def leave_terminal(self) -> None:
+        """Show no more, not even to wait for a reader that has halted."""
+        for screen in self._screens.values():
+            screen.leave()
+
     def _take(self, piece: Piece) -> None:
         if piece.rank is None:
             self._take_launcher(piece)
         elif piece.stream == "stdout" and not self.all_ranks and not self.stamp:
             self._log(piece.rank, "stdout", piece.data)
             if piece.rank == 0:
-                self._write(self.stdout, piece.data)
+                self._write("stdout", piece.data)
         else:
             key = (piece.rank, piece.stream)
             data = self._pending.pop(key, b"") + piece.data
@@ -121,21 +140,20 @@ class Output:
                 # Only ranks know their numbers.
                 self.failures.append(replace(failure, rank=rank) if self.members.roles else failure)
             else:
-                self._write(self.stderr, self._labelled(rank, f"{failure.text}\n".encode()))
+                self._write("stderr", self._labelled(rank, f"{failure.text}\n".encode()))
             self._log(rank, "stderr", f"{failure.text}\n".encode())
             return
         stamped = self._stamped(rank, stream, segment)
         self._log(rank, stream, stamped)
         if self.all_ranks:
             if line and not (stream == "stderr" and is_noise(line)):
-                target = self.stdout if stream == "stdout" else self.stderr
-                self._write(target, self._labelled(rank, stamped.rstrip(b"\r\n")) + b"\n")
+                self._write(stream, self._labelled(rank, stamped.rstrip(b"\r\n")) + b"\n")
         elif stream == "stdout":
             if rank == 0:
-                self._write(self.stdout, stamped)
+                self._write("stdout", stamped)
         elif rank in self._mid_line:
             self._mid_line.discard(rank)
-            self._write(self.stderr, segment)
+            self._write("stderr", segment)
         elif not is_noise(line) and (rank == 0 or segment.endswith(b"\n")):
             self._show_once(rank, line, stamped)
 
@@ -155,7 +173,7 @@ class Output:
         if said[text] > self._shown[text]:
             self._shown[text] += 1
             if line or rank == 0:
-                self._write(self.stderr, segment if rank == 0 else self._labelled(rank, segment))
+                self._write("stderr", segment if rank == 0 else self._labelled(rank, segment))
         if len(self._shown) > _LARGEST_MEMORY:
             self._shown.clear()
             self._said.clear()
@@ -164,20 +182,26 @@ class Output:
         self.launcher_text = (self.launcher_text + piece.data)[-_LAUNCHER_TAIL:]
         self._log(None, piece.stream, piece.data)
         if self.show_launcher:
-            self._write(self.stderr, piece.data)
+            self._write("stderr", piece.data)
 
     def _log(self, rank: int | None, stream: Stream, data: bytes) -> None:
-        key = (rank, stream if rank is not None else "stdout")
-        file = self._files.get(key)
-        if file is None:
-            name = "launcher.log" if rank is None else f"{self.members.folder(rank)}/{stream}"
-            path = self.log_dir / name
-            path.parent.mkdir(exist_ok=True)
-            # Unbuffered: what was said is in the file even if this process is killed.
-            file = self._files[key] = path.open("ab", buffering=0)
-        file.write(data)
+        name = "launcher.log" if rank is None else f"{self.members.folder(rank)}/{stream}"
+        self._logs.append(name, data)
 
-    @staticmethod
-    def _write(target: BinaryIO, data: bytes) -> None:
-        target.write(data)
-        target.flush()
+    def _write(self, stream: Stream, data: bytes) -> None:
+        self._screens[stream].show(data)
+
+    def _say_logs_lost(self, error: OSError) -> None:
+        self.say(
+            f"\ncannot keep the output in {self.log_dir}: {error.strerror}; the run goes on without it"
+        )
+
+    def _lose(self, stream: Stream, error: OSError) -> None:
+        """One of the two streams cannot be written to any more."""
+        if isinstance(error, BrokenPipeError):
+            self.unread = True
+        elif stream == "stdout":
+            self.say(
+                f"\ncannot write standard output: {error.strerror}; the run goes on, its output is in "
+                f"{self.log_dir}"
+            )

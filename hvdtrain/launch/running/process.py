@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -28,15 +28,27 @@ TERMINATION_SECONDS = 2.5
 FAILURE_SECONDS = 3.0
 """How long the launcher may take to end the job after a rank reported a failure."""
 DRAIN_SECONDS = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended: its command's exit code (negative: a signal); the user's signal, if any."""
+    """How a run ended.
+
+    Attributes:
+        returncode: of its command (negative: a signal).
+        received: the user's signal, if any.
+        at_once: whether the user's second signal cut it short: the rest of its output is unread.
+    """
 
     returncode: int
     received: signal.Signals | None
+    at_once: bool = False
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a run. SIGHUP, a terminal's end, is none where it is ignored: by nohup."""
+    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 
 
 def run_process(
@@ -49,6 +61,7 @@ def run_process(
     on_signal: Callable[[signal.Signals], None],
     on_warning: Callable[[], None],
     has_failed: Callable[[], bool],
+    is_unread: Callable[[], bool],
 ) -> Ending:
     """Run `argv` to its end, or until a signal comes; leave no process of it.
 
@@ -57,11 +70,13 @@ def run_process(
         launch_id: a name that no other launch has.
         on_output: gets what the command writes.
         on_idle: called when nothing was written for a tick.
-        on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace.
+        on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace,
+            and leaves a callback that waits.
         on_warning: told about each SIGUSR1; the run goes on.
         has_failed: whether a rank reported a failure, so that the job has to end.
+        is_unread: whether nobody reads the output any more, which ends the run as SIGTERM does.
     """
-    with _recorded_signals() as (received, warnings), _guarded(launch_id):
+    with _recorded_signals() as came, _guarded(launch_id):
         process = subprocess.Popen(
             argv,
             env={**environment, LAUNCH_ID: launch_id},
@@ -72,12 +87,13 @@ def run_process(
         )
         with process:
             try:
-                watch = _Watch(process, launch_id, received, on_signal, has_failed)
-                passing = _WarningsOn(process, warnings, on_warning)
-                _read(process, watch, passing, on_output, on_idle)
+                watch = _Watch(process, launch_id, came.ending, on_signal, has_failed, is_unread)
+                passing = _WarningsOn(process, came.warnings, on_warning)
+                with came.leaving():
+                    _read(process, watch, passing, on_output, on_idle)
             finally:
                 end_processes(launch_id, signal.SIGKILL)
-        return Ending(process.wait(), received[0] if received else None)
+        return Ending(process.wait(), came.ending[0] if came.ending else None, came.left)
 
 
 def _read(
@@ -115,12 +131,14 @@ class _Watch:
         received: list[signal.Signals],
         on_signal: Callable[[signal.Signals], None],
         has_failed: Callable[[], bool],
+        is_unread: Callable[[], bool],
     ) -> None:
         self._process = process
         self._launch_id = launch_id
         self._received = received
         self._on_signal = on_signal
         self._has_failed = has_failed
+        self._is_unread = is_unread
         self._failed_at: float | None = None
         self._terminated_at: float | None = None
         self._ended_at: float | None = None
@@ -129,6 +147,8 @@ class _Watch:
         """Whether the command has ended, and no writer is left (`reading`) or worth waiting for."""
         now = time.monotonic()
         if self._terminated_at is None:
+            if not self._received and self._is_unread():
+                self._received.append(signal.SIGTERM)
             if self._received:
                 self._on_signal(self._received[0])
                 self._terminate(now)
@@ -246,19 +266,56 @@ def _guarded(launch_id: str) -> Iterator[None]:
         os.waitpid(guard, 0)
 
 
+class _AtOnce(BaseException):
+    """The second signal: whatever is being done, it is left."""
+
+
+@dataclass
+class _Signals:
+    """What came to this process.
+
+    Attributes:
+        ending: signals that end the run.
+        warnings: SIGUSR1, as often as it came.
+        left: whether a second ending signal left what was being done.
+    """
+
+    ending: list[signal.Signals] = field(default_factory=list)
+    warnings: list[signal.Signals] = field(default_factory=list)
+    left: bool = False
+    _may_leave: bool = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.warnings.append(signal.Signals(number))
+            return
+        self.ending.append(signal.Signals(number))
+        # Python goes on with a write that a signal interrupts, unless its handler raises.
+        if self._may_leave and len(self.ending) > 1:
+            self._may_leave = False
+            raise _AtOnce
+
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """A second signal ends the block."""
+        try:
+            self._may_leave = True
+            try:
+                yield
+            finally:
+                self._may_leave = False
+        except _AtOnce:
+            self.left = True
+
+
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[tuple[list[signal.Signals], list[signal.Signals]]]:
-    """Signals to this process are noted in two lists instead of ending it: those that end the run,
-    and warnings."""
-    received: list[signal.Signals] = []
-    warnings: list[signal.Signals] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        (warnings if number == signal.SIGUSR1 else received).append(signal.Signals(number))
-
-    before = {number: signal.signal(number, note) for number in (*_SIGNALS, signal.SIGUSR1)}
+def _recorded_signals() -> Iterator[_Signals]:
+    """Signals to this process are noted instead of ending it."""
+    came = _Signals()
+    numbers = (*ending_signals(), signal.SIGUSR1)
+    before = {number: signal.signal(number, came.note) for number in numbers}
     try:
-        yield received, warnings
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, TextIO
 
 from hvdtrain.environment import LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
@@ -17,6 +18,8 @@ from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.outcome import outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.process import run_process
+
+_WARNED = "\nSIGUSR1: this job will be ended soon; all ranks are told"
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ def run_launch(
     }
     output = Output(
         log_dir,
-        sys.stdout.buffer,
-        sys.stderr.buffer,
+        _unbuffered(sys.stdout),
+        _unbuffered(sys.stderr),
         all_ranks=view.all_ranks,
         show_launcher=view.verbose,
         stamp=_time_of_day if view.timestamps else None,
@@ -66,16 +69,19 @@ def run_launch(
             launch_id=uuid.uuid4().hex,
             on_output=output.feed,
             on_idle=output.settle,
-            on_signal=lambda received: _say_stopping(received, members),
-            on_warning=_say_warned,
+            on_signal=lambda received: output.say(_stopping(received, output.unread, members)),
+            on_warning=lambda: output.say(_WARNED),
             has_failed=lambda: bool(output.failures) and not elastic,
+            is_unread=lambda: output.unread,
         )
+        if ending.at_once:
+            output.leave_terminal()
         output.finish()
-    failures = [] if elastic and ending.returncode == 0 else output.failures
-    text = output.launcher_text.decode(errors="replace")
-    outcome = outcome_of(ending, failures, text, log_dir, members)
-    if outcome.message:
-        print(outcome.message, file=sys.stderr)
+        failures = [] if elastic and ending.returncode == 0 else output.failures
+        text = output.launcher_text.decode(errors="replace")
+        outcome = outcome_of(ending, failures, text, log_dir, members)
+        if outcome.message:
+            output.say(outcome.message)
     return outcome.exit_code
 
 
@@ -88,6 +94,10 @@ def make_log_dir(wanted: Path | None) -> Path:
         for number in range(2, 1000):
             try:
                 path.mkdir(exist_ok=wanted is not None)
+                if not os.access(path, os.W_OK | os.X_OK):
+                    raise UsageError(
+                        f"the log folder {path} is not writable: choose another with --log-dir"
+                    )
                 return path
             except FileExistsError:
                 if wanted is not None:
@@ -100,14 +110,16 @@ def make_log_dir(wanted: Path | None) -> Path:
     raise UsageError(f"too many log folders in {path.parent}: choose another with --log-dir")
 
 
-def _say_warned() -> None:
-    print("\nSIGUSR1: this job will be ended soon; all ranks are told", file=sys.stderr)
+def _unbuffered(stream: TextIO) -> BinaryIO:
+    """The stream's bytes. A buffer would be written again at the end, to where it cannot be."""
+    return open(stream.fileno(), "wb", buffering=0, closefd=False)
 
 
 def _time_of_day() -> bytes:
     return time.strftime("%Y-%m-%d %H:%M:%S ").encode()
 
 
-def _say_stopping(received: signal.Signals, members: Members) -> None:
+def _stopping(received: signal.Signals, unread: bool, members: Members) -> str:
+    why = "nobody reads the output" if unread else received.name
     what = "all ranks" if members == RANKS else "the run"
-    print(f"\n{received.name}: stopping {what} (again: at once)", file=sys.stderr)
+    return f"\n{why}: stopping {what} (again: at once)"
