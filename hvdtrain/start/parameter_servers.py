@@ -34,6 +34,7 @@ from hvdtrain.launch.host_report import THIS_HOST, HostReport, differences, late
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.running.outcome import how_it_ended
+from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import environment_of_srun
 from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.start.agent import Greeting
@@ -347,7 +348,7 @@ def _record_signals() -> list[int]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (*ending_signals(), signal.SIGUSR1):
         signal.signal(number, note)
     return received
 

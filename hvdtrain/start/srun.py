@@ -26,10 +26,9 @@ from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT, environment_of_srun
 from hvdtrain.start.task import INTERFACE
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
@@ -79,7 +78,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
         else:
             process.send_signal(number)
 
-    for number in _SIGNALS:
+    for number in (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
     # srun takes a signal that came before it listens, where it would be ended by one.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})

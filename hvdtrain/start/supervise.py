@@ -11,11 +11,10 @@ import traceback
 from collections.abc import Callable
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.running.ranks import Warner
 from hvdtrain.start.keepers import Keepers
 
-ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-WATCHED = ENDING | {signal.SIGUSR1, signal.SIGCHLD}
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
 """What a launcher may take to end its ranks. mpirun waits for ever for a host that is cut off."""
@@ -35,9 +34,11 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
     """Run `run` in a process of its own, which may become another program; returns its exit code.
 
     SIGUSR1 to this process warns the ranks on all hosts, and the run goes on. SIGINT, SIGTERM and
-    SIGHUP end the run on all hosts.
+    SIGHUP (unless it is ignored) end the run on all hosts.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    ending = ending_signals()
+    watched = {*ending, signal.SIGUSR1, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child = os.fork()
     if child == 0:
         _be_the_launcher(run, before - {signal.SIGUSR1})
@@ -45,12 +46,12 @@ def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
     ending_since: float | None = None
     ended_by = 0  # The exit code of a launch that was ended, and says that all is well.
     while True:
-        received = signal.sigtimedwait(WATCHED, TICK_SECONDS)
+        received = signal.sigtimedwait(watched, TICK_SECONDS)
         number = received.si_signo if received else None
         if number == signal.SIGUSR1:
             warner.warn()
             keepers.warn()
-        elif number in ENDING:
+        elif number in ending:
             ending_since = ending_since or time.monotonic()
             ended_by = ended_by or EXIT_SIGNAL_BASE + (number or 0)
             keepers.end()

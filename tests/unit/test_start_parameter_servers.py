@@ -292,6 +292,20 @@ def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, co
     assert time.monotonic() - asked < 5
 
 
+def test_an_ignored_hangup_stays_ignored() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        received = parameter_servers._record_signals()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class NoAgents:
     """In the place of the agents: everything is started, and ends as the test says."""
 

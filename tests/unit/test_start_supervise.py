@@ -1,6 +1,7 @@
 """Standing by a launcher: its exit code, its end, and a host that is lost."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -38,9 +39,9 @@ sys.exit(supervise.supervise(run, "id", keepers))
 """
 
 
-def start(how: str) -> subprocess.Popen[str]:
+def start(how: str, *before: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CODE, how],
+        [*before, sys.executable, "-c", CODE, how],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -70,6 +71,18 @@ def test_sigterm_is_passed_on_and_its_effect_awaited(how: str, code: int) -> Non
         process.communicate(timeout=20)
         assert time.monotonic() - started < 5
     assert process.returncode == code
+
+
+def test_under_nohup_a_hangup_means_nothing() -> None:
+    with start("sleep", "nohup") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGHUP)
+        time.sleep(1.2)
+        assert process.poll() is None
+        process.terminate()
+        process.communicate(timeout=20)
+    assert process.returncode == 143
 
 
 def test_a_lost_host_ends_the_launch() -> None:
