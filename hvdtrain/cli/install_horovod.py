@@ -1,7 +1,6 @@
 """`hvdtrain install-horovod`"""
 
 import os
-import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import NoReturn
 
 import click
 
-from hvdtrain.environment import EXIT_TERMINATED
 from hvdtrain.errors import HvdtrainError
 
 
@@ -31,6 +29,7 @@ def install_horovod(
     from hvdtrain.install.cache import cache_folder
     from hvdtrain.install.probe import missing_tools, survey
     from hvdtrain.install.recipe import recipe_for
+    from hvdtrain.launch.running.bounded import leaving_on_signals
 
     if system_mpi and without_mpi:
         raise click.UsageError("--system-mpi and --without-mpi exclude each other.")
@@ -44,16 +43,12 @@ def install_horovod(
         return
     if tools and build.needs_build(wanted, force):
         _cannot_build(tools)
-    # The build runs in a session of its own and is ended on the way out: SIGTERM must take that way too.
-    signal.signal(signal.SIGTERM, _leave)
-    changed = build.install(wanted, force=force, say=click.echo)
+    # The build runs in a session of its own and is ended on the way out.
+    with leaving_on_signals():
+        changed = build.install(wanted, force=force, say=click.echo)
     state = "is installed and works" if changed else "is already installed"
     click.echo(f"Horovod {build.recipe.HOROVOD_VERSION} {state} ({wanted.key}).")
 
 
 def _cannot_build(missing: Sequence[str]) -> NoReturn:
     raise HvdtrainError("\n  ".join(["Horovod cannot be built here:", *missing]))
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(EXIT_TERMINATED)
