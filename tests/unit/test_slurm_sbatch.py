@@ -96,7 +96,7 @@ def test_no_word_of_the_user_means_anything_to_the_shell(show: Path, words: list
         assert said.read_text().split("\0")[:-1] == words
 
 
-@given(st.text(min_size=1, max_size=20).filter(lambda text: not {"\n", "\0"} & set(text)))
+@given(st.text(min_size=1, max_size=20).filter(lambda text: not set("\n\0/") & set(text)))
 def test_values_are_one_word_to_sbatch(name: str) -> None:
     line = next(
         line
@@ -119,6 +119,13 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"directives": ("constraint=a",)}, "--sbatch 'constraint=a': expected an option of sbatch"),
         ({"directives": ("--comment=a\nrm -rf x",)}, "has an end of line in it"),
         ({"job_name": "a\n#SBATCH --exclusive"}, "has an end of line in it"),
+        ({"job_name": "exp/1"}, "--job-name 'exp/1': '/' would name a folder"),
+        ({"directives": ("--array=0-3",)}, "--sbatch '--array=0-3': hvdtrain submit has an option"),
+        ({"directives": ("-a 0-3",)}, "goes by it: give --array"),
+        ({"directives": ("--signal=TERM@9",)}, "goes by it: give --warning"),
+        ({"directives": ("--requeue",)}, "goes by it: give --requeue"),
+        ({"directives": ("-t60",)}, "goes by it: give --time"),
+        ({"directives": ("--ntasks-per-node 4",)}, "goes by it: give --tasks-per-node"),
         (
             {"time": "2", "warning_seconds": 120},
             "--warning 120 is not before the end of --time 2, which is 120 seconds",
@@ -135,7 +142,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
     ("time", "seconds"),
     [
         *(("1", 30), ("3:00", 90), ("0:01:00", 30), ("0-1", 120), ("1-00:00:00", 120)),
-        *((None, 120), ("UNLIMITED", 120)),
+        *((None, 120), ("UNLIMITED", 120), ("0", 120), ("0:00", 120)),
     ],
 )
 def test_the_warning_fits_the_time(time: str | None, seconds: int) -> None:
@@ -179,6 +186,27 @@ def test_a_warned_script(
     assert (slurm / "requeued").exists() == requeued
     if requeued:
         assert (slurm / "requeued").read_text().splitlines()[0] == "requeue 7"
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "echo N/A", "echo"])
+def test_ranks_may_save_where_slurm_does_not_tell_the_end(slurm: Path, answer: str) -> None:
+    play(slurm, "squeue", answer)
+    play(slurm, "scontrol", f"date +%s.%N >{slurm}/requeued")
+    play(
+        slurm,
+        "train",
+        "trap 'date +%s.%N >warned' USR1\ntouch ready\nwhile [ ! -e requeued ]; do sleep 0.1; done",
+    )
+    request = request_of(command=("./train",), warning_seconds=12, requeue=True)
+    with subprocess.Popen(
+        ["bash", "-c", batch_script(request)], env={**os.environ, "SLURM_JOB_ID": "7"}
+    ) as job:
+        while not (slurm / "ready").exists():
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        job.wait(20)
+    requeued, warned = (float((slurm / name).read_text()) for name in ("requeued", "warned"))
+    assert 1 < requeued - warned < 5, "10 s before the end, which is 12 s after the warning"
 
 
 SHOWN = (

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
@@ -29,6 +30,26 @@ _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED", 
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
 _MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII | re.IGNORECASE)
 _GPUS = re.compile(r"([\w.-]+:)*[1-9]\d*", re.ASCII)
+_OPTION = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z])", re.ASCII)
+
+# Names of what has an option of hvdtrain's own, where they differ from it.
+_SHORT = {
+    "-J": "--job-name",
+    "-N": "--nodes",
+    "-c": "--cpus-per-task",
+    "-t": "--time",
+    "-p": "--partition",
+    "-A": "--account",
+    "-q": "--qos",
+    "-a": "--array",
+    "-o": "--output",
+}
+_OWN_NAMES = {
+    "--ntasks-per-node": "--tasks-per-node",
+    "--signal": "--warning",
+    "--requeue": "--requeue",
+    "--no-requeue": "--requeue, or nothing",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +107,11 @@ class JobRequest:
             if text is not None and not form.fullmatch(text):
                 raise UsageError(f"{name} {text!r}: expected {example}")
         for line in self.directives:
-            if not re.match(r"--?[A-Za-z]", line):
-                raise UsageError(
-                    f"--sbatch {line!r}: expected an option of sbatch, such as --sbatch=--constraint=a100"
-                )
+            _check_directive(line, _options(self))
+        if "/" in self.job_name:
+            raise UsageError(
+                f"--job-name {self.job_name!r}: '/' would name a folder in the job's output file: leave it out"
+            )
         for value in (*_options(self).values(), *self.directives):
             if value is not None and ("\n" in value or "\0" in value):
                 raise UsageError(f"{value!r} has an end of line in it: an #SBATCH line ends there")
@@ -99,6 +121,21 @@ class JobRequest:
                 f"--warning {self.warning_seconds} is not before the end of --time {self.time}, which "
                 f"is {limit} seconds: warn later (a smaller --warning), or ask for more time"
             )
+
+
+def _check_directive(line: str, options: Iterable[str]) -> None:
+    """Raise UsageError for no option of sbatch, and for one that must not be set behind our back."""
+    match = _OPTION.match(line)
+    if match is None:
+        raise UsageError(
+            f"--sbatch {line!r}: expected an option of sbatch, such as --sbatch=--constraint=a100"
+        )
+    name = _SHORT.get(match[0], match[0])
+    if name in _OWN_NAMES or name in options:
+        raise UsageError(
+            f"--sbatch {line!r}: hvdtrain submit has an option for this, and goes by it: give "
+            f"{_OWN_NAMES.get(name, name)}"
+        )
 
 
 def batch_script(request: JobRequest) -> str:
@@ -118,7 +155,8 @@ def batch_script(request: JobRequest) -> str:
     if request.warning_seconds is None:
         return "\n".join([*lines, "", f"exec {command}", ""])
     job = _NAME_OF_TASK if request.array else "$SLURM_JOB_ID"
-    parts = [*lines, "", *([f"job={job}", _REQUEUE_IN_TIME] if request.requeue else [])]
+    in_time = [f"job={job}", _requeue_in_time(request.warning_seconds)]
+    parts = [*lines, "", *(in_time if request.requeue else [])]
     parts += [_WARN_AND_REQUEUE if request.requeue else _WARN, f"{command} &", _WAIT]
     parts += [_REQUEUE] if request.requeue else []
     return "\n".join([*parts, 'exit "$code"', ""])
@@ -156,7 +194,7 @@ def _options(request: JobRequest) -> dict[str, str | None]:
 
 
 def _seconds(time: str | None) -> int | None:
-    """The length of a time limit; None if there is none, or none that can be read."""
+    """The length of a time limit; None if there is none (0 to Slurm), or none that can be read."""
     if time is None or time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, dash, rest = time.rpartition("-")
@@ -164,7 +202,8 @@ def _seconds(time: str | None) -> int | None:
     # After a day hours come first; one number alone is minutes, two are minutes and seconds.
     first = 3600 if dash or len(numbers) == 3 else 60
     units = (first, first // 60, 1) if first == 3600 else (60, 1)
-    return int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    seconds = sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    return int(days or 0) * 86400 + seconds or None
 
 
 # To Slurm the number of an array's last task is that of the whole array.
@@ -178,15 +217,22 @@ warn() {
 trap warn USR1
 """
 
-_REQUEUE_IN_TIME = f"""\
+
+def _requeue_in_time(warning: int) -> str:
+    """The part that waits for the margin before the job's end."""
+    return f"""\
 warned=
 ending=
 timer=
 
 # Training that has not ended shortly before the job's end goes back into the queue.
 requeue_in_time() {{
-    last=$(date --date="$(squeue --noheader --jobs="$job" --format=%e)" +%s)
-    left=$((last - {MARGIN_SECONDS} - $(date +%s)))
+    left={warning - MARGIN_SECONDS}
+    end=$(squeue --noheader --jobs="$job" --format=%e)
+    # Where Slurm does not tell the end, it is as near as the warning says.
+    case $end in
+    ????-??-??T*) last=$(date --date="$end" +%s) && left=$((last - {MARGIN_SECONDS} - $(date +%s))) ;;
+    esac
     if [ "$left" -gt 0 ]; then
         sleep "$left" &
         trap "kill $!" TERM
@@ -195,6 +241,7 @@ requeue_in_time() {{
     scontrol requeue "$job"
 }}
 """
+
 
 _WARN_AND_REQUEUE = """\
 # Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank.
