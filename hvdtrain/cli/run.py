@@ -24,7 +24,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.hosts import read_hostfile
-from hvdtrain.launch.passing import looks_secret, masked
+from hvdtrain.launch.passing import masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
@@ -35,7 +35,6 @@ from hvdtrain.launch.slurm.srun import (
     srun_command,
     used_hosts,
 )
-from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
 
 
@@ -118,7 +117,7 @@ def run(
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
-        env = tuple(map(_variable_to_pass, values["env"]))
+        env = tuple(map(variable_to_pass, values["env"]))
         asked = without_outranked(ctx, values) | {"env": env}
         argv, members = other_launch(ctx, choice.name, workers, ps, asked)
         _print_or_run(argv, view, dry_run, members=members)
@@ -131,10 +130,13 @@ def run(
     if os.environ.get(STRATEGY):
         os.environ[STRATEGY] = HOROVOD  # The ranks' Trainer reads it; --strategy may say otherwise.
     mpirun = find_mpirun()
-    allocation = read_allocation(os.environ)
     if container is not None:
         values["launcher"] = _launcher_of_containers(values["launcher"])
-    plan = plan_of(without_outranked(ctx, values), mpirun, allocation)
+    asked = without_outranked(ctx, values)
+    own_hosts = any(asked.get(name) for name in ("hosts", "hostfile", "host_discovery_script"))
+    by_srun = asked["launcher"] == "srun"
+    allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
+    plan = plan_of(asked, mpirun, allocation)
     if plan.launcher == "srun" and allocation is not None:
         box = None if container is None else Container(container, str(Path.cwd()))
         argv = srun_command(plan, allocation, box)
@@ -181,7 +183,7 @@ def plan_of(
         # srun stands in for mpirun.
         mpirun, wanted = "srun", choose_srun_controller(wanted, engine.built)
     values["controller"] = choose_controller(wanted, engine.built, mpirun)
-    values["env"] = tuple(map(_variable_to_pass, values.get("env", ())))
+    values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
     return LaunchPlan(**values)
 
 
@@ -216,16 +218,3 @@ def _number_of_ranks(values: dict[str, Any]) -> int:
     if "min_np" in values:
         return int(values["min_np"])
     raise UsageError("how many workers? Give -np N, or the hosts with their slots")
-
-
-def _variable_to_pass(variable: EnvVar) -> EnvVar:
-    """A secret's value goes into this process's environment, and stays out of the command."""
-    if variable.value is None and variable.name not in os.environ:
-        raise UsageError(
-            f"--env {variable.name}: there is no such variable here: set it, or give "
-            f"--env {variable.name}=VALUE"
-        )
-    if variable.value is None or not looks_secret(variable.name, variable.value):
-        return variable
-    os.environ[variable.name] = variable.value
-    return replace(variable, value=None)

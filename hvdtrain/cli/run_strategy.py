@@ -98,7 +98,8 @@ def _server_plan(workers: int | None, servers: int, values: dict[str, Any]) -> S
         if hosts:
             raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
         hosts = read_hostfile(hostfile)
-    allocation = read_allocation(os.environ)
+    by_srun = values["launcher"] == "srun"
+    allocation = read_allocation(os.environ, own_hosts=bool(hosts) and not by_srun)
     if allocation is not None and not hosts:
         wanted = None if workers is None else workers + servers
         hosts = _of_job(allocation, wanted)

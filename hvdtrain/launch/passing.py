@@ -9,8 +9,13 @@ secret never stand in a command line, and are masked wherever one is printed.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.variables import EnvVar
 
 NAMES = frozenset(
     {
@@ -100,6 +105,22 @@ def looks_secret(name: str, value: str = "") -> bool:
         return False
     words = (word.lower() for word in _WORD.findall(name))
     return any(map(_SECRET_WORD.fullmatch, words)) or bool(_URL_WITH_PASSWORD.search(value))
+
+
+def variable_to_pass(variable: EnvVar) -> EnvVar:
+    """A secret's value goes into this process's environment, and stays out of the command.
+
+    Raises UsageError for a variable that has no value.
+    """
+    if variable.value is None and variable.name not in os.environ:
+        raise UsageError(
+            f"--env {variable.name}: there is no such variable here: set it, or give "
+            f"--env {variable.name}=VALUE"
+        )
+    if variable.value is None or not looks_secret(variable.name, variable.value):
+        return variable
+    os.environ[variable.name] = variable.value
+    return replace(variable, value=None)
 
 
 def masked(argv: Sequence[str]) -> list[str]:

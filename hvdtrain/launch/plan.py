@@ -124,7 +124,7 @@ class LaunchPlan(Knobs):
             flag="--start-timeout",
             metavar="SECONDS",
             least=1,
-            unset="30, and 2 more for each further host",
+            unset="30, and 2 more for each further host; 300 for srun",
             environment="HOROVOD_START_TIMEOUT",
         ),
     ] = None

@@ -28,6 +28,10 @@ class EnvVar:
     name: str
     value: str | None = field(default=None, repr=False)
 
+    def __str__(self) -> str:
+        """As `--env` takes it."""
+        return self.name if self.value is None else f"{self.name}={self.value}"
+
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(

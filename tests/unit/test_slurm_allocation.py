@@ -69,6 +69,22 @@ def test_all_that_is_read() -> None:
     )
 
 
+def test_the_shell_of_a_step_is_no_task_of_many() -> None:
+    """`srun --ntasks-per-node=4 --pty bash`."""
+    step = {"STEP_ID": "0", "STEP_NUM_TASKS": "4", "PTY_PORT": "40000"}
+    allocation = read_allocation(environment(**step, PROCID="0"))
+    assert allocation is not None and allocation.in_step
+    with pytest.raises(UsageError, match="srun started this in 4 tasks"):
+        read_allocation(environment(**step, PROCID="1"))
+
+
+def test_a_heterogeneous_job_is_left_to_those_who_name_its_hosts() -> None:
+    assert read_allocation(environment(HET_SIZE="2"), own_hosts=True) is None
+    assert read_allocation(environment(HET_SIZE="1")) is not None
+    with pytest.raises(UsageError, match=r"SLURM_HET_SIZE=2: .* name the hosts with -H"):
+        read_allocation(environment(HET_SIZE="2"))
+
+
 def test_outside_of_slurm() -> None:
     assert read_allocation({"SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin"}) is None
 

@@ -93,7 +93,7 @@ def test_where_the_ranks_are(
     script: Path, hosts: str, np: int, cores: tuple[int, ...], options: str
 ) -> None:
     argv = srun_argv(plan(script, hosts, np), allocation(cores=cores))
-    assert shlex.join(argv) == f"srun {options} --mpi=none {COMMON}"
+    assert shlex.join(argv) == f"srun {options} --immediate=300 --mpi=none {COMMON}"
 
 
 def test_cores_per_task_are_asked_for_again(script: Path) -> None:
@@ -101,6 +101,17 @@ def test_cores_per_task_are_asked_for_again(script: Path) -> None:
     assert "--cpus-per-task=3" in srun_argv(wanted, allocation(cores=(6, 6), cores_per_task=3))
     argv = srun_argv(wanted, allocation(cores=(5, 5), cores_per_task=3))
     assert "--overcommit" in argv and "--cpus-per-task=3" not in argv
+
+
+def test_srun_waits_no_longer_than_the_start_may_take(script: Path) -> None:
+    wanted = plan(script, "n1:2,n2:2", 4, start_timeout=45)
+    assert "--immediate=45" in srun_argv(wanted, allocation())
+
+
+def test_inside_a_step_the_cores_are_shared_with_it(script: Path) -> None:
+    wanted = plan(script, "n1:2,n2:2", 4)
+    assert "--overlap" in srun_argv(wanted, allocation(in_step=True))
+    assert "--overlap" not in srun_argv(wanted, allocation())
 
 
 def test_mpi_goes_by_pmix(script: Path) -> None:
@@ -122,7 +133,7 @@ def test_the_whole_command(script: Path) -> None:
         "-np 4 --gloo -H n1:2,n2:2 --start-timeout 32 --fusion-threshold-mb 64 "
         "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 50 "
         "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block "
-        f"--mpi=none {COMMON} "
+        f"--immediate=300 --mpi=none {COMMON} "
         "python3 -m hvdtrain.start.task python3 -m hvdtrain.worker train.py --epochs 3"
     )
 
@@ -214,6 +225,7 @@ JOB = {
     "SLURMD_NODENAME": "n1",
 }
 ALONE = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "2"}
+HETEROGENEOUS = JOB | {"SLURM_HET_SIZE": "2"}
 SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
 
 
@@ -226,6 +238,7 @@ SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
         # All on this node.
         (JOB, "-np 2 --controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
         (JOB, "--launcher horovodrun", "hvdtrain.start.horovodrun -- -np 4 --mpi -H n1:2,n2:2 "),
+        (HETEROGENEOUS, "-H n1:2,n2:2", "hvdtrain.start.horovodrun -- -np 4 --mpi -H n1:2,n2:2 "),
         (JOB, "-H a:1,b:1", "hvdtrain.start.horovodrun -- -np 2 --mpi -H a:1,b:1 "),
         (JOB, "--container x.sif", "apptainer exec --nv "),
         (SINGLE, "--controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
@@ -256,6 +269,19 @@ def test_run_in_a_job(
     result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
     assert result.exit_code == 0, result.output
     assert expected in result.stdout
+
+
+@pytest.mark.parametrize("options", ["", "-H n1:2,n2:2 --launcher srun"])
+@pytest.mark.parametrize("strategy", ["", "--strategy parameter-server --workers 2"])
+def test_a_heterogeneous_job(
+    script: Path, monkeypatch: pytest.MonkeyPatch, options: str, strategy: str
+) -> None:
+    for name, value in HETEROGENEOUS.items():
+        monkeypatch.setenv(name, value)
+    asked = [*options.split(), *strategy.split()]
+    result = CliRunner().invoke(main, ["run", "--dry-run", *asked, "train.py"])
+    assert result.exit_code == 2
+    assert "SLURM_HET_SIZE=2: srun would start ranks in one component" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,13 @@ _VARIABLES = {
     "gpus here": "SLURM_GPUS_ON_NODE",
     "restarts": "SLURM_RESTART_COUNT",
     # Only inside a step (srun).
+    "step": "SLURM_STEP_ID",
     "tasks of step": "SLURM_STEP_NUM_TASKS",
+    "task": "SLURM_PROCID",
+    # Only in a step with --pty, whose command runs in its first task alone.
+    "terminal of step": "SLURM_PTY_PORT",
+    # Only in a heterogeneous job.
+    "components": "SLURM_HET_SIZE",
     # Only on a node of the allocation: salloc may leave the user on a login node.
     "this node": "SLURMD_NODENAME",
 }
@@ -42,6 +48,7 @@ class Allocation:
         gpus_per_node: 0 if none are known of.
         restart_count: how often the job was requeued.
         this_node: the node where this process runs; None outside of the allocation.
+        in_step: whether this process is a step itself, which holds its cores.
     """
 
     job_id: str
@@ -51,18 +58,32 @@ class Allocation:
     gpus_per_node: int
     restart_count: int
     this_node: str | None
+    in_step: bool = False
 
 
-def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+def read_allocation(environ: Mapping[str, str], *, own_hosts: bool = False) -> Allocation | None:
     """The allocation around this process; None outside of Slurm.
 
     A node takes as many ranks as the job asked for tasks there, else as it has GPUs, else one.
     Raises UsageError, which names the variable.
+
+    Args:
+        own_hosts: the user names the hosts, and not for srun: a heterogeneous job, whose
+            components srun does not start together, is then None as well.
     """
     job_id = environ.get(_VARIABLES["job"])
     if job_id is None:
         return None
-    if (_number(environ, "tasks of step") or 1) > 1:
+    if (_number(environ, "components") or 1) > 1:
+        if own_hosts:
+            return None
+        raise UsageError(
+            f"{_VARIABLES['components']}={environ[_VARIABLES['components']]}: srun would start ranks "
+            "in one component of this heterogeneous job only: name the hosts with -H, to reach them "
+            "by ssh, or ask for a job of one component"
+        )
+    in_terminal = _VARIABLES["terminal of step"] in environ and _number(environ, "task") == 0
+    if (_number(environ, "tasks of step") or 1) > 1 and not in_terminal:
         raise UsageError(
             f"srun started this in {environ[_VARIABLES['tasks of step']]} tasks: start it once, "
             "without srun; it starts the ranks of the allocation itself"
@@ -77,6 +98,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
         gpus_per_node=gpus,
         restart_count=_number(environ, "restarts") or 0,
         this_node=environ.get(_VARIABLES["this node"]),
+        in_step=_VARIABLES["step"] in environ,
     )
 
 

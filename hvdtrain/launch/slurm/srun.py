@@ -18,6 +18,9 @@ from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.plan import Launcher, LaunchPlan
 from hvdtrain.launch.slurm.allocation import Allocation
 
+STEP_SECONDS = 300
+"""How long srun may wait to start the ranks if --start-timeout does not say: nodes that a job has just
+got may still be prepared for it."""
 _PYTHON_OF_IMAGE = "python3"
 
 
@@ -81,12 +84,18 @@ def _task_command(plan: LaunchPlan, container: Container | None) -> list[str]:
 
 
 def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
-    """srun with its options: the ranks' places, and that the end of one is the end of all."""
+    """srun with its options: the ranks' places, and that the end of one is the end of all.
+
+    By itself srun waits without end for nodes whose cores another step holds. Inside of a step that
+    is the user's own shell, whose cores the ranks share.
+    """
     hosts = used_hosts(plan.hosts, plan.np)
     return [
         "srun",
         *_layout(hosts),
         *_cores(hosts, allocation),
+        *(["--overlap"] if allocation.in_step else []),
+        f"--immediate={plan.start_timeout or STEP_SECONDS}",
         # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.srun does.
         f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
         "--export=ALL",
