@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 import time
@@ -14,7 +13,7 @@ import click
 from hvdtrain.cli.options import PATH, VARIABLE
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.passing import variable_to_pass
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 from hvdtrain.launch.variables import EnvVar
@@ -140,9 +139,11 @@ def request_of(
         warning_seconds = default_warning(time_limit)
     options = ["--config", str(config)] if config else []
     options += ["--container", container] if container else []
-    options += _strategy(strategy, workers, ps)
-    for variable in env:
-        options += ["--env", _without_secret(variable)]
+    options += _strategy(strategy, workers, ps, container)
+    # A secret travels in the job's environment, not in a file.
+    for variable in map(variable_to_pass, env):
+        options += ["--env", str(variable)]
+    options += ["--"] if str(script).startswith("-") else []
     pattern = "%x-%A_%a.out" if array else "%x-%j.out"
     return JobRequest(
         command=(*_hvdtrain(), "run", *options, str(script), *arguments),
@@ -156,7 +157,9 @@ def request_of(
     )
 
 
-def _strategy(strategy: str | None, workers: int | None, ps: int | None) -> list[str]:
+def _strategy(
+    strategy: str | None, workers: int | None, ps: int | None, container: str | None
+) -> list[str]:
     """The options of `hvdtrain run`; what it would refuse is refused before the job waits."""
     name = choose_strategy(strategy).name if strategy else HOROVOD
     for option, number in (("--workers", workers), ("--ps", ps)):
@@ -164,6 +167,8 @@ def _strategy(strategy: str | None, workers: int | None, ps: int | None) -> list
             raise UsageError(f"{option} is for --strategy {PARAMETER_SERVER}")
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: give at least 1")
+    if container is not None and name != HOROVOD:
+        raise UsageError(f"--container has no effect with --strategy {name}: leave it out")
     given = (("--strategy", strategy), ("--workers", workers), ("--ps", ps))
     return [word for option, value in given if value is not None for word in (option, str(value))]
 
@@ -172,16 +177,6 @@ def _hvdtrain() -> tuple[str, ...]:
     """This hvdtrain, also where the environment is not activated."""
     program = Path(sys.executable).parent / "hvdtrain"
     return (str(program),) if program.is_file() else (sys.executable, "-m", "hvdtrain.cli")
-
-
-def _without_secret(variable: EnvVar) -> str:
-    """NAME=VALUE for the script; a secret travels in the job's environment, not in a file."""
-    if variable.value is None:
-        return variable.name
-    if looks_secret(variable.name, variable.value):
-        os.environ[variable.name] = variable.value
-        return variable.name
-    return f"{variable.name}={variable.value}"
 
 
 def _follow(job_id: str) -> int:
@@ -193,7 +188,7 @@ def _follow(job_id: str) -> int:
 
 
 def _new_file(job_name: str) -> Path:
-    stem = f"{job_name.replace(os.sep, '_')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    stem = f"{job_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = FOLDER / f"{stem}.sbatch", 2
     while path.exists():
         path, number = FOLDER / f"{stem}-{number}.sbatch", number + 1

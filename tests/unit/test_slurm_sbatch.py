@@ -331,6 +331,10 @@ def test_submit_with_a_strategy(slurm: Path) -> None:
         (["--strategy", "parameter-servers"], "Did you mean 'parameter-server'?"),
         (["--workers", "3"], "--workers is for --strategy parameter-server"),
         ([*asked[:4], "--ps", "0"], "--ps 0: give at least 1"),
+        (
+            [*asked[:2], "--container", "x.sif"],
+            "--container has no effect with --strategy parameter-server: leave it out",
+        ),
     ):
         result = call("--dry-run", *wrong, "train.py")
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
@@ -351,6 +355,12 @@ def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
     assert (slurm / ".hvdtrain/jobs").is_dir()
 
 
+def test_a_script_whose_name_begins_as_an_option(slurm: Path) -> None:
+    (slurm / "-x.py").touch()
+    done = call("--dry-run", "--env", "DATA=/d", "--", "-x.py", "--epochs", "3")
+    assert " run --env DATA=/d -- -x.py --epochs 3\n" in done.stdout
+
+
 def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "old")
     play(slurm, "sbatch", 'cp "${@: -1}" given; echo "$API_KEY" >key; echo 12')
@@ -366,6 +376,8 @@ def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.Monke
         (["none.py"], 2, "no such script: none.py"),
         (["--config", "none.yaml", "train.py"], 2, "--config: there is no file none.yaml"),
         (["--time", "soon", "train.py"], 2, "--time 'soon': expected minutes"),
+        (["--env", "NOT_HERE", "train.py"], 2, "--env NOT_HERE: there is no such variable here"),
+        (["-J", "exp/1", "train.py"], 2, "--job-name 'exp/1'"),
         (["--script-file", "/proc/x/y", "train.py"], 2, "cannot make the folder /proc/x"),
         (["train.py"], 1, "sbatch refused the job (.hvdtrain/jobs/train-"),
     ],
