@@ -85,7 +85,9 @@ def wait_until_it_stands(log: Path) -> None:
 
 
 def test_a_second_signal_ends_a_run_whose_reader_has_halted(begin: Begin, tmp_path: Path) -> None:
-    process = begin(MUCH)
+    """It has more to show then, which must not wait either."""
+    unfinished = "import sys; sys.stderr.write('unfinished')\n"
+    process = begin(unfinished + MUCH, stderr=subprocess.STDOUT)
     wait_until_it_stands(tmp_path / "logs/rank.0/stdout")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
