@@ -56,12 +56,14 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
     started: list[Launched] = []
 
     def start(script: str, *before: str, **streams: object) -> Launched:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        environment.pop("PYTHONUNBUFFERED", None)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         started.append(
             subprocess.Popen(  # type: ignore[call-overload]
                 [*before, sys.executable, "-c", LAUNCH, script],
                 cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+                env=environment,
                 **{**pipes, **streams},
             )
         )

@@ -89,8 +89,7 @@ def run_process(
             try:
                 watch = _Watch(process, launch_id, came.ending, on_signal, has_failed, is_unread)
                 passing = _WarningsOn(process, came.warnings, on_warning)
-                with came.leaving():
-                    _read(process, watch, passing, on_output, on_idle)
+                came.do(lambda: _read(process, watch, passing, on_output, on_idle))
             finally:
                 end_processes(launch_id, signal.SIGKILL)
         return Ending(process.wait(), came.ending[0] if came.ending else None, came.left)
@@ -295,13 +294,12 @@ class _Signals:
             self._may_leave = False
             raise _AtOnce
 
-    @contextlib.contextmanager
-    def leaving(self) -> Iterator[None]:
-        """A second signal ends the block."""
+    def do(self, work: Callable[[], None]) -> None:
+        """Do it to its end, or to the second signal."""
         try:
             self._may_leave = True
             try:
-                yield
+                work()
             finally:
                 self._may_leave = False
         except _AtOnce:
