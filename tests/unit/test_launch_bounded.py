@@ -5,7 +5,10 @@ import signal
 import time
 
 import pytest
+from click.testing import CliRunner
 
+from hvdtrain.cli import main
+from hvdtrain.install import build, probe, recipe
 from hvdtrain.launch.running.bounded import ending_commands, leaving_on_signals
 
 
@@ -27,3 +30,22 @@ def test_an_ignored_hangup_is_no_way_out() -> None:
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_installation_ends_with_its_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = []
+
+    def install(*_: object, **__: object) -> bool:
+        try:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(10)
+        finally:
+            ended.append("the build")
+        return True
+
+    monkeypatch.setattr(probe, "survey", lambda **_: object())
+    monkeypatch.setattr(probe, "missing_tools", lambda *_: [])
+    monkeypatch.setattr(recipe, "recipe_for", lambda found: object())
+    monkeypatch.setattr(build, "install", install)
+    result = CliRunner().invoke(main, ["install-horovod"])
+    assert (result.exit_code, ended) == (129, ["the build"])
