@@ -62,7 +62,8 @@ def named_parts(data: tuple) -> list[tuple[str, Any]]:
 def count_examples(data: tuple, where: str) -> int:
     """The leading dimension that all leaves share.
 
-    Errors: UsageError, naming every part and its length, where they differ.
+    Raises:
+        UsageError: parts of different lengths; names each part and its length.
     """
     lengths = {name: leaf.shape[0] for name, leaf in named_parts(data)}
     if len(set(lengths.values())) > 1:
@@ -111,7 +112,7 @@ def spec(tree: Any, float_dtype: str | None = None) -> Any:
 def checksum(tree: Any, start: int = 0) -> int:
     """CRC-32 of at most CHECKSUM_BYTES evenly spaced bytes of each leaf, and of its shape.
 
-    It notices streams that differ in order, augmentation or length, at a cost that doesn't grow
+    It notices streams that differ in order, augmentation or length, at a cost that does not grow
     with the batch; it does not notice a change of a few bytes in a large batch.
     """
     value = start

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import velocities
+from hvdtrain.keras.compat import inner_of, velocities
 
 Multiplier = Callable[[float], float]
 
@@ -161,7 +161,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def require_settable(optimizer: Any, what: str) -> None:
     """Raise UsageError, naming what wants to set it, unless the learning rate is a number."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     if not isinstance(inner._learning_rate, keras.Variable):
         raise UsageError(
             f"{what} needs a learning rate that is a number; this optimizer has a schedule: "

@@ -115,7 +115,7 @@ class HorovodStrategy(Strategy):
         return gather_predictions(outputs, self.data_set)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        inner = compat.inner_of(model.optimizer)
         # An optimizer in parts: all ranks enter.
         whole_state = getattr(inner, "whole_state", None)
         whole = whole_state() if whole_state else self._as_one_process(model)
@@ -133,7 +133,7 @@ class HorovodStrategy(Strategy):
 
     def adds_up(self, model: keras.Model) -> bool:
         """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
-        return self.part.count > 1 and compat.wraps_own_steps(model)
+        return self.part.count > 1 and compat.trains_by_keras(model)
 
     def _as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
         return as_one_process(model.optimizer, self.data_set, self.adds_up(model))

@@ -76,7 +76,7 @@ class RankSteps:
         self._weighted = workers > 1
         if self._weighted:
             make_exact(model, reducer)
-            reducer.share_is_in_loss = compat.wraps_own_steps(model)
+            reducer.share_is_in_loss = compat.trains_by_keras(model)
         self._synchronized = [
             layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
         ]

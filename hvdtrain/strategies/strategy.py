@@ -49,7 +49,7 @@ class Strategy:
 
     Attributes:
         name: as in `Trainer(strategy=...)`.
-        workers: how many compute a step together; at most one a example of the global batch.
+        workers: how many compute a step together; at most one per example of the global batch.
         part: which share of each global batch this process reads.
         is_first: whether this process writes files and talks to the terminal.
         saves_together: no rank has the whole model and optimizer, so `save` is the only way to save them.

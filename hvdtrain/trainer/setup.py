@@ -73,8 +73,6 @@ def compile_arguments(
 
 def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Return ((x, y, sample_weight), validation data): the last `fraction` of the arrays, before shuffling."""
-    if isinstance(x, tuple) and y is None:
-        x, y, sample_weight = (*x, None, None)[:3]
     train, validation = validation_split(x, y, sample_weight, fraction)
     return (*train, None, None)[:3], validation
 

@@ -270,7 +270,6 @@ class Trainer:
     # The order of events. All ranks pass through these lines in step.
 
     def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
-        self._check_run_dir()
         facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
         if plan.validation is not None:
             facts |= {
@@ -294,6 +293,7 @@ class Trainer:
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or initial_epoch)
         first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
+        self._check_run_dir(first)
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
         logs: Logs = {}
@@ -426,11 +426,11 @@ class Trainer:
         write_state(self.model.metrics, own)
         return logs
 
-    def _check_run_dir(self) -> None:
+    def _check_run_dir(self, first_epoch: int) -> None:
         """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
-        mine = (
-            self._run_dir.complaint() if self._run_dir is not None and self.rank.is_first else None
-        )
+        mine = None
+        if self._run_dir is not None and self.rank.is_first:
+            mine = self._run_dir.complaint(first_epoch)
         complaint = exchange(mine, "run_dir")[0]
         if complaint is not None:
             raise UsageError(complaint)

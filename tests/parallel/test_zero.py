@@ -103,7 +103,7 @@ def test_errors(two: Results) -> None:
             "Lamb": "Lamb cannot be sharded: it scales each step by the norm of the whole variable",
             "Muon": "Muon cannot be sharded",
             "Adafactor": "Adafactor cannot be sharded",
-            "Mine": "give the class an attribute hvdtrain_elementwise = True",
+            "Mine": "says so by a class attribute hvdtrain_elementwise = True",
             "twice": "wrap it once",
             "distributed": "wrap it once",
             "save": "lies on 2 ranks",

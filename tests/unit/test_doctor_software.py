@@ -15,8 +15,8 @@ from fake_programs import path_with
 from hvdtrain.doctor import gpus, tested, versions
 from hvdtrain.doctor.allreduce import allreduce_finding, look_at_local_allreduce, reason
 from hvdtrain.doctor.backend import look_at_backend
-from hvdtrain.doctor.engine import EngineReport, read_report
 from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.horovod import EngineReport, read_report
 from hvdtrain.doctor.nccl_report import readable, report
 from hvdtrain.install import selftest
 from hvdtrain.install.probe import Missing, TensorFlow

@@ -140,13 +140,13 @@ def test_steps_of_one_execution_are_alike() -> None:
 
 def test_run_dir(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a" / "b")
-    assert run_dir.complaint() is None
+    assert run_dir.complaint(0) is None
     run_dir.write_config({"seed": 1, "path": Path("x")})
     row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "learning_rate": 0.1}
     run_dir.append_metrics({"epoch": 1, "loss": 0.25}, ["epoch", "loss", "val_loss"])
     run_dir.append_metrics(row, ["another"])
-    assert run_dir.complaint() is None
-    assert "holds another run" in str(RunDir(tmp_path / "a" / "b").complaint())
+    assert run_dir.complaint(0) is None
+    assert "holds another run" in str(RunDir(tmp_path / "a" / "b").complaint(0))
     with (run_dir.path / "metrics.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [
             {"epoch": "1", "loss": "0.25", "val_loss": ""},
@@ -158,6 +158,19 @@ def test_run_dir(tmp_path: Path) -> None:
         "config.json",
         "metrics.csv",
         "model.keras",
+    ]
+
+
+def test_a_run_that_goes_on_adds_to_the_metrics(tmp_path: Path) -> None:
+    first = RunDir(tmp_path)
+    for epoch in (1, 2, 3):
+        first.append_metrics({"epoch": epoch, "loss": 1 / epoch}, ["epoch", "loss"])
+    again = RunDir(tmp_path)
+    assert again.complaint(2) is None
+    # It goes on after epoch 2: what was written of the third is written again, now with another column.
+    again.append_metrics({"epoch": 3, "loss": 0.25, "val_loss": 0.5}, ["epoch", "loss", "val_loss"])
+    assert (tmp_path / "metrics.csv").read_text().split() == [
+        *("epoch,loss,val_loss", "1,1.0,", "2,0.5,", "3,0.25,0.5"),
     ]
 
 
