@@ -6,7 +6,7 @@ Facts travel as JSON in Horovod's allgather, never pickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -67,6 +67,35 @@ def require_equal(facts: dict[str, Any], what: str, name: str = "facts") -> None
                 f"The ranks disagree before {what}: {'; '.join(differing)}. Every rank must run the same script with "
                 "the same arguments and data; hvdtrain itself gives each its share."
             )
+
+
+def require_alike(values: Mapping[str, list[float | str]], what: str) -> None:
+    """Raise ReplicaError on every rank if what was sampled from the data differs by more than rounding. A collective.
+
+    Machines may round what a script computes from its data differently, so numbers may be 0.1 % apart.
+
+    Args:
+        values: part of the data -> its samples; names and numbers of samples are the same on all ranks.
+        what: what is about to start, for the message.
+    """
+    everyone = exchange(values, "samples")
+    for rank, theirs in enumerate(everyone):
+        differing = [name for name in values if not _alike(everyone[0][name], theirs[name])]
+        if differing:
+            raise ReplicaError(
+                f"The ranks disagree before {what}: {' and '.join(differing)} hold other values on rank {rank} than on "
+                "rank 0. Every rank must have the same arrays in the same order, of which hvdtrain gives each its "
+                "share: shuffle and split with a seed, and do not shard"
+            )
+
+
+def _alike(ours: list[float | str], theirs: list[float | str]) -> bool:
+    def one(a: float | str, b: float | str) -> bool:
+        if isinstance(a, str) or isinstance(b, str):
+            return a == b
+        return bool(np.isclose(a, b, rtol=1e-3, atol=1e-6, equal_nan=True))
+
+    return all(map(one, ours, theirs))
 
 
 def on_first(is_first: bool, work: Callable[[], Any], name: str) -> Any:

@@ -17,6 +17,9 @@ PARTS = ("x", "y", "sample_weight")
 CHECKSUM_BYTES = 1 << 15
 """How many bytes of one array enter a checksum."""
 
+SAMPLED = 64
+"""How many values of one array the ranks compare before they start."""
+
 
 class Spec(NamedTuple):
     """Shape without the leading dimension (None: varies) and dtype of one leaf."""
@@ -107,6 +110,23 @@ def spec(tree: Any, float_dtype: str | None = None) -> Any:
         return Spec(leaf.shape[1:], float_dtype if float_dtype and is_float else leaf.dtype.name)
 
     return map_leaves(of, tree)
+
+
+def sample(tree: Any) -> dict[str, list[float | str]]:
+    """Return at most SAMPLED evenly spaced values of each leaf: numbers, or texts of what is no number."""
+    return {name: [_plain(v) for v in _spaced(leaf)] for name, leaf in named_parts(tree)}
+
+
+def _spaced(leaf: np.ndarray) -> np.ndarray:
+    places = np.linspace(0, leaf.size - 1, min(leaf.size, SAMPLED)).astype(np.int64)
+    return leaf.flat[places]  # Copies nothing else, however the array lies in memory.
+
+
+def _plain(value: Any) -> float | str:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def checksum(tree: Any, start: int = 0) -> int:

@@ -30,8 +30,8 @@ from hvdtrain.keras.compat.replicas import EVEN, ReplicaScope
 from hvdtrain.keras.statistics import SEED_STRIDE
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
 from hvdtrain.strategies.rows import Placement, place
+from hvdtrain.strategies.strategy import Logs
 
-Logs = dict[str, Any]
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
 """Without this a TPU takes every dimension of its inputs for one that may change."""
 

@@ -16,8 +16,7 @@ from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable
 from hvdtrain.metrics import read_state, write_state
 from hvdtrain.strategies.losses import make_exact
-
-Logs = dict[str, Any]
+from hvdtrain.strategies.strategy import Logs
 
 
 def _require_jit(model: keras.Model) -> None:

@@ -44,7 +44,10 @@ class RunDir:
         if not self._columns:
             self._begin_metrics(row["epoch"], columns)
         with (self.path / METRICS).open("a", newline="") as file:
-            csv.DictWriter(file, self._columns, extrasaction="ignore").writerow(row)
+            plain = {
+                name: getattr(value, "tolist", lambda v=value: v)() for name, value in row.items()
+            }
+            csv.DictWriter(file, self._columns, extrasaction="ignore").writerow(plain)
 
     def _begin_metrics(self, epoch: int, columns: list[str]) -> None:
         """Write the header, and the lines before `epoch` of the run that this one goes on with."""
@@ -69,3 +72,20 @@ class RunDir:
     def model(self) -> Path:
         """The file of the final model with its optimizer."""
         return self.path / MODEL
+
+
+def epoch_line(
+    epoch: int, logs: dict[str, Any], validated: bool, seconds: float, rate: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of an epoch (counted from 0), and the columns of a run.
+
+    Args:
+        logs: the epoch's.
+        validated: the run evaluates, though perhaps not after every epoch.
+        seconds, rate: of training, in examples a second.
+    """
+    names = [name for name in logs if not name.startswith("val_")]
+    if validated:
+        names += [f"val_{name}" for name in names]
+    speed = {"seconds": round(seconds, 3), "examples_per_second": round(rate, 1)}
+    return {"epoch": epoch + 1, **logs, **speed}, ["epoch", *names, *speed]

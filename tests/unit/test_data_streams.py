@@ -348,7 +348,9 @@ def test_loaders_of_other_libraries_are_refused():
     loader = type(
         "DataLoader", (), {"__iter__": lambda self: iter([]), "__module__": "torch.utils"}
     )
-    with pytest.raises(UsageError, match=r"torch.utils.DataLoader, which cannot .* tf.data.Dataset"):
+    with pytest.raises(
+        UsageError, match=r"torch.utils.DataLoader, which cannot .* tf.data.Dataset"
+    ):
         stream(loader())
 
 

@@ -61,16 +61,44 @@ def test_scaling(scaling: str, workers: int, rate: float) -> None:
 def test_warm_up_ends_at_the_rate_and_leaves_it_alone() -> None:
     model = small()
     model.compile(keras.optimizers.SGD(0.4))
-    warm_up = WarmUp(0.1, epochs=1.5, steps_per_epoch=2)
+    warm_up = WarmUp(0.1, 0.4, epochs=1.5, steps_per_epoch=2)
     warm_up.set_model(model)
-    warm_up.on_train_begin()
     rates = []
-    for step in range(5):
-        warm_up.on_train_batch_begin(step)
+    for step in range(6):
+        if step % 2 == 0:
+            warm_up.on_epoch_begin(step // 2)
+        warm_up.on_train_batch_begin(step % 2)
         rates.append(float(model.optimizer.learning_rate))
-        if step == 3:  # somebody else's change afterwards stays
+        if step == 2:  # somebody else's change right afterwards stays
             model.optimizer.learning_rate = 0.05
-    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.4, 0.05])
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.05, 0.05, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batches", "rates"),
+    [
+        # Three steps an execution: the last of the five rises is between two calls.
+        (0, [0, 3, 6, 9], [0.2, 0.8, 1.0, 0.5]),
+        # A run that goes on in the middle of the warm-up, and one that goes on after it.
+        (0, [3, 4, 5], [0.8, 1.0, 0.5]),
+        (1, [0, 1], [0.5, 0.5]),
+    ],
+)
+def test_warm_up_follows_from_epoch_and_step(
+    epoch: int, batches: list[int], rates: list[float]
+) -> None:
+    model = small()
+    model.compile(keras.optimizers.SGD(0.5))
+    warm_up = WarmUp(0.0, 1.0, epochs=0.5, steps_per_epoch=10)
+    warm_up.set_model(model)
+    warm_up.on_epoch_begin(epoch)
+    found = []
+    for batch in batches:
+        warm_up.on_train_batch_begin(batch)
+        found.append(float(model.optimizer.learning_rate))
+        if found[-1] == 1.0:
+            model.optimizer.learning_rate = 0.5
+    assert found == pytest.approx(rates)
 
 
 # Callbacks.
@@ -98,7 +126,7 @@ class OnBatches(kc.Callback):
         (kc.ModelCheckpoint("m.keras"), False),
         (kc.ModelCheckpoint("m.keras", save_freq=5), True),
         (kc.TensorBoard("board", update_freq=1), False),
-        (WarmUp(0.1, 1, 1), False),
+        (WarmUp(0.1, 0.4, 1, 1), False),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -152,6 +180,8 @@ def test_run_dir(tmp_path: Path) -> None:
             {"epoch": "1", "loss": "0.25", "val_loss": ""},
             {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
         ]
+    run_dir.append_metrics({"loss": np.array([0.5, 1.0])}, [])
+    assert (run_dir.path / "metrics.csv").read_text().endswith(',"[0.5, 1.0]",\n')
     assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
     Strategy().save(small(), run_dir.model)
     assert sorted(p.name for p in run_dir.path.iterdir()) == [

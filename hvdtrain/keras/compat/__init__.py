@@ -215,6 +215,17 @@ def symbolic_call(model: keras.Model, x: Any) -> Any:
     return backend.compute_output_spec(model, x, training=False)
 
 
+def compile_config(model: keras.Model) -> dict[str, Any]:
+    """Return the arguments with which a model was compiled, except the optimizer; {} if it was not."""
+    return dict(model._compile_config.config) if model.compiled and model._compile_config else {}
+
+
+def compile_alike(model: keras.Model, other: keras.Model) -> None:
+    """Compile `model` with the optimizer, losses and metrics that `other` was compiled with, if it was."""
+    if other.compiled:
+        model.compile(**compile_config(other) | {"optimizer": other.optimizer})
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the Loss objects of a compiled and built model, each once."""
     compiled = getattr(model, "_compile_loss", None)

@@ -21,6 +21,7 @@ from hvdtrain.keras.compat import inner_of
 
 OPTIMIZER = "optimizer"
 _VALUES = "vars"
+OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
 
 
 class _Places(saving_lib.H5IOStore):

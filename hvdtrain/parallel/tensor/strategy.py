@@ -25,7 +25,6 @@ from hvdtrain.keras.variables import (
     check_replicas,
     local_variables,
     replicated_variables,
-    tf_variable,
     trained_variables,
 )
 from hvdtrain.parallel.layout import Layout
@@ -33,6 +32,7 @@ from hvdtrain.parallel.mesh import Position, position
 from hvdtrain.parallel.saving import DividedStrategy
 from hvdtrain.parallel.tensor.convert import convert, mark_optimizer
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.horovod import shared_state
 from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import ModelSource, Steps
 
@@ -97,10 +97,7 @@ class TensorStrategy(DividedStrategy):
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        optimizer = model.optimizer
-        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
-        state = [*model.variables, *optimizer.variables]
-        self._broadcast([v for v in state if id(tf_variable(v)) not in kept])
+        self._broadcast(shared_state(model, without))
 
     def check_step(self, model: keras.Model, when: str) -> None:
         self._compare(trained_variables(model), when)

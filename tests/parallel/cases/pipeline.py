@@ -27,6 +27,7 @@ from stages_against_keras import (
     weights,
 )
 
+from hvdtrain import Layout, Mesh, Trainer
 from hvdtrain.agreement import exchange
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import DistributedOptimizer
@@ -288,6 +289,29 @@ def case_callbacks() -> dict[str, Any]:
         "rate": float(trainer.model.optimizer.learning_rate),
         "layers": [layer.name for layer in trainer.model.layers if layer.weights],
         "values": sum(v.value is not None for v in trainer.model.variables),
+    }
+
+
+def case_compiled_by_its_function() -> dict[str, Any]:
+    """Optimizer, loss and metrics are those that the model was compiled with."""
+
+    def make() -> keras.Model:
+        model = small()
+        model.compile(momentum(), crossentropy(), metrics=["accuracy"])
+        return model
+
+    layout = Layout(Mesh(pipeline=2), micro_batches=2)
+    trainer = Trainer(make, global_batch_size=BATCH, seed=1, layout=layout)
+    history = trainer.fit(FACTS, Y, epochs=2, shuffle=False, verbose=0).history
+    found = weights(trainer)
+    if RANK:
+        return {}
+    fit, compiled = {"epochs": 2}, {"metrics": ["accuracy"]}
+    model, wanted = plain(small, momentum(), (FACTS, Y), fit, compiled)
+    assert set(history) == set(wanted)
+    return {
+        "weights": max(difference([found[v.path]], [v.numpy()]) for v in model.trainable_variables),
+        "history": max(relative(history[name], wanted[name]) for name in wanted),
     }
 
 
