@@ -47,7 +47,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: float,
         multiplier: float | Multiplier,
         start_epoch: int = 0,
-        end_epoch: int | None = None,
+        end_epoch: float | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -137,7 +137,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr,
             self._warmup,
-            end_epoch=warmup_epochs,  # type: ignore[arg-type]  # half an epoch is fine
+            end_epoch=warmup_epochs,
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,

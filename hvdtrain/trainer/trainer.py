@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import horovod.tensorflow as hvd
 import keras
@@ -54,6 +54,10 @@ from hvdtrain.trainer.setup import (
     symbolic_data,
 )
 from hvdtrain.trainer.shares import epoch_shares, grouped
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.layout import Layout
+    from hvdtrain.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Trainer:
         global_batch_size: int,
         weighted_metrics: Any = None,
         loss_weights: Any = None,
-        learning_rate_scaling: str = "none",
+        learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none",
         warmup_epochs: float = 0,
         precision: str | None = None,
         run_dir: str | Path | None = None,
@@ -121,7 +125,7 @@ class Trainer:
         run_eagerly: bool = False,
         steps_per_execution: int = 1,
         strategy: str | Strategy | None = None,
-        layout: Any = None,
+        layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
         guard: bool = True,
     ) -> None:
@@ -167,7 +171,7 @@ class Trainer:
             "guard": guard,
             "jit_compile": jit_compile,
             "learning_rate_scaling": learning_rate_scaling,
-            "learning rate": float(optimizer.learning_rate),
+            "learning_rate": float(optimizer.learning_rate),
             "optimizer": type(optimizer).__name__,
             "precision": self.model.dtype_policy.name,
             "seed": seed,
