@@ -1,4 +1,4 @@
-"""What hvdtrain needs of Keras's inside: the one folder that knows it. Tested with Keras 3.15.
+"""What hvdtrain needs of Keras's inside, except single attributes that a room reads itself. Tested with Keras 3.15.
 
 Here is what training with Horovod needs; `variables` (that wait for their values), `graph` (of layers), `replicas`
 (steps as pure functions), `remote` (variables on servers), `state` and `files` serve the other ways. Here:
