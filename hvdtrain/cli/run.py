@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from hvdtrain.cli.concealment import conceal_secrets
-from hvdtrain.cli.config import config_text, load_config, without_outranked
+from hvdtrain.cli.config import config_text, load_config, with_variables, without_outranked
 from hvdtrain.cli.options import (
     PATH,
     GroupedOption,
@@ -111,6 +111,7 @@ def run(
         return
     if not dry_run:
         conceal_secrets(values["env"], values["arguments"])
+    values = with_variables(ctx, without_outranked(ctx, values))
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
@@ -119,8 +120,7 @@ def run(
         from hvdtrain.cli.run_strategy import other_launch
 
         env = tuple(map(_variable_to_pass, values["env"]))
-        asked = without_outranked(ctx, values) | {"env": env}
-        argv, members = other_launch(ctx, choice.name, workers, ps, asked)
+        argv, members = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
         _print_or_run(argv, view, dry_run, members=members)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
@@ -134,7 +134,7 @@ def run(
     allocation = read_allocation(os.environ)
     if container is not None:
         values["launcher"] = _launcher_of_containers(values["launcher"])
-    plan = plan_of(without_outranked(ctx, values), mpirun, allocation)
+    plan = plan_of(values, mpirun, allocation)
     if plan.launcher == "srun" and allocation is not None:
         box = None if container is None else Container(container, str(Path.cwd()))
         argv = srun_command(plan, allocation, box)

@@ -16,6 +16,7 @@ from hvdtrain.cli.run import run
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = Path(__file__).parent / "golden" / "run_options.txt"
+STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
 def call(*args: str) -> Result:
@@ -74,6 +75,11 @@ def test_the_options_of_run_are_these() -> None:
         (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "give one of them"),
         (["--hostfile", "hostfile", "train.py"], "hostfile, line 2: cannot read 'b slots'"),
         (["-np", "2", "--stall-shutdown-seconds", "9", "train.py"], "must be longer than"),
+        (
+            ["-np", "2", f"--env={STALL}=600", "--stall-shutdown-seconds=90", "train.py"],
+            f"--env {STALL}=600 and --stall-shutdown-seconds 90 set the same, and differ",
+        ),
+        (["-np", "2", f"--env={STALL}=soon", "train.py"], f"--env {STALL}: 'soon' is not a valid"),
         (["-np", "2", "--log-dir", "train.py", "train.py"], "cannot make the log folder train.py"),
     ],
 )
@@ -110,6 +116,31 @@ def test_the_environment_may_set_the_stall_times(
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
     printed = call("run", "--dry-run", "-np", "2", "train.py").stdout
     assert "--stall-check-shutdown-time-seconds 600 " in printed
+
+
+@pytest.mark.parametrize(
+    ("args", "exported", "seconds"),
+    [
+        ([f"--env={STALL}=600"], {}, "600"),
+        ([f"--env={STALL}=600", "--stall-shutdown-seconds", "600"], {}, "600"),
+        # What was said nearer goes before: the command line, then the environment, then the file.
+        ([f"--env={STALL}=600"], {STALL: "700"}, "600"),
+        ([f"--env={STALL}=600"], {"HVDTRAIN_STALL_SHUTDOWN_SECONDS": "700"}, "600"),
+        (["--config", "run.yaml"], {}, "800"),
+        (["--config", "run.yaml", "--stall-shutdown-seconds", "900"], {}, "900"),
+    ],
+)
+def test_a_variable_for_the_workers_is_not_overruled_by_a_default(
+    folder: Path, args: list[str], exported: dict[str, str], seconds: str
+) -> None:
+    (folder / "run.yaml").write_text(f"env: {{{STALL}: 800}}\n")
+    words = ["run", "--dry-run", "-np", "2", *args, "train.py"]
+    result = CliRunner().invoke(main, words, env=exported)
+    assert f"--stall-check-shutdown-time-seconds {seconds} " in result.stdout
+    words[1] = "--show-config"
+    shown = CliRunner().invoke(main, words, env=exported).stdout
+    source = "run.yaml" if seconds == "800" else "command line"
+    assert f"\nstall-shutdown-seconds: {seconds}  # {source}\n" in shown
 
 
 def test_a_wrong_command_gets_a_hint() -> None:
