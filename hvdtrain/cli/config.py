@@ -7,7 +7,6 @@ the defaults. The first three layers are Click's own; the file becomes Click's `
 from __future__ import annotations
 
 import os
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -192,17 +191,9 @@ def _plain(field: str, value: Any) -> Any:
             return masked(value)
         case tuple():
             return list(value)
-        case str() if field in {"mpi_args", "binding_args"} and value != (hidden := _hidden(value)):
-            return hidden
+        case str() if field in {"mpi_args", "binding_args"}:
+            return masked([value])[0]
     return value
-
-
-def _hidden(options: str) -> str:
-    try:
-        words = shlex.split(options)
-    except ValueError:
-        return options
-    return options if masked(words) == words else shlex.join(masked(words))
 
 
 def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Context) -> Any:

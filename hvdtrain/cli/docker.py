@@ -33,6 +33,7 @@ from hvdtrain.launch.container.engine import (
     check_image,
     find_container_engine,
 )
+from hvdtrain.launch.passing import masked
 
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
@@ -180,7 +181,7 @@ def docker(
         _check_paths(part, container, machine)
     argv = docker_argv(container, machine)
     if dry_run:
-        click.echo(shlex.join(argv))
+        click.echo(shlex.join(masked(argv)))
         return
     if gpus != "none":
         check_gpus(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from hvdtrain.cli.concealment import conceal_secrets
 from hvdtrain.cli.config import config_text, load_config, with_variables, without_outranked
@@ -110,7 +111,8 @@ def run(
         click.echo(config_text(ctx))
         return
     if not dry_run:
-        conceal_secrets(values["env"], values["arguments"])
+        typed = ctx.get_parameter_source("arguments") is ParameterSource.COMMANDLINE
+        conceal_secrets(values["env"], values["arguments"] if typed else ())
     values = with_variables(ctx, without_outranked(ctx, values))
     choice = choose_strategy(strategy)
     if choice.note:
