@@ -1,6 +1,7 @@
 """Environment variables that the user wants every rank to have: `--env NAME`, `--env NAME=VALUE`."""
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
@@ -43,3 +44,11 @@ def parse_variable(text: str) -> EnvVar:
     """The variable of `NAME` or `NAME=VALUE`. Raises UsageError."""
     name, equals, value = text.partition("=")
     return EnvVar(name, value if equals else None)
+
+
+def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
+    """What to say of variables that the ranks shall have and that are not set; empty if all are."""
+    missing = sorted(set(names) - environ.keys())
+    if not missing:
+        return ""
+    return f"--env {', '.join(missing)}: not set here, so no rank would have it: set it before"

@@ -17,10 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, LAUNCH_ID
 from hvdtrain.launch.engine import find_engine
 from hvdtrain.launch.host_report import THIS_HOST, HostReport, common_interface, missing_interfaces
 from hvdtrain.launch.passing import looks_secret, travelling
+from hvdtrain.launch.variables import without_value
 from hvdtrain.start.horovods import (
     gloo_run,
     horovod_env,
@@ -42,6 +43,9 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     """Launch with the arguments of `hvdtrain.start.horovodrun`; returns the exit code."""
     own, horovods = split_arguments(arguments)
     asked = own_arguments(own)
+    if missing := without_value(asked, os.environ):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_USAGE
     sys.argv = ["horovodrun", *horovods]
     parsed = launch.parse_args()
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)

@@ -110,6 +110,20 @@ def test_dry_run_prints_and_starts_nothing(folder: Path) -> None:
     assert not (folder / ".hvdtrain").exists()
 
 
+def test_what_to_do_before_a_printed_command_is_pasted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # A secret's value is put there.
+    words = ("run", "--dry-run", "-np", "1", "--env", "API_KEY=hush", "--env", "A=b", "train.py")
+    result = call(*words, "--token", "hush")
+    assert "hush" not in result.output
+    assert result.stderr == (
+        "before you paste this, set API_KEY: secret values are not in it\n"
+        "before you paste this, put the secret values where *** is\n"
+    )
+    assert call(*words).stderr == ""  # It is set by now.
+
+
 def test_the_environment_may_set_the_stall_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,8 +162,11 @@ def test_horovods_ranks_do_not_get_another_strategy_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "tpu")
-    call("run", "--dry-run", "--strategy", "horovod", "-np", "1", "train.py")
-    assert os.environ["HVDTRAIN_STRATEGY"] == "horovod"
+    words = ["run", "--dry-run", "--strategy", "horovod", "-np", "1"]
+    for more in ([], ["--env", "A=b"]):
+        printed = shlex.split(call(*words, *more, "train.py").stdout)
+        assert printed[:2] == ["env", "HVDTRAIN_STRATEGY=horovod"]
+        assert ("A=b" in printed, printed.count("env")) == (bool(more), 1)
 
 
 # One process

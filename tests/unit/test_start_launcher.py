@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.start.launcher import exit_code_of, own_arguments, split_arguments
+from hvdtrain.start.launcher import exit_code_of, launch_ranks, own_arguments, split_arguments
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -20,6 +20,13 @@ def test_arguments_before_and_after_the_dashes() -> None:
     assert horovods == ["-np", "2", "python", "--", "x"]
     with pytest.raises(SystemExit, match="usage"):
         split_arguments(["-np", "2"])
+
+
+def test_a_variable_that_is_asked_for_must_be_set(capsys: pytest.CaptureFixture[str]) -> None:
+    """A pasted command of --dry-run names secrets without their values."""
+    assert launch_ranks(["--env", "PATH", "--env", "NO_KEY", "--", "--help"]) == 2
+    said = "hvdtrain: --env NO_KEY: not set here, so no rank would have it: set it before\n"
+    assert capsys.readouterr().err == said
 
 
 def test_the_exit_code_of_the_rank_that_ended_first() -> None:

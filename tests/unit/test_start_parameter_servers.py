@@ -292,6 +292,14 @@ def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, co
     assert time.monotonic() - asked < 5
 
 
+def test_a_variable_that_is_asked_for_must_be_set(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--workers", "1", "--ps", "1", "--env", "PATH", "--env", "NO_KEY", "--", "python"]
+    with pytest.raises(SystemExit) as end:
+        parameter_servers._options(words)
+    assert end.value.code == 2
+    assert capfd.readouterr().err.startswith("hvdtrain: --env NO_KEY: not set here, so")
+
+
 class NoAgents:
     """In the place of the agents: everything is started, and ends as the test says."""
 
