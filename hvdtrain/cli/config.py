@@ -7,6 +7,7 @@ the defaults. The first three layers are Click's own; the file becomes Click's `
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,23 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     """Callback of an eager --config: the file's values become the command's defaults."""
     if path is not None:
         parameters = _configurable(ctx)
-        names = {name: field for field, one in parameters.items() for name in _key_names(one)}
         ctx.default_map = {
             field: _value(path, entry, parameters[field], ctx)
-            for field, entry in read_config(path, names).items()
+            for field, entry in _entries(path, parameters).items()
         }
     return path
+
+
+def texts_of(path: Path, command: click.Command) -> dict[str, str]:
+    """What a file says for a command: field -> the value as a text. Raises UsageError."""
+    entries = _entries(path, _configurable(click.Context(command)))
+    return {field: str(entry.value) for field, entry in entries.items()}
+
+
+def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str, Entry]:
+    return read_config(
+        path, {name: field for field, one in parameters.items() for name in _key_names(one)}
+    )
 
 
 def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
