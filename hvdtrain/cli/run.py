@@ -26,6 +26,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command, with_settings
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.hosts import read_hostfile
+from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.passing import MASK, looks_secret, masked
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.session import View, run_launch
@@ -111,6 +112,7 @@ def run(
     if show_config:
         click.echo(config_text(ctx))
         return
+    check_started_once(os.environ)
     if not dry_run:
         typed = ctx.get_parameter_source("arguments") is ParameterSource.COMMANDLINE
         conceal_secrets(values["env"], values["arguments"] if typed else ())

@@ -92,6 +92,19 @@ def test_user_errors_are_one_message(folder: Path, args: list[str], message: str
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("name", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("options", [["-np", "2"], ["--strategy", "central-storage", "-np", "2"]])
+def test_a_launch_is_not_started_by_each_process_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    monkeypatch.setenv(name, "4")
+    result = call("run", "--dry-run", *options, "train.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"one of 4 processes of another launch ({name}=4): start hvdtrain run" in result.stderr
+    monkeypatch.setenv(name, "1")
+    assert call("run", "--dry-run", *options, "train.py").exit_code == 0
+
+
 def test_without_horovod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = call("run", "-np", "2", "train.py")
