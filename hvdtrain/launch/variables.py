@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
+from hvdtrain.strategy_names import STRATEGY
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # What a launch gives each rank itself; a value for all ranks would break it.
 _OF_THE_LAUNCH = re.compile(
     r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CONTROLLER|CPU_OPERATIONS"
     r"|GLOO_RENDEZVOUS_.*|GLOO_IFACE)|(OMPI_COMM|PMIX|PMI)_.*"
-    rf"|{LAUNCH_ID}|{LOG_DIR}|{TERMINAL}"
+    rf"|{LAUNCH_ID}|{LOG_DIR}|{TERMINAL}|{STRATEGY}|TF_CONFIG"
 )
 
 
