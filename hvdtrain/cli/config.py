@@ -61,9 +61,12 @@ def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, A
     """The values without those that a value from before them has made void.
 
     With `controller: mpi` and `mpi-args: ...` in the file, `--controller gloo` is no mistake; nor
-    is `--hosts` with a hostfile in the file.
+    is `--hosts` with a hostfile in the file. The arguments in a file are for its own script.
     """
     values = dict(values)
+    own_script = (ctx.default_map or {}).get("script", values["script"])
+    if values["script"] != own_script and _rank(ctx, "arguments") < _rank(ctx, "script"):
+        values["arguments"] = None
     for rivals in RIVALS:
         given = [name for name in rivals if is_given(values.get(name))]
         for name in given:

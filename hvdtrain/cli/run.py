@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from hvdtrain.cli.concealment import conceal_secrets
 from hvdtrain.cli.config import config_text, load_config, with_variables, without_outranked
+from hvdtrain.cli.misspelt import unread_variables
 from hvdtrain.cli.options import (
     PATH,
     GroupedOption,
@@ -109,6 +110,9 @@ def run(
     the output of all workers is kept in files. The exit code is that of the worker that failed
     first.
     """
+    named = {one.name for one in values["env"]}
+    for message in unread_variables(ctx.command, os.environ.keys() - named):
+        click.echo(message, err=True)
     if show_config:
         click.echo(config_text(ctx))
         return

@@ -61,7 +61,7 @@ def other_launch(
         if setting.field in allowed:
             check_bounds(setting, values.get(setting.field))
     check_variables(values["env"])
-    script = Script(values["script"], values["arguments"], values["env"])
+    script = Script(values["script"], values["arguments"] or (), values["env"])
     if not servers:
         replicas = values.get("np")
         if not ctx.params["dry_run"]:

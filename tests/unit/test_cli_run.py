@@ -105,6 +105,22 @@ def test_a_launch_is_not_started_by_each_process_of_another(
     assert call("run", "--dry-run", *options, "train.py").exit_code == 0
 
 
+def test_a_variable_that_nothing_reads_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ("HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_RANK_CORES", "HVDTRAIN_SSH_KEYS")
+    for name in (*known, "HVDTRAIN_CONTROLER", "HVDTRAIN_NPP", "HVDTRAIN_ZZZ", "HVDTRAIN_MINE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("HVDTRAIN_TCP", "1")
+    result = call("run", "--dry-run", "-np", "2", "--env", "HVDTRAIN_MINE", "train.py")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "HVDTRAIN_CONTROLER is set, and nothing reads it. Did you mean HVDTRAIN_CONTROLLER?",
+        "HVDTRAIN_NPP is set, and nothing reads it. Did you mean HVDTRAIN_NP?",
+        "HVDTRAIN_ZZZ is set, and nothing reads it.",
+    ]
+
+
 def test_without_horovod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = call("run", "-np", "2", "train.py")
