@@ -31,7 +31,7 @@ from hvdtrain.start.horovods import (
     safe_shell_exec,
 )
 from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.keepers import Keepers, Reach, keeper_argv, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
@@ -50,7 +50,11 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     parsed = launch.parse_args()
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
-    with Keepers(remote, launch_id, _reach(parsed)) as keepers:
+    reach = _reach(parsed)
+    if missing := missing_program(keeper_argv(host, launch_id, reach) for host in remote):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_FAILURE
+    with Keepers(remote, launch_id, reach) as keepers:
         problems = _prepare(parsed, remote, keepers, asked)
         if problems:
             for line in "\n".join(problems).splitlines():

@@ -39,7 +39,7 @@ from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_envi
 from hvdtrain.launch.variables import without_value
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.agents import Agents
-from hvdtrain.start.keepers import Reach, keeper_argv
+from hvdtrain.start.keepers import Reach, keeper_argv, missing_program
 from hvdtrain.start.task import marked
 
 START_SECONDS = 30
@@ -64,7 +64,11 @@ def main() -> None:
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     layout = layout_of(options)
     environ = environment_of_srun(os.environ, options.env) if options.srun else dict(os.environ)
-    with Agents(_agent_commands(layout, options, launch_id), environ) as agents:
+    commands = _agent_commands(layout, options, launch_id)
+    if missing := missing_program(commands.values()):
+        _say(missing)
+        sys.exit(EXIT_FAILURE)
+    with Agents(commands, environ) as agents:
         sys.exit(Launch(layout, options, agents, received).run())
 
 
