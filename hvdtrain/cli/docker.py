@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import click
 
 from hvdtrain.cli.config import texts_of
 from hvdtrain.cli.options import expanded
-from hvdtrain.cli.run import run
+from hvdtrain.cli.run import print_command, run
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.command import (
     CPU_IMAGE,
@@ -35,7 +34,6 @@ from hvdtrain.launch.container.engine import (
     check_image,
     find_container_engine,
 )
-from hvdtrain.launch.passing import masked
 
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
@@ -190,7 +188,7 @@ def docker(
         _check_paths(part, said, container, machine)
     argv = docker_argv(container, machine)
     if dry_run:
-        click.echo(shlex.join(masked(argv)))
+        print_command(argv)
         return
     if gpus != "none":
         check_gpus(found)

@@ -132,7 +132,7 @@ def run(
         env = tuple(map(_variable_to_pass, values["env"]))
         argv, members = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
         if dry_run:
-            _print_command(argv, left_out)
+            print_command(argv, left_out)
             return
         _run_command(argv, view, members=members)
         return
@@ -155,7 +155,7 @@ def run(
         # The ranks' Trainer reads it; --strategy says otherwise.
         argv = with_settings({STRATEGY: HOROVOD}, argv)
     if dry_run:
-        _print_command(argv, left_out)
+        print_command(argv, left_out)
         return
     _run_command(argv, view, elastic=plan.elastic)
 
@@ -171,7 +171,7 @@ def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
     ]
 
 
-def _print_command(argv: Sequence[str], left_out: Sequence[str]) -> None:
+def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
     """Print the command, and on standard error what it lacks: secrets."""
     shown = masked(argv)
     click.echo(shlex.join(shown))
