@@ -77,18 +77,29 @@ def merge_state(
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
 
 
+def as_value(result: Any) -> float | np.ndarray:
+    """Return a metric's result as a float, or as an array if it holds several numbers (F1Score of each class)."""
+    value = np.asarray(result)
+    return float(value.reshape(())) if value.size == 1 else value
+
+
 def average_logs(
-    logs: dict[str, float], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
-) -> dict[str, float]:
+    logs: dict[str, Any], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
+) -> dict[str, Any]:
     """Return `logs` averaged over the ranks of `process_set`, weighted by `examples`. A collective.
 
     For what a user's own train_step returns beside the model's metrics.
     """
     names = sorted(logs)
-    row = [logs[name] * examples if examples else 0.0 for name in names] + [float(examples)]
-    mine = tf.constant(row, tf.float64)
+    values = [np.asarray(logs[name], np.float64) for name in names]
+    weighted = [(v * examples if examples else np.zeros_like(v)).ravel() for v in values]
+    mine = tf.constant(np.concatenate([*weighted, [float(examples)]]))
     total = hvd.allreduce(mine, op=hvd.Sum, name="hvdtrain_logs", process_set=process_set).numpy()
-    return {name: float(value / total[-1]) for name, value in zip(names, total[:-1], strict=True)}
+    parts = np.split(total[:-1] / total[-1], np.cumsum([v.size for v in values])[:-1])
+    return {
+        name: as_value(part.reshape(value.shape))
+        for name, value, part in zip(names, values, parts, strict=True)
+    }
 
 
 def _aggregation(variable: Any) -> str:

@@ -200,9 +200,8 @@ def _pin_gpu(rank: Rank) -> None:
     if not gpus or len(tf.config.get_visible_devices("GPU")) == 1 < len(gpus):
         return
     if len(gpus) == 1:
-        mine = gpus[
-            0
-        ]  # The launcher or Slurm showed each rank its own GPU, or the host has just one.
+        # The launcher or Slurm showed each rank its own GPU, or the host has just one.
+        mine = gpus[0]
     elif rank.local_rank < len(gpus):
         mine = gpus[rank.local_rank]
     else:

@@ -109,7 +109,7 @@ def choose_strategy(text: str) -> Choice:
 
 
 def strategy_of(environ: Mapping[str, str]) -> str:
-    """The strategy of this process as its launcher or its user set it; horovod without a word.
+    """The strategy of this process as its launcher or its user set it; horovod if neither did.
 
     Raises UsageError.
     """

@@ -101,7 +101,7 @@ def describe_lost(server: int, config: TfConfig) -> str:
     """The message for a server that has gone."""
     return (
         f"Parameter server {server} ({config.servers[server]}) has gone, and with it the variables that it held: the "
-        "run cannot go on. What the last epoch saved is kept; start again from there"
+        "run cannot go on. Trainer.load goes on from the last file that ModelCheckpoint wrote"
     )
 
 

@@ -7,8 +7,8 @@ One process runs this script and hands out the batches; workers compute, each at
 of the tables that a batch needs; the servers hold the tables, each a part of their rows. A worker that dies is
 started again, and its batch is computed by another one.
 
-The data are made here: what 20,000 users like of 5,000 things, by taste in 4 dimensions. After 3 epochs 0.94 of the
-held out likes and dislikes are foretold. Cluster managers that set TF_CONFIG for each process start this script
+The data are made here: what 20,000 users like of 5,000 things, by taste in 4 dimensions. After 3 epochs it predicts
+0.94 of the held-out likes and dislikes. Cluster managers that set TF_CONFIG for each process start this script
 everywhere: where it is a worker or server, the Trainer serves.
 """
 

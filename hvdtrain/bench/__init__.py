@@ -1,1 +1,1 @@
-"""Measure: what N workers bring over one, compared in one run on the machine at hand."""
+"""Measure scaling, start-up, memory and the pipeline, on the machine at hand."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hvdtrain.bench.measurement import run_measurement
 
-SCRIPT = Path(__file__).with_name("peak.py")
+SCRIPT = Path(__file__).with_name("memory_rank.py")
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """What is freed goes back to the system at once: otherwise the allocator's habits are measured."""
 MEGABYTE = 1e6
@@ -41,8 +41,13 @@ class Case:
 CASES = {
     case.name: case
     for case in (
-        *(Case("data", 1), Case("data", 2), Case("zero", 2), Case("zero", 4)),
-        *(Case("tensor", 2), Case("tensor", 4), Case("pipeline", 2)),
+        Case("data", 1),
+        Case("data", 2),
+        Case("zero", 2),
+        Case("zero", 4),
+        Case("tensor", 2),
+        Case("tensor", 4),
+        Case("pipeline", 2),
     )
 }
 
@@ -90,7 +95,7 @@ def measure_peak(
     Args:
         case: how.
         launch: composes the argv that runs a script with its arguments on so many ranks.
-        width: of the model; see peak.py.
+        width: of the model; see memory_rank.py.
         blocks: of the model.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The networks that are timed, with the batch size a rank at which their scaling is quoted."""
+"""The networks that are timed."""
 
 from __future__ import annotations
 

@@ -57,11 +57,11 @@ class Timing:
         return statistics.median(self.examples * len(steps) / sum(steps) for steps in self.rounds)
 
 
-SCRIPT = Path(__file__).with_name("throughput.py")
+SCRIPT = Path(__file__).with_name("scaling_rank.py")
 
 
 def timing_arguments(way: str, model: str, batch_size: int) -> tuple[str, ...]:
-    """Return the arguments of throughput.py."""
+    """Return the arguments of scaling_rank.py."""
     return (way, f"--model={model}", f"--batch-size={batch_size}", f"--rounds={ROUNDS}")
 
 
@@ -78,7 +78,7 @@ def measure(
     Args:
         model: name of a network in bench.models.
         batch_size: examples a rank.
-        way: "keras", "trainer" or "bare"; see throughput.py.
+        way: "keras", "trainer" or "bare"; see scaling_rank.py.
         passes: how many.
         size: ranks.
         launch: composes the argv that runs a script with its arguments on so many ranks.

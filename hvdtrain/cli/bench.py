@@ -72,8 +72,15 @@ def bench(context: click.Context) -> None:
 )
 @_CONTROLLER
 @_PASSES
+@click.pass_context
 def scaling(
-    np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int
+    context: click.Context,
+    np: int,
+    model: str,
+    batch_size: int | None,
+    way: str,
+    controller: str,
+    passes: int,
 ) -> None:
     """N workers of one core each, against plain Keras on one core, in turn.
 
@@ -101,9 +108,7 @@ def scaling(
         f"medians of {passes}: scaling {reached:.3f}; plain processes apart {apart:.3f}, in step {in_step:.3f}; "
         f"workers / in step {below:.3f}"
     )
-    click.echo(
-        f"again: {shlex.join(['hvdtrain', 'bench', 'scaling', '-np', str(np), '--model', model, '--way', way])}"
-    )
+    click.echo(_again(context))
 
 
 @bench.command()
@@ -125,7 +130,10 @@ def scaling(
     help="Two layers each, 8 width^2 parameters.",
 )
 @_CONTROLLER
-def memory(names: tuple[str, ...], width: int, blocks: int, controller: str) -> None:
+@click.pass_context
+def memory(
+    context: click.Context, names: tuple[str, ...], width: int, blocks: int, controller: str
+) -> None:
     """Peak memory of a rank with Adam, against weights + gradients + state."""
     launch, chosen = _launcher(controller)
     cases = [CASES[name] for name in names or CASES]
@@ -136,8 +144,7 @@ def memory(names: tuple[str, ...], width: int, blocks: int, controller: str) -> 
     click.echo(_line(HEADER))
     for case in cases:
         click.echo(_line(row(case, measure_peak(case, launch, width, blocks))))
-    again = ["hvdtrain", "bench", "memory", "--width", str(width), "--blocks", str(blocks)]
-    click.echo(f"again: {shlex.join([*again, *(w for n in names for w in ('--case', n))])}")
+    click.echo(_again(context))
 
 
 def _line(cells: tuple[str, ...]) -> str:
@@ -148,7 +155,8 @@ def _line(cells: tuple[str, ...]) -> str:
 @_workers(1)
 @_CONTROLLER
 @_PASSES
-def startup(np: int, controller: str, passes: int) -> None:
+@click.pass_context
+def startup(context: click.Context, np: int, controller: str, passes: int) -> None:
     """Time to the first worker's first line, against bare horovodrun, in turn."""
     chosen = choose_controller(controller, find_engine().built, find_mpirun())
     click.echo(f"{np} workers over {chosen}; {_machine()}")
@@ -160,6 +168,7 @@ def startup(np: int, controller: str, passes: int) -> None:
     click.echo(
         f"median of {passes}: hvdtrain run {middle.ours:.2f} s, horovodrun {middle.bare:.2f} s"
     )
+    click.echo(_again(context))
 
 
 @bench.command()
@@ -187,8 +196,15 @@ def startup(np: int, controller: str, passes: int) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True)
 @_CONTROLLER
 @_PASSES
+@click.pass_context
 def pipeline(
-    stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str, passes: int
+    context: click.Context,
+    stages: int,
+    counts: tuple[int, ...],
+    width: int,
+    batch_size: int,
+    controller: str,
+    passes: int,
 ) -> None:
     """Step time of pipeline stages of one core each, against (m + s - 1) / m of the ideal."""
     launch, chosen = _launcher(controller)
@@ -207,10 +223,18 @@ def pipeline(
         click.echo(
             f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory:9.3f}"
         )
-    again = ["hvdtrain", "bench", "pipeline", "--stages", str(stages)]
-    again += [part for count in counts for part in ("--micro-batches", str(count))]
-    again += ["--width", str(width), "--batch-size", str(batch_size), "--controller", controller]
-    click.echo(f"again: {shlex.join([*again, '--passes', str(passes)])}")
+    click.echo(_again(context))
+
+
+def _again(context: click.Context) -> str:
+    """Return the line that tells how to measure the same again."""
+    words = context.command_path.split()
+    for parameter in context.command.params:
+        value = context.params[parameter.name]
+        values = value if parameter.multiple else [value]
+        option = max(parameter.opts, key=len)
+        words += [word for one in values if one is not None for word in (option, str(one))]
+    return f"again: {shlex.join(words)}"
 
 
 def _launcher(controller: str) -> tuple[Launch, str]:

@@ -16,7 +16,7 @@ def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> No
 
     Args:
         variables: as the user gave them.
-        arguments: the training script's own, which stay as they are.
+        arguments: the training script's own at the end of the command line, which stay as they are.
     """
     secrets = {
         one.name: one.value

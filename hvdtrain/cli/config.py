@@ -7,7 +7,7 @@ the defaults. The first three layers are Click's own; the file becomes Click's `
 from __future__ import annotations
 
 import os
-import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +38,89 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     """Callback of an eager --config: the file's values become the command's defaults."""
     if path is not None:
         parameters = _configurable(ctx)
-        names = {name: field for field, one in parameters.items() for name in _key_names(one)}
         ctx.default_map = {
             field: _value(path, entry, parameters[field], ctx)
-            for field, entry in read_config(path, names).items()
+            for field, entry in _entries(path, parameters).items()
         }
     return path
+
+
+def texts_of(path: Path, command: click.Command) -> dict[str, str]:
+    """What a file says for a command: field -> the value as a text. Raises UsageError."""
+    entries = _entries(path, _configurable(click.Context(command)))
+    return {field: str(entry.value) for field, entry in entries.items()}
+
+
+def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str, Entry]:
+    return read_config(
+        path, {name: field for field, one in parameters.items() for name in _key_names(one)}
+    )
 
 
 def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
     """The values without those that a value from before them has made void.
 
     With `controller: mpi` and `mpi-args: ...` in the file, `--controller gloo` is no mistake; nor
-    is `--hosts` with a hostfile in the file.
+    is `--hosts` with a hostfile in the file. The arguments in a file are for its own script.
     """
     values = dict(values)
-
-    def rank(name: str) -> int:
-        return _LAYERS.index(ctx.get_parameter_source(name) or ParameterSource.DEFAULT)
-
+    own_script = (ctx.default_map or {}).get("script", values["script"])
+    if values["script"] != own_script and _rank(ctx, "arguments") < _rank(ctx, "script"):
+        values["arguments"] = None
     for rivals in RIVALS:
         given = [name for name in rivals if is_given(values.get(name))]
         for name in given:
-            if rank(name) < max(map(rank, given)):
+            if _rank(ctx, name) < max(_rank(ctx, one) for one in given):
                 values[name] = None
     for setting in settings_of(LaunchPlan):
         switch = _switched_off_by(setting, values)
-        if switch and rank(setting.field) < rank(switch):
+        if switch and _rank(ctx, setting.field) < _rank(ctx, switch):
             values[setting.field] = None
     return values
+
+
+def with_variables(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """The values, where `--env NAME=VALUE` names Horovod's variable for an option.
+
+    Horovod's launcher goes by the option, whose default would overrule what the user says. Raises
+    UsageError if variable and option were both given, in the same place, and differ.
+    """
+    values = dict(values)
+    given = {one.name: one.value for one in values["env"] if one.value is not None}
+    parameters = {one.name: one for one in ctx.command.params}
+    for setting in settings_of(LaunchPlan):
+        variable = setting.option.environment
+        text = given.get(variable)
+        if text is None:
+            continue
+        try:
+            value = parameters[setting.field].type_cast_value(ctx, text)
+        except click.BadParameter as error:
+            raise UsageError(f"--env {variable}: {error.message}") from None
+        # What the variable is outside is not the option: --env is there to say otherwise.
+        exported = _set_by(ctx, parameters[setting.field]) == variable
+        place = 0 if exported else _rank(ctx, setting.field)
+        if place == _rank(ctx, "env") and value != values[setting.field]:
+            raise UsageError(
+                f"--env {variable}={text} and {setting.name} {values[setting.field]} set the same, "
+                "and differ: give one of them"
+            )
+        if place <= _rank(ctx, "env"):
+            values[setting.field] = value
+    return values
+
+
+def _rank(ctx: click.Context, name: str) -> int:
+    """How far in front the layer is that a value comes from."""
+    return _LAYERS.index(ctx.get_parameter_source(name) or ParameterSource.DEFAULT)
+
+
+def _set_by(ctx: click.Context, parameter: click.Parameter) -> str | None:
+    """The variable that a value comes from; None if from none."""
+    if ctx.get_parameter_source(parameter.name or "") is not ParameterSource.ENVIRONMENT:
+        return None
+    names = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
+    return next(name for name in names or () if os.environ.get(name))
 
 
 def _switched_off_by(setting: Setting, values: dict[str, Any]) -> str | None:
@@ -81,15 +135,18 @@ def _switched_off_by(setting: Setting, values: dict[str, Any]) -> str | None:
 def config_text(ctx: click.Context) -> str:
     """The values of the command's options as a configuration file, each with its source."""
     lines = ["# What the run goes by, and where each value comes from. What is not here is unset."]
-    values = without_outranked(ctx, ctx.params)
-    for field, parameter in _configurable(ctx).items():
+    own = without_outranked(ctx, ctx.params)
+    values = with_variables(ctx, own)
+    parameters = _configurable(ctx)
+    for field, parameter in parameters.items():
         value = values.get(field)
         # False, where it is not the default, was asked for.
         is_default = ctx.get_parameter_source(field) is ParameterSource.DEFAULT
         if value is None or (is_default and not is_given(value)):
             continue
         text = _yaml(_plain(field, value))
-        lines.append(f"{_key_names(parameter)[0]}: {text}  # {_source(ctx, parameter)}")
+        source = _source(ctx, parameter if value == own.get(field) else parameters["env"])
+        lines.append(f"{_key_names(parameter)[0]}: {text}  # {source}")
     return "\n".join(lines)
 
 
@@ -126,10 +183,7 @@ def _source(ctx: click.Context, parameter: click.Parameter) -> str:
         case ParameterSource.COMMANDLINE:
             return "command line"
         case ParameterSource.ENVIRONMENT:
-            variables = (
-                [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
-            )
-            return f"environment: {next(name for name in variables or () if os.environ.get(name))}"
+            return f"environment: {_set_by(ctx, parameter)}"
         case ParameterSource.DEFAULT_MAP:
             return str(ctx.params["config"])
         case _:
@@ -152,17 +206,9 @@ def _plain(field: str, value: Any) -> Any:
             return masked(value)
         case tuple():
             return list(value)
-        case str() if field in {"mpi_args", "binding_args"} and value != (hidden := _hidden(value)):
-            return hidden
+        case str() if field in {"mpi_args", "binding_args"}:
+            return masked([value])[0]
     return value
-
-
-def _hidden(options: str) -> str:
-    try:
-        words = shlex.split(options)
-    except ValueError:
-        return options
-    return options if masked(words) == words else shlex.join(masked(words))
 
 
 def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Context) -> Any:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdtrain.cli.run import run
+from hvdtrain.cli.config import texts_of
+from hvdtrain.cli.options import expanded
+from hvdtrain.cli.run import print_command, run
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.command import (
     CPU_IMAGE,
@@ -36,7 +37,11 @@ from hvdtrain.launch.container.engine import (
 
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
-_FILES = {"hostfile", "config", "host_discovery_script", "ssh_identity_file", "log_dir"}
+_FILES = {
+    *("hostfile", "config", "host_discovery_script", "ssh_identity_file", "log_dir"),
+    # Written in the container, and lost with it if their folder is not the machine's.
+    *("output_filename", "timeline_filename", "autotune_log_file"),
+}
 
 # Its number in Linux.
 CAP_SYS_RESOURCE = 24
@@ -162,14 +167,17 @@ def docker(
     part: RunPart = ctx.obj
     if gpus == "auto":
         gpus = "all" if Path("/proc/driver/nvidia/version").exists() else "none"
-    several_hosts = sshd or bool(_OF_SEVERAL_HOSTS & part.options.keys())
+    names = passed_names(os.environ, env)
+    said = _settings(part, names)
+    several_hosts = sshd or bool(_OF_SEVERAL_HOSTS & said.keys())
+    command = SSHD if sshd else _run_command(part, said, env, ssh_port if several_hosts else None)
     container = Container(
         image=image or (CPU_IMAGE if gpus == "none" else GPU_IMAGE),
-        command=SSHD if sshd else _run_command(part, env, ssh_port if several_hosts else None),
+        command=command,
         gpus=gpus,
         several_hosts=several_hosts,
         ssh_port=ssh_port,
-        env=passed_names(os.environ, env),
+        env=names,
         **settings,
     )
     found = _engine(engine, dry_run)
@@ -177,10 +185,10 @@ def docker(
     if sshd and part.words:
         raise UsageError(f"--sshd runs no script: leave {' '.join(part.words)} out")
     if not sshd:
-        _check_paths(part, container, machine)
+        _check_paths(part, said, container, machine)
     argv = docker_argv(container, machine)
     if dry_run:
-        click.echo(shlex.join(argv))
+        print_command(argv)
         return
     if gpus != "none":
         check_gpus(found)
@@ -189,20 +197,35 @@ def docker(
     os.execvp(argv[0], argv)
 
 
-def _run_command(part: RunPart, env: Sequence[str], ssh_port: int | None) -> tuple[str, ...]:
-    if part.script is None and "config" not in part.options:
+def _settings(part: RunPart, names: Sequence[str]) -> dict[str, str]:
+    """What `hvdtrain run` will go by: its options, else HVDTRAIN_<NAME> of those that it gets, else a file's."""
+    variables = {one.name: f"HVDTRAIN_{one.name.upper()}" for one in run.params if one.name}
+    by_variable = {
+        option: os.environ[name]
+        for option, name in variables.items()
+        if name in names and os.environ[name]
+    }
+    said = by_variable | part.options
+    return (texts_of(expanded(said["config"]), run) if "config" in said else {}) | said
+
+
+def _run_command(
+    part: RunPart, settings: Mapping[str, str], env: Sequence[str], ssh_port: int | None
+) -> tuple[str, ...]:
+    if part.script is None and "config" not in settings:
         raise UsageError("which script? hvdtrain docker -np 4 train.py")
     port = ("--ssh-port", str(ssh_port)) if ssh_port is not None else ()
     names = (word for name in env for word in ("--env", name))
     return ("hvdtrain", "run", *port, *names, *part.words)
 
 
-def _check_paths(part: RunPart, container: Container, machine: Machine) -> None:
+def _check_paths(
+    part: RunPart, settings: Mapping[str, str], container: Container, machine: Machine
+) -> None:
     """Raises UsageError if the script, or a file that an option names, is not there, or not in the container."""
-    files = [part.options[name] for name in sorted(_FILES & part.options.keys())]
-    check_reachable(
-        map(Path, (*files, *([part.script] if part.script else []))), container, machine
-    )
+    files = [settings[name] for name in sorted(_FILES & settings.keys())]
+    script = part.script or settings.get("script")
+    check_reachable(map(Path, (*files, *([script] if script else []))), container, machine)
     if part.script is not None and not (machine.folder / part.script).is_file():
         raise UsageError(f"no such script: {part.script} (in {machine.folder})")
 

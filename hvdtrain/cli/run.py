@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from hvdtrain.cli.concealment import conceal_secrets
-from hvdtrain.cli.config import config_text, load_config, without_outranked
+from hvdtrain.cli.config import config_text, load_config, with_variables, without_outranked
+from hvdtrain.cli.misspelt import unread_variables
 from hvdtrain.cli.options import (
     PATH,
     GroupedOption,
@@ -21,10 +24,11 @@ from hvdtrain.cli.options import (
     strategy_options,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import launch_command
+from hvdtrain.launch.command import launch_command, with_settings
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.hosts import read_hostfile
-from hvdtrain.launch.passing import masked, variable_to_pass
+from hvdtrain.launch.nested import check_started_once
+from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
@@ -35,6 +39,7 @@ from hvdtrain.launch.slurm.srun import (
     srun_command,
     used_hosts,
 )
+from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
 
 
@@ -105,51 +110,82 @@ def run(
     the output of all workers is kept in files. The exit code is that of the worker that failed
     first.
     """
+    named = {one.name for one in values["env"]}
+    for message in unread_variables(ctx.command, os.environ.keys() - named):
+        click.echo(message, err=True)
     if show_config:
         click.echo(config_text(ctx))
         return
+    check_started_once(os.environ)
     if not dry_run:
-        conceal_secrets(values["env"], values["arguments"])
+        typed = ctx.get_parameter_source("arguments") is ParameterSource.COMMANDLINE
+        conceal_secrets(values["env"], values["arguments"] if typed else ())
+    values = with_variables(ctx, without_outranked(ctx, values))
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
     view = View(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
+    left_out = _names_left_out(values["env"])
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
         env = tuple(map(variable_to_pass, values["env"]))
-        asked = without_outranked(ctx, values) | {"env": env}
-        argv, members = other_launch(ctx, choice.name, workers, ps, asked)
-        _print_or_run(argv, view, dry_run, members=members)
+        argv, members = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
+        if dry_run:
+            print_command(argv, left_out)
+            return
+        _run_command(argv, view, members=members)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
         if number is not None:
             raise UsageError(
                 f"{name} is for --strategy {PARAMETER_SERVER}; Horovod's workers: -np N"
             )
-    if os.environ.get(STRATEGY):
-        os.environ[STRATEGY] = HOROVOD  # The ranks' Trainer reads it; --strategy may say otherwise.
     mpirun = find_mpirun()
     if container is not None:
         values["launcher"] = _launcher_of_containers(values["launcher"])
-    asked = without_outranked(ctx, values)
-    own_hosts = any(asked.get(name) for name in ("hosts", "hostfile", "host_discovery_script"))
-    by_srun = asked["launcher"] == "srun"
+    own_hosts = any(values.get(name) for name in ("hosts", "hostfile", "host_discovery_script"))
+    by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
-    plan = plan_of(asked, mpirun, allocation)
+    plan = plan_of(values, mpirun, allocation)
     if plan.launcher == "srun" and allocation is not None:
         box = None if container is None else Container(container, str(Path.cwd()))
         argv = srun_command(plan, allocation, box)
     else:
         argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-    _print_or_run(argv, view, dry_run, elastic=plan.elastic)
-
-
-def _print_or_run(argv: list[str], view: View, dry_run: bool, **launch: Any) -> None:
-    """Print the command, or run it and exit as it does."""
+    if os.environ.get(STRATEGY, HOROVOD) != HOROVOD:
+        # The ranks' Trainer reads it; --strategy says otherwise.
+        argv = with_settings({STRATEGY: HOROVOD}, argv)
     if dry_run:
-        click.echo(shlex.join(masked(argv)))
+        print_command(argv, left_out)
         return
+    _run_command(argv, view, elastic=plan.elastic)
+
+
+def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
+    """The variables whose values are secret, and only in the options."""
+    return [
+        one.name
+        for one in variables
+        if one.value is not None
+        and looks_secret(one.name, one.value)
+        and os.environ.get(one.name) != one.value
+    ]
+
+
+def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
+    """Print the command, and on standard error what it lacks: secrets."""
+    shown = masked(argv)
+    click.echo(shlex.join(shown))
+    if left_out:
+        names = ", ".join(left_out)
+        click.echo(f"before you paste this, set {names}: secret values are not in it", err=True)
+    if shown != list(argv):
+        click.echo(f"before you paste this, put the secret values where {MASK} is", err=True)
+
+
+def _run_command(argv: Sequence[str], view: View, **launch: Any) -> NoReturn:
+    """Run the command, and exit as it does."""
     if view.verbose:
         click.echo(shlex.join(masked(argv)), err=True)
     sys.exit(run_launch(argv, view, **launch))

@@ -11,7 +11,9 @@ from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, read_hostfile
-from hvdtrain.launch.rules import check_script
+from hvdtrain.launch.options import settings_of
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rules import check_bounds, check_script, check_variables
 from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import choose_launcher
@@ -51,14 +53,17 @@ def other_launch(
         values: of the options of `hvdtrain run`.
     """
     servers = strategy == PARAMETER_SERVER
-    void = _refuse(ctx, strategy, _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS))
+    allowed = _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS)
+    void = _refuse(ctx, strategy, allowed)
     values = {name: value for name, value in values.items() if name not in void}
     check_script(values["script"])
-    script = Script(values["script"], values["arguments"], values["env"])
+    for setting in settings_of(LaunchPlan):
+        if setting.field in allowed:
+            check_bounds(setting, values.get(setting.field))
+    check_variables(values["env"])
+    script = Script(values["script"], values["arguments"] or (), values["env"])
     if not servers:
         replicas = values.get("np")
-        if replicas is not None and replicas < 1:
-            raise UsageError(f"-np {replicas}: give at least 1")
         if not ctx.params["dry_run"]:
             check_here(strategy, replicas, os.environ)
         return one_process_command(strategy, script, replicas, os.environ), ALONE

@@ -79,11 +79,13 @@ def here(name: str, machine: Machine) -> tuple[bool, str]:
     """Whether a strategy works on this machine, and what it would use, or lacks."""
     if not machine.tensorflow:
         return False, "TensorFlow is not installed"
+    if not machine.horovod:
+        return False, machine.without_horovod  # Every strategy's Trainer loads it.
     gpus, cores = _count(machine.gpus, "GPU"), _count(machine.cores, "core")
     devices = gpus if machine.gpus else cores
     if name == HOROVOD:
         built = " and ".join({"mpi": "MPI", "gloo": "Gloo"}[one] for one in machine.horovod)
-        return bool(built), f"over {built}, on {devices}" if built else machine.without_horovod
+        return True, f"over {built}, on {devices}"
     if name == TPU:
         return bool(machine.tpu), machine.tpu or "no device file of one, and TPU_NAME is not set"
     if name == CENTRAL_STORAGE:

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hvdtrain.cli.concealment import conceal_secrets
 from hvdtrain.cli.options import PATH, VARIABLE
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
@@ -97,6 +98,8 @@ def submit(
     What follows SCRIPT is the script's own. The job runs `hvdtrain run SCRIPT`, which starts a
     worker for each task of the job. Standard output gets the job's number alone.
     """
+    if not dry_run:
+        conceal_secrets(asked["env"], arguments)
     request = request_of(script, arguments, **asked)
     text = batch_script(request)
     path = script_file or _new_file(request.job_name)

@@ -154,7 +154,9 @@ def convert(data: tuple) -> tuple:
     """The data tuple with every leaf a NumPy array of at least one dimension.
 
     Tensors, DataFrames and numbers in lists become arrays; NumPy arrays stay what they are.
-    Errors: UsageError that names the part.
+
+    Raises:
+        UsageError: names the part that is no array.
     """
     return tuple(_convert(tree, name) for name, tree in zip(nested.PARTS, data, strict=False))
 
@@ -163,7 +165,9 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
     """(training, validation) data tuples: the last `fraction` of the examples, before shuffling.
 
     Views of the arrays. Only arrays can be split: a stream would have to be read to its end first.
-    Errors: UsageError if either would be empty.
+
+    Raises:
+        UsageError: either would be empty.
     """
     if not 0 < fraction < 1:
         raise UsageError(f"validation_split is {fraction}; it must lie between 0 and 1.")
@@ -220,7 +224,7 @@ def _to_array(value: Any, name: str) -> np.ndarray:
         array = _from_pandas(value, name)
         array = np.asarray(value) if array is None else array
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise UsageError(f"{name} can't be turned into one array: {error}") from error
+        raise UsageError(f"{name} cannot be turned into one array: {error}") from error
     if array.ndim == 0:
         raise UsageError(
             f"{name} is a single {type(value).__name__}; an array is needed whose first dimension "

@@ -28,22 +28,26 @@ def make_source(
     batched: bool | None = None,
     threads: int | None = None,
 ) -> Source:
-    """The `Source` of any data that Keras's fit takes, except other libraries' loaders.
-
-    x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a
-    tf.data.Dataset,
-        a PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function
-        without arguments that returns one, called anew for each pass.
-    global_batch_size: examples of all workers together in one step. shuffle: arrays by example and
-    a PyDataset by batch, by seed and pass. A Dataset or a generator comes in
-        its own order, which must be the same on every rank (a seed in `Dataset.shuffle`).
-    steps_per_epoch: read on across epochs, that many global batches in each.
-    class_weight: dict from class number to weight; multiplied with sample weights.
-    batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
-    threads: of tf.data; None takes the CPU cores this process may use.
+    """Return the `Source` of any data that Keras's fit takes, except other libraries' loaders.
 
     Floating-point data is fed in Keras's floatx, as Keras does with arrays.
-    Errors: UsageError for what can't work, before anything is read where possible.
+
+    Args:
+        x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, a
+            PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without
+            arguments that returns one, called anew for each pass.
+        y, sample_weight: for arrays in `x`.
+        global_batch_size: examples of all workers together in one step.
+        shuffle: arrays by example and a PyDataset by batch, by seed and pass. A Dataset or a generator comes in
+            its own order, which must be the same on every rank (a seed in `Dataset.shuffle`).
+        seed: of shuffling.
+        steps_per_epoch: read on across epochs, that many global batches in each.
+        class_weight: from class number to weight; multiplied with sample weights.
+        batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
+        threads: of tf.data; None takes the CPU cores that this process may use.
+
+    Raises:
+        UsageError: what cannot work, before anything is read where possible.
     """
     check_positive("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:
@@ -74,7 +78,7 @@ def make_source(
         stream = readers.python_stream(x, float_dtype=float_dtype)
     else:
         raise UsageError(
-            f"x is a {type(x).__module__}.{type(x).__name__}, which can't be read as training "
+            f"x is a {type(x).__module__}.{type(x).__name__}, which cannot be read as training "
             f"data. Pass {ACCEPTED}."
         )
     for name, value in (("y", y), ("sample_weight", sample_weight)):
@@ -95,7 +99,7 @@ def make_source(
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Errors: UsageError unless `value` is an integer of at least 1."""
+    """Raise UsageError unless `value` is an integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise UsageError(f"{name} is {value!r}; it must be an integer of at least 1.")
 

@@ -17,6 +17,9 @@ PARTS = ("x", "y", "sample_weight")
 CHECKSUM_BYTES = 1 << 15
 """How many bytes of one array enter a checksum."""
 
+SAMPLED = 64
+"""How many values of one array the ranks compare before they start."""
+
 
 class Spec(NamedTuple):
     """Shape without the leading dimension (None: varies) and dtype of one leaf."""
@@ -62,7 +65,8 @@ def named_parts(data: tuple) -> list[tuple[str, Any]]:
 def count_examples(data: tuple, where: str) -> int:
     """The leading dimension that all leaves share.
 
-    Errors: UsageError, naming every part and its length, where they differ.
+    Raises:
+        UsageError: parts of different lengths; names each part and its length.
     """
     lengths = {name: leaf.shape[0] for name, leaf in named_parts(data)}
     if len(set(lengths.values())) > 1:
@@ -108,10 +112,27 @@ def spec(tree: Any, float_dtype: str | None = None) -> Any:
     return map_leaves(of, tree)
 
 
+def sample(tree: Any) -> dict[str, list[float | str]]:
+    """Return at most SAMPLED evenly spaced values of each leaf: numbers, or texts of what is no number."""
+    return {name: [_plain(v) for v in _spaced(leaf)] for name, leaf in named_parts(tree)}
+
+
+def _spaced(leaf: np.ndarray) -> np.ndarray:
+    places = np.linspace(0, leaf.size - 1, min(leaf.size, SAMPLED)).astype(np.int64)
+    return leaf.flat[places]  # Copies nothing else, however the array lies in memory.
+
+
+def _plain(value: Any) -> float | str:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
+
+
 def checksum(tree: Any, start: int = 0) -> int:
     """CRC-32 of at most CHECKSUM_BYTES evenly spaced bytes of each leaf, and of its shape.
 
-    It notices streams that differ in order, augmentation or length, at a cost that doesn't grow
+    It notices streams that differ in order, augmentation or length, at a cost that does not grow
     with the batch; it does not notice a change of a few bytes in a large batch.
     """
     value = start

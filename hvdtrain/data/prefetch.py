@@ -38,7 +38,7 @@ def prefetch(iterator: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
     finally:
         stopped.set()
         # The producer checks `stopped` before each put, so after this at most one more item
-        # comes, and there is room for it: the producer can't be left waiting.
+        # comes, and there is room for it: the producer cannot be left waiting.
         while not items.empty():
             items.get_nowait()
         thread.join(JOIN_SECONDS)

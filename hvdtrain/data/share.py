@@ -19,17 +19,17 @@ class Part:
 class Share:
     """One rank's part of one global batch.
 
-    data: (x,), (x, y) or (x, y, sample_weight), each a NumPy array or a nested dict, list or tuple
-    of
-        them, with this rank's examples in the leading dimension. To be read, never written: it can
-        be a view of the user's array. On an idle rank (`examples` 0, in a tail smaller than the
-        number of workers) it holds one real example of the global batch, so that the rank can run
-        the step and take part in its collectives; what it computes counts with weight zero.
-    examples: this rank's examples in the step.
-    global_examples: examples of all ranks in the step.
-    offset: position of this rank's first example inside the global batch.
-    checksum: of the whole global batch, for streams (see `nested.checksum`); 0 for arrays, which
-        cannot come in another order. Equal on ranks that read the same stream.
+    Attributes:
+        data: (x,), (x, y) or (x, y, sample_weight), each a NumPy array or a nested dict, list or tuple of them, with
+            this rank's examples in the leading dimension. To be read, never written: it can be a view of the
+            user's array. On an idle rank (`examples` 0, in a tail smaller than the number of workers) it holds one
+            real example of the global batch, so that the rank can run the step and take part in its collectives;
+            what it computes counts with weight zero.
+        examples: this rank's examples in the step.
+        global_examples: examples of all ranks in the step.
+        offset: position of this rank's first example inside the global batch.
+        checksum: of the whole global batch, for streams (see `nested.checksum`); 0 for arrays, which cannot come
+            in another order. Equal on ranks that read the same stream.
     """
 
     data: tuple
@@ -67,19 +67,20 @@ class Source(Protocol):
         """Whether all lengths are known up front, so that ranks need no agreement step by step."""
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        """This rank's shares of the global batches of one epoch (counted from 0), in order.
+        """Return this rank's shares of the global batches of one epoch (counted from 0), in order.
 
-        Errors: UsageError if the global batch is smaller than the number of workers.
+        Raises:
+            UsageError: the global batch is smaller than the number of workers.
         """
 
 
 def split(examples: int, rank: int, size: int) -> tuple[int, int]:
-    """Begin and end of a rank's contiguous part of `examples`; parts differ by at most one."""
+    """Return begin and end of a rank's contiguous part of `examples`; parts differ by at most one."""
     return rank * examples // size, (rank + 1) * examples // size
 
 
 def check_workers(global_batch_size: int, size: int) -> None:
-    """Errors: UsageError if some of `size` workers would never have anything to do."""
+    """Raise UsageError if some of `size` workers would never have anything to do."""
     if global_batch_size < size:
         raise UsageError(
             f"global_batch_size {global_batch_size} is smaller than the number of workers, {size}: "
@@ -88,7 +89,7 @@ def check_workers(global_batch_size: int, size: int) -> None:
 
 
 def find_share(examples: int, rank: int, size: int) -> tuple[int, int, int]:
-    """(begin, end, examples) of a rank: begin..end is never empty, `examples` can be 0.
+    """Return (begin, end, examples) of a rank: begin..end is never empty, `examples` can be 0.
 
     An idle rank gets the batch's first example to run with.
     """

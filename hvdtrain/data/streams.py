@@ -138,7 +138,8 @@ class GlobalBatch:
 def global_batches(batches: Iterator[tuple], size: int) -> Iterator[GlobalBatch]:
     """Join and cut batches of any sizes into batches of `size` examples; the last can be smaller.
 
-    Errors: UsageError where batches that meet in one global batch have different shapes or types.
+    Raises:
+        UsageError: batches that meet in one global batch have different shapes or types.
     """
     pieces: list[tuple] = []
     waiting = 0

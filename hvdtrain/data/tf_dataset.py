@@ -52,9 +52,9 @@ def is_dataset(value: Any) -> bool:
 
 
 def is_batched(dataset: Any, input_ranks: Sequence[int] | None = None) -> bool | None:
-    """Whether a Dataset's elements are batches; None if that can't be told.
+    """Whether a Dataset's elements are batches; None if that cannot be told.
 
-    The pipeline tells: the last operation that makes or undoes batches. Where it doesn't (elements
+    The pipeline tells: the last operation that makes or undoes batches. Where it does not (elements
     that come from a generator or an interleave), a scalar is no batch, and `input_ranks` decides,
     the number of dimensions of each of the model's inputs with the batch dimension
     (`len(input.shape)`).
@@ -94,8 +94,8 @@ def dataset_stream(
     batched = is_batched(dataset) if batched is None else batched
     if batched is None:
         raise UsageError(
-            "whether the elements of the tf.data.Dataset are batches or single examples can't be "
-            "told from its pipeline. Pass batched=True or batched=False."
+            "whether the elements of the tf.data.Dataset are batches or single examples cannot be "
+            "told from its pipeline: let it end with .batch(n), or with .unbatch() for single examples"
         )
     length = int(dataset.cardinality())
     if not batched:

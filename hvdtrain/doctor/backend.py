@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.doctor.finding import Finding, fail, ok
+from hvdtrain.doctor.finding import Finding, fail, ok, warn
 
 NAME = "Keras backend"
 
@@ -15,7 +15,8 @@ def look_at_backend(environ: Mapping[str, str], home: Path) -> Sequence[Finding]
     """KERAS_BACKEND, keras.json and TF_USE_LEGACY_KERAS."""
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         seen = "TF_USE_LEGACY_KERAS makes tf.keras Keras 2"
-        return [fail(NAME, seen, "unset TF_USE_LEGACY_KERAS")]
+        fix = "unset TF_USE_LEGACY_KERAS; with it only hvdtrain.keras works, by Horovod's own, and not the Trainer"
+        return [warn(NAME, seen, fix)]
     named = environ.get("KERAS_BACKEND")
     if named:
         if named == "tensorflow":

@@ -14,9 +14,9 @@ from hvdtrain.doctor import gpus
 from hvdtrain.doctor.allreduce import look_at_allreduce, look_at_local_allreduce
 from hvdtrain.doctor.backend import look_at_backend
 from hvdtrain.doctor.containers import look_at_containers
-from hvdtrain.doctor.engine import EngineReport, load_engine
 from hvdtrain.doctor.examination import Probe
 from hvdtrain.doctor.finding import Finding, skip
+from hvdtrain.doctor.horovod import EngineReport, load_engine
 from hvdtrain.doctor.hosts import Request, look_at_host
 from hvdtrain.doctor.memory import look_at_limits, look_at_shared_memory
 from hvdtrain.doctor.own_name import OWN_NAME, look_at_own_name

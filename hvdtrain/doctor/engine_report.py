@@ -1,6 +1,6 @@
 """Load Horovod's library, and say what TensorFlow and Horovod can do: `python -m hvdtrain.doctor.engine_report`.
 
-Prints one marked line of JSON, the fields of `hvdtrain.doctor.engine.EngineReport`.
+Prints one marked line of JSON, the fields of `hvdtrain.doctor.horovod.EngineReport`.
 """
 
 import json

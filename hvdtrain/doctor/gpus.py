@@ -8,9 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdtrain.doctor.engine import EngineReport
 from hvdtrain.doctor.examination import took_too_long
 from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
+from hvdtrain.doctor.horovod import EngineReport
 from hvdtrain.doctor.nccl_report import MARKER
 from hvdtrain.launch.running.bounded import Ran, run
 

@@ -4,34 +4,27 @@ recorded of it when hvdtrain was installed is read here."""
 from __future__ import annotations
 
 import importlib.metadata
-import operator
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
-_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?\s*(?P<range>[^;]*)")
-_BOUND = re.compile(r"(?P<sign>==|>=|<=|<|>)\s*(?P<version>[\d.]+)")
-_NUMBERS = re.compile(r"\d+(?:\.\d+)*")
-_SIGNS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
-    "==": operator.eq,
-    ">=": operator.ge,
-    "<=": operator.le,
-    "<": operator.lt,
-    ">": operator.gt,
-}
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 
 @dataclass(frozen=True)
 class Range:
-    """Versions such as `>=3.15,<3.16` or `==2.21.0`, as setup.cfg writes them."""
+    """Versions such as `>=3.15,<3.16` or `==2.21.0`, as setup.cfg writes them.
+
+    What follows a version's numbers (rc1, +local) does not count.
+    """
 
     text: str
 
     def __contains__(self, version: str) -> bool:
-        return all(
-            _SIGNS[bound["sign"]](*_padded(version, bound["version"]))
-            for bound in _BOUND.finditer(self.text)
-        )
+        try:
+            return Version(Version(version).base_version) in SpecifierSet(self.text)
+        except InvalidVersion:
+            return False
 
     def __str__(self) -> str:
         return self.text.removeprefix("==")
@@ -51,10 +44,9 @@ def tested_range(distribution: str) -> Range:
         requirements = importlib.metadata.requires("hvdtrain") or ()
     except importlib.metadata.PackageNotFoundError:
         requirements = ()
-    for requirement in requirements:
-        match = _REQUIREMENT.match(requirement)
-        if match and match["name"].lower() == distribution:
-            return _range(match["range"])
+    for requirement in map(Requirement, requirements):
+        if requirement.name.lower() == distribution:
+            return _range(str(requirement.specifier))
     return Range("")
 
 
@@ -73,15 +65,4 @@ def minor(version: str) -> str:
 
 def _range(text: str) -> Range:
     """The range of pip's record, which sorts bounds in its own way; a reader expects the lower one first."""
-    bounds = sorted(_BOUND.findall(text), key=lambda bound: bound[0].startswith("<"))
-    return Range(",".join("".join(bound) for bound in bounds))
-
-
-def _padded(*versions: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two versions as numbers of equal length; what follows the numbers (rc1, +local) does not count."""
-    found = (_NUMBERS.match(version) for version in versions)
-    first, second = (
-        [int(part) for part in match[0].split(".")] if match else [] for match in found
-    )
-    length = max(len(first), len(second))
-    return tuple(first + [0] * (length - len(first))), tuple(second + [0] * (length - len(second)))
+    return Range(",".join(sorted(text.split(","), key=lambda bound: bound.startswith("<"))))

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from hvdtrain.errors import HvdtrainError
+
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
     """HVDTRAIN_CACHE, or hvdtrain in the user's cache folder."""
@@ -66,8 +68,15 @@ class WheelCache:
     @contextmanager
     def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
         """Hold `key` for this process. Calls `on_wait` once if another one has it; ends with the process."""
-        self.wheels.mkdir(parents=True, exist_ok=True)
-        with (self.wheels / f".{key}.lock").open("w") as file:
+        try:
+            self.wheels.mkdir(parents=True, exist_ok=True)
+            file = (self.wheels / f".{key}.lock").open("w")
+        except OSError as error:
+            raise HvdtrainError(
+                f"cannot write to the cache {self.wheels}: {error.strerror}; set HVDTRAIN_CACHE to a "
+                "folder of yours"
+            ) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

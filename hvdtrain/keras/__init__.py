@@ -16,8 +16,8 @@ else:
     load_horovod()  # or one clear error
     from hvdtrain.keras import callbacks as callbacks
     from hvdtrain.keras import elastic as elastic
+    from hvdtrain.keras.collectives import *  # noqa: F403 - Horovod's collectives and queries
     from hvdtrain.keras.compression import Compression as Compression
-    from hvdtrain.keras.engine import *  # noqa: F403 - Horovod's collectives and queries
     from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvdtrain.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
     from hvdtrain.keras.saving import load_model as load_model

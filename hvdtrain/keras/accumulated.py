@@ -39,6 +39,31 @@ def shared_out(value: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Any:
     return value / ranks.size() if adds_up else value
 
 
+def share_out(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> None:
+    """Give every rank its part of what the first rank's accumulators hold of one process. A collective."""
+    own = accumulators(optimizer)
+    for number, variable in enumerate(map(tf_variable, own)):
+        name = f"hvdtrain_accumulated_{number}"
+        value = variable.read_value()
+        if ranks.size() > 1:
+            # Horovod 0.28.1 knows no bfloat16.
+            wire = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
+            value = hvd.broadcast(wire, ranks.ranks[0], name=name, process_set=ranks)
+        variable.assign(tf.cast(shared_out(value, ranks, adds_up), variable.dtype))
+
+
+@contextmanager
+def restored_by_first(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iterator[None]:
+    """Around what may restore the first rank's optimizer. A collective.
+
+    Its accumulators are those of one process at the beginning; at the end all ranks share what they are then.
+    """
+    for number, variable in enumerate(accumulators(optimizer)):
+        tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))
+    yield
+    share_out(optimizer, ranks, adds_up)
+
+
 @contextmanager
 def as_one_process(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iterator[None]:
     """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""

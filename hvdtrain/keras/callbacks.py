@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from hvdtrain.agreement import exchange, require_equal
 from hvdtrain.errors import ReplicaError, UsageError
-from hvdtrain.keras.compat import is_built
+from hvdtrain.keras.compat import inner_of, is_built
 from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
@@ -126,7 +126,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks, or one would wait for another for ever."""
-        optimizer = _inner(self.model.optimizer)
+        optimizer = inner_of(self.model.optimizer)
         facts = {
             "the number of steps in an epoch": self.params.get("steps"),
             "the number of epochs": self.params.get("epochs"),
@@ -163,7 +163,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _has_updated(self, batch: int) -> bool:
         """Whether weights have changed by now: not before the end of a gradient accumulation."""
-        return batch + 1 >= (_inner(self.model.optimizer).gradient_accumulation_steps or 1)
+        return batch + 1 >= (inner_of(self.model.optimizer).gradient_accumulation_steps or 1)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -265,10 +265,6 @@ def _agree_on_course(what: str) -> None:
                 f"The ranks went different ways: rank 0 {everyone[0]}, rank {rank} {theirs}. Callbacks that stop "
                 "the training must see the same values on all ranks: put MetricAverageCallback before them."
             )
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _as_array(name: str, value: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import velocities
+from hvdtrain.keras.compat import inner_of, velocities
 
 Multiplier = Callable[[float], float]
 
@@ -47,7 +47,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         initial_lr: float,
         multiplier: float | Multiplier,
         start_epoch: int = 0,
-        end_epoch: int | None = None,
+        end_epoch: float | None = None,
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
@@ -137,7 +137,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         super().__init__(
             initial_lr,
             self._warmup,
-            end_epoch=warmup_epochs,  # type: ignore[arg-type]  # half an epoch is fine
+            end_epoch=warmup_epochs,
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
@@ -161,7 +161,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def require_settable(optimizer: Any, what: str) -> None:
     """Raise UsageError, naming what wants to set it, unless the learning rate is a number."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     if not isinstance(inner._learning_rate, keras.Variable):
         raise UsageError(
             f"{what} needs a learning rate that is a number; this optimizer has a schedule: "

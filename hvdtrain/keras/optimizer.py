@@ -203,7 +203,7 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = compat.inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
             f"DistributedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
@@ -282,7 +282,7 @@ def PartialDistributedOptimizer(
 
 def reducer_of(optimizer: Any) -> OptimizerReducer:
     """Return the reducer inside a distributed optimizer, or inside the loss scaling around it."""
-    return getattr(optimizer, "inner_optimizer", optimizer).hvdtrain_reducer
+    return compat.inner_of(optimizer).hvdtrain_reducer
 
 
 def layers_of(

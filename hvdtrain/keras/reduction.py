@@ -342,9 +342,8 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.executing_eagerly():
         return tensor
-    if (
-        not tensor.shape.rank
-    ):  # A scalar has no place to cut at; an unknown rank no number of places.
+    if not tensor.shape.rank:
+        # A scalar has no place to cut at; an unknown rank no number of places.
         return tf.reshape(anchored(tf.reshape(tensor, [-1])), tf.shape(tensor))
     rank = tensor.shape.rank
     begin = tf.raw_ops.ReadVariableOp(resource=_origin(rank), dtype=tf.int32)

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import ReplicaError, UsageError
-from hvdtrain.keras.compat import accumulators, optimizer_slots
+from hvdtrain.keras.compat import accumulators, inner_of, optimizer_slots
 
 _WIRE_DTYPES = {
     tf.bool,
@@ -177,7 +177,7 @@ def check_replicas(
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
     """Return the variables that were given to the distributed optimizer's `register_local_var`."""
     optimizer = optimizer or getattr(model, "optimizer", None)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     return list(getattr(inner, "local_variables", ()))
 
 

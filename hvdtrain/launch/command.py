@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.launch.horovodrun import horovodrun_options
@@ -26,15 +27,20 @@ def launch_command(plan: LaunchPlan, *, path: str, mpirun: str | None) -> list[s
         **_launcher_settings(plan, path, mpirun),
         **{one.name: one.value for one in plan.env if one.value is not None},
     }
-    return [
-        *(["env"] if settings else []),
-        *(f"{name}={value}" for name, value in settings.items()),
+    command = [
         *(sys.executable, "-m", "hvdtrain.start.horovodrun"),
         *(part for one in plan.env for part in ("--env", one.name)),
         "--",
         *horovodrun_options(plan),
         *rank_command(plan),
     ]
+    return with_settings(settings, command)
+
+
+def with_settings(settings: Mapping[str, str], argv: Sequence[str]) -> list[str]:
+    """`argv` as a command that sets these variables as well."""
+    words = [f"{name}={value}" for name, value in settings.items()]
+    return ["env", *words, *(argv[1:] if argv[0] == "env" else argv)] if words else list(argv)
 
 
 def rank_command(plan: LaunchPlan) -> list[str]:

@@ -158,6 +158,14 @@ def _load(path: Path) -> dict[str, Any]:
         raise UsageError(f"the configuration {path} is no text file (UTF-8)") from error
     except yaml.YAMLError as error:
         raise UsageError(f"the configuration {path} is no YAML: {_place(error)}") from error
+    except UsageError:
+        raise
+    except ValueError as error:  # PyYAML reads 2024-13-45 as a date.
+        raise UsageError(
+            f"cannot read the configuration {path}: {error}: put what is a text in quotes"
+        ) from error
+    except RecursionError as error:
+        raise UsageError(f"the configuration {path} has too many brackets in brackets") from error
     return content
 
 

@@ -19,15 +19,15 @@ def horovodrun_options(plan: LaunchPlan) -> list[str]:
     return [word for setting in settings_of(plan) for word in _words(plan, setting)]
 
 
-def start_timeout(plan: LaunchPlan) -> int | None:
-    """Seconds for the hosts to answer; None leaves it to Horovod (30).
+def start_timeout(wanted: int | None, hosts: int) -> int | None:
+    """Seconds for so many hosts to answer; None leaves it to Horovod (30).
 
     Horovod reaches the hosts from one process, a thread each; what it does then for each host
     (fork, ssh, pickle) takes one to two seconds of that process's time with many hosts.
     """
-    if plan.start_timeout is not None or len(plan.hosts) < 2:
-        return plan.start_timeout
-    return _HOROVODS_START_TIMEOUT + _SECONDS_FOR_A_FURTHER_HOST * (len(plan.hosts) - 1)
+    if wanted is not None or hosts < 2:
+        return wanted
+    return _HOROVODS_START_TIMEOUT + _SECONDS_FOR_A_FURTHER_HOST * (hosts - 1)
 
 
 def _words(plan: LaunchPlan, setting: Setting) -> list[str]:
@@ -37,7 +37,7 @@ def _words(plan: LaunchPlan, setting: Setting) -> list[str]:
         case "controller":
             return [f"--{plan.controller}"]
         case "start_timeout":
-            value = start_timeout(plan)
+            value = start_timeout(plan.start_timeout, len(plan.hosts))
         case "min_np" if plan.elastic:
             value = plan.min_np or plan.np  # horovodrun takes --max-np alone as not elastic.
         case "slots_per_host" if plan.host_discovery_script:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from hvdtrain.environment import LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.variables import EnvVar
+from hvdtrain.strategy_names import REPLICAS, STRATEGY
 
 NAMES = frozenset(
     {
@@ -28,11 +31,18 @@ NAMES = frozenset(
         "LANGUAGE",
         "TZ",
         "TERM",
+        # What ranks read of hvdtrain's own. The other HVDTRAIN_* are options of the launcher, with
+        # whatever a user wrote there: HVDTRAIN_ENV=API_KEY=...
+        LAUNCH_ID,
+        LOG_DIR,
+        RANK_CORES,
+        REPLICAS,
+        STRATEGY,
+        TERMINAL,
     }
 )
 PREFIXES = (
     # What a run is made of.
-    "HVDTRAIN_",
     "HOROVOD_",
     "PYTHON",
     "LC_",
@@ -77,6 +87,17 @@ _SECRET_WORD = re.compile(
     r"(?:api|access|auth|private|secret|signing|encryption|session|db|pg)?"
     r"(?:key|token|secret|password|passwd|pwd|passphrase|pass|credential|auth|cookie)s?"
 )
+# Of the sizes and the vocabulary of a language model: max_tokens, pad_token, tokens_per_batch.
+_TOKEN = re.compile(r"tokens?")
+_OF_TEXT = frozenset(
+    {
+        *("max", "min", "num", "n", "per"),
+        *("pad", "bos", "eos", "unk", "cls", "sep", "mask", "special"),
+    }
+)
+# A count, a size or a rate. A key or a token has more digits; a password may be so short.
+_NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{0,9})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
+_PASSWORD = re.compile(r"(?:db|pg)?(?:pass(?:word|wd|phrase)?|pwd|secret)s?")
 # https://user:password@host/...
 _URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
 _ASSIGNMENT = re.compile(r"(?P<head>-{0,2}(?P<name>[A-Za-z_][\w.-]*)=)(?P<value>.*)", re.DOTALL)
@@ -100,11 +121,27 @@ def is_of(name: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Whether the value of a variable or option of this name should not be shown."""
+    """Whether the value of a variable or option of this name should not be shown.
+
+    A name that may be a secret's (`--key`) is taken for one: a value once shown cannot be taken
+    back, and one that is masked is only to be written in again.
+    """
+    return name not in _HARMLESS and (
+        _is_secrets(name, value) or bool(_URL_WITH_PASSWORD.search(value))
+    )
+
+
+def _is_secrets(name: str, value: str) -> bool:
+    """Whether the name is that of a secret, with this value."""
     if name in _HARMLESS:
         return False
-    words = (word.lower() for word in _WORD.findall(name))
-    return any(map(_SECRET_WORD.fullmatch, words)) or bool(_URL_WITH_PASSWORD.search(value))
+    words = [word.lower() for word in _WORD.findall(name)]
+    secret = [word for word in words if _SECRET_WORD.fullmatch(word)]
+    if _OF_TEXT.intersection(words):
+        secret = [word for word in secret if not _TOKEN.fullmatch(word)]
+    if _NUMBER.fullmatch(value):
+        secret = [word for word in secret if _PASSWORD.fullmatch(word)]
+    return bool(secret)
 
 
 def variable_to_pass(variable: EnvVar) -> EnvVar:
@@ -125,16 +162,30 @@ def variable_to_pass(variable: EnvVar) -> EnvVar:
 
 def masked(argv: Sequence[str]) -> list[str]:
     """The command to print: secret values in `NAME=VALUE`, `--name=VALUE`, `--name VALUE` and URLs
-    are replaced by `***`."""
+    are replaced by `***`, also inside of a word that is several (`--mpi-args="-x NAME=VALUE"`)."""
     shown: list[str] = []
-    secret_follows = False
+    option = ""
     for argument in argv:
         assignment = _ASSIGNMENT.fullmatch(argument)
-        if secret_follows and not argument.startswith("--"):
+        if option and not argument.startswith("--") and _is_secrets(option, argument):
             shown.append(MASK)
-        elif assignment and looks_secret(assignment["name"]):
+        elif assignment and _is_secrets(assignment["name"], assignment["value"]):
             shown.append(assignment["head"] + MASK)
+        elif assignment:
+            shown.append(assignment["head"] + _masked_words(assignment["value"]))
         else:
-            shown.append(_URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", argument))
-        secret_follows = argument.startswith("--") and not assignment and looks_secret(argument[2:])
+            shown.append(_masked_words(argument))
+        option = argument[2:] if argument.startswith("--") and not assignment else ""
     return shown
+
+
+def _masked_words(text: str) -> str:
+    """A value to print, in which several words may stand."""
+    text = _URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", text)
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text
+    if len(words) < 2 or masked(words) == words:
+        return text
+    return shlex.join(masked(words))

@@ -19,6 +19,7 @@ from hvdtrain.launch.options import Need, Setting, settings_of
 
 if TYPE_CHECKING:
     from hvdtrain.launch.plan import LaunchPlan
+    from hvdtrain.launch.variables import EnvVar
 
 _LOCAL = {"localhost", "127.0.0.1"}
 _INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
@@ -88,13 +89,14 @@ def check(plan: LaunchPlan) -> None:
     """Raise UsageError for the first thing in `plan` that cannot work."""
     check_script(plan.script)
     for setting in settings_of(plan):
-        _check_bounds(setting, getattr(plan, setting.field))
+        check_bounds(setting, getattr(plan, setting.field))
     for setting in settings_of(plan):
         if is_given(getattr(plan, setting.field)):
             _check_needs(setting, plan)
     _check_numbers_of_workers(plan)
     _check_times(plan)
     _check_exclusions(plan)
+    check_variables(plan.env)
     _check_files(plan)
     _check_what_reaches_a_shell(plan)
 
@@ -128,7 +130,8 @@ def mpi_words(option: str, text: str) -> list[str]:
     return words
 
 
-def _check_bounds(setting: Setting, value: Any) -> None:
+def check_bounds(setting: Setting, value: Any) -> None:
+    """Raises UsageError for a number that the option cannot have."""
     least, most = setting.option.least, setting.option.most
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
@@ -202,9 +205,13 @@ def _check_exclusions(plan: LaunchPlan) -> None:
         if len(given) > 1:
             named = " and ".join(names[field] for field in given)
             raise UsageError(f"{named} {why}: give one of them")
-    variables = [variable.name for variable in plan.env]
-    for name in variables:
-        if variables.count(name) > 1:
+
+
+def check_variables(variables: Sequence[EnvVar]) -> None:
+    """Raises UsageError for one that is given twice."""
+    names = [variable.name for variable in variables]
+    for name in names:
+        if names.count(name) > 1:
             raise UsageError(f"--env {name} is given twice: give it once")
 
 

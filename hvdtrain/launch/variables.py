@@ -1,17 +1,19 @@
 """Environment variables that the user wants every rank to have: `--env NAME`, `--env NAME=VALUE`."""
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
+from hvdtrain.strategy_names import STRATEGY
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # What a launch gives each rank itself; a value for all ranks would break it.
 _OF_THE_LAUNCH = re.compile(
     r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CONTROLLER|CPU_OPERATIONS"
     r"|GLOO_RENDEZVOUS_.*|GLOO_IFACE)|(OMPI_COMM|PMIX|PMI)_.*"
-    rf"|{LAUNCH_ID}|{LOG_DIR}|{TERMINAL}"
+    rf"|{LAUNCH_ID}|{LOG_DIR}|{TERMINAL}|{STRATEGY}|TF_CONFIG"
 )
 
 
@@ -47,3 +49,11 @@ def parse_variable(text: str) -> EnvVar:
     """The variable of `NAME` or `NAME=VALUE`. Raises UsageError."""
     name, equals, value = text.partition("=")
     return EnvVar(name, value if equals else None)
+
+
+def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
+    """What to say of variables that the ranks shall have and that are not set; empty if all are."""
+    missing = sorted(set(names) - environ.keys())
+    if not missing:
+        return ""
+    return f"--env {', '.join(missing)}: not set here, so no rank would have it: set it before"

@@ -128,7 +128,10 @@ class Mesh:
         """Return the process sets of a job of `ranks` ranks, each once, without the one of all ranks."""
         mesh = self.for_ranks(ranks)
         groups = (
-            *(mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks),
+            mesh.data_ranks,
+            mesh.tensor_ranks,
+            mesh.pipeline_ranks,
+            mesh.stage_ranks,
             mesh.neighbour_ranks,
         )
         found = {tuple(group(rank)) for group in groups for rank in range(ranks)}

@@ -13,6 +13,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.accumulated import combined, shared_out
+from hvdtrain.keras.compat.state import is_in_parts
 from hvdtrain.keras.compat.variables import is_waiting
 from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.shards import Shard, shard_of
@@ -20,7 +21,7 @@ from hvdtrain.keras.variables import tf_variable, unique, variable_name
 from hvdtrain.parallel.state import Piece, Place
 from hvdtrain.parallel.zero.optimizer import divided_state
 from hvdtrain.parallel.zero.partition import Partition
-from hvdtrain.parallel.zero.state import is_sharded, name_of_state
+from hvdtrain.parallel.zero.state import name_of_state
 
 WEIGHTS, COMMON, SLOTS = range(3)
 """Kinds of variables, in the order of the state. Common is what an optimizer has once, such as iterations."""
@@ -74,8 +75,8 @@ def pieces_of(
     if optimizer is None:
         return found
     numbers = {id(v): number for number, v in enumerate(variables)}
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    partitions: Mapping[int, Partition] = divided_state(inner) if is_sharded(optimizer) else {}
+    inner = compat.inner_of(optimizer)
+    partitions: Mapping[int, Partition] = divided_state(inner) if is_in_parts(optimizer) else {}
     accumulated = {id(v) for v in compat.accumulators(optimizer)}
     slots = compat.optimizer_slots(optimizer)
     for variable, state in slots:
@@ -195,7 +196,7 @@ def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:
         return None
     if _shape(slot) == _shape(variable):
         return shard
-    name = type(getattr(optimizer, "inner_optimizer", optimizer)).__name__
+    name = type(compat.inner_of(optimizer)).__name__
     raise UsageError(
         f"{name} keeps state of shape {list(slot.shape)} for {variable_name(variable)!r}, which is split over the "
         "ranks: it is not known which part of the unsplit layer's state that is. Use an optimizer that updates "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,6 +62,12 @@ class DividedStrategy(HorovodStrategy):
                 optimizer = whole.optimizer if model.optimizer.built else None
                 keep_state(pieces_of(whole.variables, optimizer), state)
                 write_model(whole, path)
+
+    def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
+        return nullcontext()  # Callbacks save by `save`.
+
+    def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
+        return nullcontext()  # No callback that restores is let in.
 
     def load(self, model: keras.Model, path: Path) -> None:
         self.build_to_load(model)

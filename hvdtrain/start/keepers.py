@@ -6,9 +6,10 @@ import contextlib
 import json
 import selectors
 import shlex
+import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.launch.host_report import HostReport, differences, from_line, late, ssh_problem
@@ -54,6 +55,17 @@ def keeper_argv(
         *(["-i", reach.identity_file] if reach.identity_file is not None else []),
         *(host, shlex.join(remote)),
     ]
+
+
+def missing_program(commands: Iterable[Sequence[str]]) -> str:
+    """What to say if a program that reaches the other hosts is not here; empty if all are."""
+    for program in sorted({command[0] for command in commands}):
+        if shutil.which(program) is None:
+            return (
+                f"{program} reaches the other hosts, and is not in PATH here: install it "
+                "(ssh: the package openssh-client), or start where it is"
+            )
+    return ""
 
 
 class Keepers:

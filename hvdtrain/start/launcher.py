@@ -17,10 +17,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, LAUNCH_ID
 from hvdtrain.launch.engine import find_engine
 from hvdtrain.launch.host_report import THIS_HOST, HostReport, common_interface, missing_interfaces
 from hvdtrain.launch.passing import looks_secret, travelling
+from hvdtrain.launch.variables import without_value
 from hvdtrain.start.horovods import (
     gloo_run,
     horovod_env,
@@ -30,7 +31,7 @@ from hvdtrain.start.horovods import (
     safe_shell_exec,
 )
 from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.keepers import Keepers, Reach, keeper_argv, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
@@ -42,11 +43,18 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     """Launch with the arguments of `hvdtrain.start.horovodrun`; returns the exit code."""
     own, horovods = split_arguments(arguments)
     asked = own_arguments(own)
+    if missing := without_value(asked, os.environ):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_USAGE
     sys.argv = ["horovodrun", *horovods]
     parsed = launch.parse_args()
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
-    with Keepers(remote, launch_id, _reach(parsed)) as keepers:
+    reach = _reach(parsed)
+    if missing := missing_program(keeper_argv(host, launch_id, reach) for host in remote):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_FAILURE
+    with Keepers(remote, launch_id, reach) as keepers:
         problems = _prepare(parsed, remote, keepers, asked)
         if problems:
             for line in "\n".join(problems).splitlines():

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain import __version__
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
 from hvdtrain.launch.host_report import THIS_HOST, HostReport, differences, late, ssh_problem
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.passing import travelling
@@ -37,9 +37,10 @@ from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import environment_of_srun
 from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
+from hvdtrain.launch.variables import without_value
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.agents import Agents
-from hvdtrain.start.keepers import Reach, keeper_argv
+from hvdtrain.start.keepers import Reach, keeper_argv, missing_program
 from hvdtrain.start.task import marked
 
 START_SECONDS = 30
@@ -64,7 +65,11 @@ def main() -> None:
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     layout = layout_of(options)
     environ = environment_of_srun(os.environ, options.env) if options.srun else dict(os.environ)
-    with Agents(_agent_commands(layout, options, launch_id), environ) as agents:
+    commands = _agent_commands(layout, options, launch_id)
+    if missing := missing_program(commands.values()):
+        _say(missing)
+        sys.exit(EXIT_FAILURE)
+    with Agents(commands, environ) as agents:
         sys.exit(Launch(layout, options, agents, received).run())
 
 
@@ -307,6 +312,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options.command = list(arguments[at + 1 :])
     if not options.command:
         parser.error("no COMMAND for the chief")
+    if missing := without_value(options.env, os.environ):
+        _say(missing)
+        sys.exit(EXIT_USAGE)
     return options
 
 

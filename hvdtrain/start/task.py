@@ -12,14 +12,11 @@ lines of several ranks never mix. `[0]<stdout+>:` marks a line whose end was not
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import re
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 
@@ -31,7 +28,6 @@ from hvdtrain.worker.rank_environment import available_cores
 LONGEST_PIECE = 900
 """Bytes; srun sends lines of up to 1024 as they are."""
 INTERFACE = "HOROVOD_GLOO_IFACE"
-_SIOCGIFADDR = 0x8915
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 
@@ -94,16 +90,14 @@ def marked(data: bytes, rank: int, descriptor: int) -> bytes:
 
 def interface_to(address: str) -> str | None:
     """The network interface that reaches an IPv4 address; None if none has the route's address."""
+    import psutil
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Sends nothing: it asks the kernel for the route.
         ours = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            # Interfaces without an address are asked, too.
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == ours:
-                    return name
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == ours for one in addresses):
+            return name
     return None
 
 

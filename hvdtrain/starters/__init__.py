@@ -7,13 +7,17 @@ install follows the link. `run.yaml` is the configuration that goes with each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 
 from hvdtrain.errors import HvdtrainError, UsageError
 
 CONFIG = "run.yaml"
+_IN_SOURCES = re.compile(r"\bscripts/\w+\.py\b")
+"""How a script names itself in its docstring, which shows how to run it."""
 _FOLDER = Path(__file__).parent
 
 
@@ -70,10 +74,10 @@ def contents(starter: Starter) -> dict[str, str]:
         ) from error
     config = (_FOLDER / CONFIG).read_text(encoding="utf-8")
     return {
-        starter.script: text,
-        CONFIG: config.replace("SCRIPT", starter.script)
-        .replace("ARGUMENTS", f"{starter.arguments:<11}")
-        .replace("LAUNCH", starter.launch),
+        starter.script: _IN_SOURCES.sub(starter.script, text),
+        CONFIG: Template(config).substitute(
+            script=starter.script, arguments=f"{starter.arguments:<11}", launch=starter.launch
+        ),
     }
 
 

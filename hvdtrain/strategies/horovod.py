@@ -14,7 +14,7 @@ from hvdtrain.agreement import on_first, require_equal
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
-from hvdtrain.keras.accumulated import as_one_process, shared_out
+from hvdtrain.keras.accumulated import as_one_process, restored_by_first, share_out
 from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.reduction import Reduction
@@ -26,7 +26,7 @@ from hvdtrain.keras.variables import (
     tf_variable,
     trained_variables,
 )
-from hvdtrain.metrics import average_logs, merge_state, state_variables
+from hvdtrain.metrics import as_value, average_logs, merge_state, state_variables
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, write_model
@@ -90,9 +90,7 @@ class HorovodStrategy(Strategy):
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         optimizer = model.optimizer
-        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
-        state = [*model.variables, *optimizer.variables]
-        broadcast_variables([v for v in state if id(tf_variable(v)) not in kept])
+        broadcast_variables(shared_state(model, without))
         share_loaded(optimizer)
 
     def check_step(self, model: keras.Model, when: str) -> None:
@@ -102,10 +100,10 @@ class HorovodStrategy(Strategy):
     def check(self, model: keras.Model, when: str) -> None:
         check_replicas(model, when=when)
 
-    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         merge_state(model.metrics, self.data_set)
         logs, from_metrics = compat.metrics_or_logs(model, step_logs)
-        values = {name: float(value) for name, value in logs.items()}
+        values = {name: as_value(value) for name, value in logs.items()}
         return values if from_metrics else average_logs(values, share.examples, self.data_set)
 
     def end_epoch(self, model: keras.Model) -> None:
@@ -115,11 +113,10 @@ class HorovodStrategy(Strategy):
         return gather_predictions(outputs, self.data_set)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        inner = compat.inner_of(model.optimizer)
         # An optimizer in parts: all ranks enter.
         whole_state = getattr(inner, "whole_state", None)
-        whole = whole_state() if whole_state else self._as_one_process(model)
-        with whole:
+        with whole_state() if whole_state else HorovodStrategy.as_one_process(self, model):
             if self.is_first:
                 write_model(model, path)
 
@@ -127,16 +124,25 @@ class HorovodStrategy(Strategy):
         self.build_to_load(model)
         on_first(self.is_first, lambda: read_model(model, path), "load")
         self.broadcast(model, without=seed_variables(model))
-        for variable in compat.accumulators(model.optimizer):
-            value = shared_out(tf_variable(variable), self.data_set, self.adds_up(model))
-            tf_variable(variable).assign(value)
+        share_out(model.optimizer, self.data_set, self.adds_up(model))
+
+    def as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return as_one_process(model.optimizer, self.data_set, self.adds_up(model))
+
+    def restored_by_first(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
+        return restored_by_first(model.optimizer, self.data_set, self.adds_up(model))
 
     def adds_up(self, model: keras.Model) -> bool:
         """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
-        return self.part.count > 1 and compat.wraps_own_steps(model)
+        return self.part.count > 1 and compat.trains_by_keras(model)
 
-    def _as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return as_one_process(model.optimizer, self.data_set, self.adds_up(model))
+
+def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:
+    """Return the variables of a model and its optimizer that are the same on all ranks, except `without`."""
+    optimizer = model.optimizer
+    own = [*reducer_of(optimizer).local_variables, *compat.accumulators(optimizer), *without]
+    kept = {id(tf_variable(v)) for v in own}
+    return [v for v in [*model.variables, *optimizer.variables] if id(tf_variable(v)) not in kept]
 
 
 def _check_reduction(reduction: Reduction) -> None:

@@ -95,9 +95,10 @@ def _check_optimizer(
     path: Path, stored: Mapping[str, tuple[int, ...]], config: dict[str, Any], optimizer: Any
 ) -> bool:
     """Return whether the file has an optimizer's state; raise UsageError if it is another optimizer's."""
-    theirs = [place for place in stored if place.startswith(f"{compat_files.OPTIMIZER}/")]
+    # Not what is inside a LossScaleOptimizer: its variables are among the outer one's, and stand there again.
+    theirs = [place for place in stored if place.startswith(compat_files.OPTIMIZER_VALUES)]
     wanted = compat_files.optimizer_places(optimizer)
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = compat.inner_of(optimizer)
     ours = compat_files.plain_class(inner).__name__
     name = compat_files.optimizer_class(config) or "another optimizer"
     if not theirs or (name == ours and len(theirs) <= NEW_OPTIMIZER < len(wanted)):

@@ -30,8 +30,8 @@ from hvdtrain.keras.compat.replicas import EVEN, ReplicaScope
 from hvdtrain.keras.statistics import SEED_STRIDE
 from hvdtrain.keras.variables import seed_variables, tf_variable, unique
 from hvdtrain.strategies.rows import Placement, place
+from hvdtrain.strategies.strategy import Logs
 
-Logs = dict[str, Any]
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
 """Without this a TPU takes every dimension of its inputs for one that may change."""
 
@@ -73,7 +73,7 @@ class ReplicaSteps:
         self._device = parameter_device
         self._on_replicas = parameter_device is None
         # Keras's own step has each replica's part in the loss; a user's may not.
-        self._together = SUM if compat.wraps_own_steps(model) else MEAN
+        self._together = SUM if compat.trains_by_keras(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
@@ -141,9 +141,10 @@ class ReplicaSteps:
     def _run(self, step: str, shares: Sequence[Share]) -> Logs:
         examples = shares[0].examples
         placement = self._placement(examples)
-        if not placement.is_full and compat_replicas.has_own_step(self._model, step):
+        own = compat.overridden(self._model, step, "compute_loss", "compute_metrics")
+        if own is not None and not placement.is_full:
             raise UsageError(
-                f"The model computes its own {step} or its own loss, and this batch has {examples} examples for "
+                f"The model has a {own} of its own, and this batch has {examples} examples for "
                 f"{self._replicas} replicas with {self._rows} rows each: what is filled up with repeated examples, "
                 f"such a step would count. {EVEN}"
             )
@@ -155,10 +156,10 @@ class ReplicaSteps:
     def _program(self, step: str, count: int, is_full: bool) -> Callable[..., Any]:
         key = (step, count, is_full)
         if key not in self._compiled:
+            # An object of its own, for TensorFlow counts traces by function and warns of many.
             if step == "predict_step":
                 program = functools.partial(self._predictions)
             else:
-                # An object of its own, for TensorFlow counts traces by function and warns of many.
                 program = functools.partial(self._steps, step, count)
             if not self._model.run_eagerly:
                 program = tf.function(program, autograph=False)

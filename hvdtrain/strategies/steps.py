@@ -16,8 +16,7 @@ from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.variables import tf_variable
 from hvdtrain.metrics import read_state, write_state
 from hvdtrain.strategies.losses import make_exact
-
-Logs = dict[str, Any]
+from hvdtrain.strategies.strategy import Logs
 
 
 def _require_jit(model: keras.Model) -> None:
@@ -76,7 +75,7 @@ class RankSteps:
         self._weighted = workers > 1
         if self._weighted:
             make_exact(model, reducer)
-            reducer.share_is_in_loss = compat.wraps_own_steps(model)
+            reducer.share_is_in_loss = compat.trains_by_keras(model)
         self._synchronized = [
             layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
         ]

@@ -7,8 +7,8 @@ weights are those of one worker with the global batch.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeAlias
 
@@ -16,6 +16,7 @@ import keras
 
 from hvdtrain.data import Part, Share
 from hvdtrain.keras import compat
+from hvdtrain.metrics import as_value
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, require_built, write_model
@@ -49,7 +50,7 @@ class Strategy:
 
     Attributes:
         name: as in `Trainer(strategy=...)`.
-        workers: how many compute a step together; at most one a example of the global batch.
+        workers: how many compute a step together; at most one per example of the global batch.
         part: which share of each global batch this process reads.
         is_first: whether this process writes files and talks to the terminal.
         saves_together: no rank has the whole model and optimizer, so `save` is the only way to save them.
@@ -67,9 +68,9 @@ class Strategy:
         """Join the job, before TensorFlow's devices are in use; return who this process is."""
         return init(seed)
 
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
+    def scope(self) -> AbstractContextManager[Any]:
         """Return the context in which the model, its optimizer and its metrics are made."""
-        return contextlib.nullcontext()
+        return nullcontext()
 
     def build(self, model: ModelSource) -> keras.Model:
         """Return the model that this process trains; a function is called to build it."""
@@ -107,7 +108,7 @@ class Strategy:
     def check(self, model: keras.Model, when: str) -> None:
         """Raise ReplicaError if anything that is replicated differs between workers."""
 
-    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the values since the metrics' reset, over all workers: equal on every rank.
 
         Args:
@@ -115,7 +116,7 @@ class Strategy:
             share: of the last step.
         """
         values, _ = compat.metrics_or_logs(model, step_logs)
-        return {name: float(value) for name, value in values.items()}
+        return {name: as_value(value) for name, value in values.items()}
 
     def end_epoch(self, model: keras.Model) -> None:
         """Make the statistics of all workers one (BatchNormalization's moving averages)."""
@@ -130,6 +131,14 @@ class Strategy:
         All ranks call it; the file is complete or absent.
         """
         write_model(model, path)
+
+    def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
+        """In this block callbacks that save find in rank 0's optimizer what one process would have."""
+        return nullcontext()
+
+    def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
+        """Around callbacks that may restore the model on rank 0 alone; `broadcast` follows."""
+        return nullcontext()
 
     def load(self, model: keras.Model, path: Path) -> None:
         """Give `model` and its optimizer what `save`, or plain Keras, wrote to `path`.

@@ -39,6 +39,11 @@ def on_this_rank(
                 "BackupAndRestore cannot save a model or optimizer that is divided over ranks: use ModelCheckpoint, "
                 "and Trainer.load before fit to go on"
             )
+        if isinstance(callback, kc.SwapEMAWeights):
+            raise UsageError(
+                "SwapEMAWeights cannot swap the averages of a model or optimizer that is divided over ranks: leave it "
+                "out, or the division"
+            )
     together = [c for c in callbacks if isinstance(c, kc.ModelCheckpoint)]
     for callback in together:
         callback.verbose = callback.verbose if is_first else 0
@@ -82,6 +87,12 @@ def need_global_batches(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     user's whole list.
     """
     return any(_looks_at_batches(callback) for callback in callbacks)
+
+
+def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Whether a callback may save after any step. The same answer on every rank, as above."""
+    saving = (c for c in callbacks if isinstance(c, (kc.ModelCheckpoint, kc.BackupAndRestore)))
+    return any(callback.save_freq != "epoch" for callback in saving)
 
 
 def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.strategy import Strategy
@@ -17,6 +17,10 @@ from hvdtrain.strategy_names import (
     strategy_of,
 )
 
+if TYPE_CHECKING:
+    from hvdtrain.parallel.layout import Layout
+    from hvdtrain.parallel.mesh import Mesh
+
 # Loaded when they are chosen: each brings what only it needs.
 CLASSES = {
     TPU: "hvdtrain.strategies.tpu:TPU",
@@ -26,7 +30,9 @@ CLASSES = {
 
 
 def make_strategy(
-    wanted: str | Strategy | None, layout: Any = None, shard_optimizer: bool = False
+    wanted: str | Strategy | None,
+    layout: Layout | Mesh | None = None,
+    shard_optimizer: bool = False,
 ) -> Strategy:
     """Return the strategy that `wanted` names; None: what HVDTRAIN_STRATEGY says, else Horovod's.
 
@@ -53,7 +59,7 @@ def make_strategy(
     return strategy
 
 
-def _horovod_strategy(layout: Any, shard_optimizer: bool) -> Strategy:
+def _horovod_strategy(layout: Layout | Mesh | None, shard_optimizer: bool) -> Strategy:
     from hvdtrain.keras.optimizer import DistributedOptimizer
     from hvdtrain.strategies.horovod import HorovodStrategy
 
@@ -82,7 +88,7 @@ def _horovod_strategy(layout: Any, shard_optimizer: bool) -> Strategy:
     return strategy
 
 
-def _refuse_division(name: str, layout: Any, shard_optimizer: bool) -> None:
+def _refuse_division(name: str, layout: Layout | Mesh | None, shard_optimizer: bool) -> None:
     for option, given in (("layout", layout is not None), ("shard_optimizer", shard_optimizer)):
         if given:
             raise UsageError(

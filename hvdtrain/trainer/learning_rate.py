@@ -29,20 +29,27 @@ def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
 
 
 class WarmUp(keras.callbacks.Callback):
-    """Raise the learning rate in equal steps from `start` to the optimizer's own over `epochs` epochs."""
+    """Raise the learning rate in equal steps from `start` to `target` over the first `epochs` epochs.
 
-    def __init__(self, start: float, epochs: float, steps_per_epoch: int) -> None:
+    The rate follows from epoch and step alone, so a run that goes on in the middle goes on there. Afterwards the
+    rate is left to others.
+    """
+
+    def __init__(self, start: float, target: float, epochs: float, steps_per_epoch: int) -> None:
         super().__init__()
         self._start = start
+        self._rise = target - start
+        self._steps_per_epoch = steps_per_epoch
         self._steps = max(1, round(epochs * steps_per_epoch))
-        self._done = 0
-        self._target = 0.0
+        self._before = 0
+        self._rising = False
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._target = float(self.model.optimizer.learning_rate)
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._before = epoch * self._steps_per_epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if self._done < self._steps:
-            self._done += 1
-            rise = (self._target - self._start) * self._done / self._steps
-            self.model.optimizer.learning_rate = self._start + rise
+        # With steps_per_execution not every step is seen; the last one of the rise may be among the others.
+        done = min(self._before + batch + 1, self._steps)
+        if self._before + batch < self._steps or self._rising:
+            self.model.optimizer.learning_rate = self._start + self._rise * done / self._steps
+            self._rising = done < self._steps

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.environment import TERMINAL
 from hvdtrain.runtime import Rank
@@ -55,16 +56,18 @@ class Progress:
         if self._bar is not None:
             self._show(logs, finalize=False)
 
-    def end(self, logs: dict[str, float], seconds: float, examples_per_second: float) -> None:
+    def end(self, logs: dict[str, Any], seconds: float, examples_per_second: float) -> None:
         """Show the values of the whole epoch, over all workers."""
         if self._bar is not None:
             self._show(logs, finalize=True)
         elif self._verbose == 2:
-            values = "  ".join(f"{name}: {value:.4g}" for name, value in logs.items())
+            values = "  ".join(f"{name}: {np.mean(value):.4g}" for name, value in logs.items())
             rate = f"{examples_per_second:,.0f} examples/s"
             print(f"{self._title}  {seconds:.1f}s  {rate}  {values}", flush=True)
 
     def _show(self, logs: dict[str, Any], finalize: bool) -> None:
         shown = {**logs, "examples/s": round(self.examples_per_second)}
         self._bar.stateful_metrics = set(shown)
-        self._bar.update(self._steps, [(k, float(v)) for k, v in shown.items()], finalize=finalize)
+        self._bar.update(
+            self._steps, [(k, float(np.mean(v))) for k, v in shown.items()], finalize=finalize
+        )

@@ -13,17 +13,24 @@ MODEL = "model.keras"
 
 
 class RunDir:
-    """Files of one run. A file is complete or absent: it is written beside its place and renamed."""
+    """Files of one run. config.json and the model are complete or absent: each is written beside its place and
+    renamed. metrics.csv grows by a line an epoch."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._columns: list[str] = []
 
-    def complaint(self) -> str | None:
-        """Return what is wrong if another run left its metrics here: nothing is overwritten."""
-        if self._columns or not (self.path / METRICS).exists():
+    def complaint(self, first_epoch: int) -> str | None:
+        """Return what is wrong if another run left its metrics here: nothing is overwritten.
+
+        A run that goes on where that one stopped, with `first_epoch` (from 0) after its first, adds to them.
+        """
+        if first_epoch > 0 or self._columns or not (self.path / METRICS).exists():
             return None
-        return f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one away"
+        return (
+            f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one away. "
+            "Only a run that goes on from it (initial_epoch, or BackupAndRestore) adds to it"
+        )
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write what the run was asked to do."""
@@ -33,16 +40,52 @@ class RunDir:
         temporary.replace(self.path / CONFIG)
 
     def append_metrics(self, row: dict[str, Any], columns: list[str]) -> None:
-        """Add the line of one epoch; the first call fixes the columns."""
-        is_first = not self._columns
-        self._columns = self._columns or columns
+        """Add the line of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs."""
+        if not self._columns:
+            self._begin_metrics(row["epoch"], columns)
         with (self.path / METRICS).open("a", newline="") as file:
-            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            if is_first:
-                writer.writeheader()
-            writer.writerow(row)
+            plain = {
+                name: getattr(value, "tolist", lambda v=value: v)() for name, value in row.items()
+            }
+            csv.DictWriter(file, self._columns, extrasaction="ignore").writerow(plain)
+
+    def _begin_metrics(self, epoch: int, columns: list[str]) -> None:
+        """Write the header, and the lines before `epoch` of the run that this one goes on with."""
+        path = self.path / METRICS
+        before: list[dict[str, str]] = []
+        if path.exists():
+            with path.open(newline="") as file:
+                reader = csv.DictReader(file)
+                columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
+                before = [
+                    row for row in reader if row["epoch"].isdecimal() and int(row["epoch"]) < epoch
+                ]
+        temporary = self.path / f".{METRICS}.tmp"
+        with temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns, extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(before)
+        temporary.replace(path)
+        self._columns = columns
 
     @property
     def model(self) -> Path:
         """The file of the final model with its optimizer."""
         return self.path / MODEL
+
+
+def epoch_line(
+    epoch: int, logs: dict[str, Any], validated: bool, seconds: float, rate: float
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of an epoch (counted from 0), and the columns of a run.
+
+    Args:
+        logs: the epoch's.
+        validated: the run evaluates, though perhaps not after every epoch.
+        seconds, rate: of training, in examples a second.
+    """
+    names = [name for name in logs if not name.startswith("val_")]
+    if validated:
+        names += [f"val_{name}" for name in names]
+    speed = {"seconds": round(seconds, 3), "examples_per_second": round(rate, 1)}
+    return {"epoch": epoch + 1, **logs, **speed}, ["epoch", *names, *speed]

@@ -11,6 +11,7 @@ import keras
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
 from hvdtrain.strategies.strategy import ModelSource
 
 
@@ -60,7 +61,7 @@ def compile_arguments(
         "loss_weights": loss_weights,
     }
     if model.compiled:
-        before = model._compile_config.config if model._compile_config else {}
+        before = compat.compile_config(model)
         if optimizer is None:
             optimizer = model.optimizer
         given = {k: before.get(k) if v is None else v for k, v in given.items()}
@@ -68,13 +69,15 @@ def compile_arguments(
         optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
     except ValueError as error:
         raise UsageError(f"optimizer={optimizer!r}: {error}") from error
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise UsageError(
+            "optimizer: Trainer updates all variables by one optimizer, and MultiOptimizer holds several: choose one"
+        )
     return {"optimizer": optimizer, **given}
 
 
 def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Return ((x, y, sample_weight), validation data): the last `fraction` of the arrays, before shuffling."""
-    if isinstance(x, tuple) and y is None:
-        x, y, sample_weight = (*x, None, None)[:3]
     train, validation = validation_split(x, y, sample_weight, fraction)
     return (*train, None, None)[:3], validation
 

@@ -13,17 +13,19 @@ small collective for metrics, statistics and the wish to stop an epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.agreement import any_rank, exchange, require_equal
-from hvdtrain.data import Share, Source, is_batched, make_source
+from hvdtrain.agreement import any_rank, exchange, require_alike, require_equal
+from hvdtrain.data import Share, Source, is_batched, make_source, nested
+from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
@@ -32,12 +34,17 @@ from hvdtrain.keras.learning_rate import require_settable
 from hvdtrain.keras.variables import seed_variables
 from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import engine_errors
-from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
-from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank, saving_together
+from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
+from hvdtrain.trainer.callback_ranks import (
+    need_global_batches,
+    on_this_rank,
+    save_within_epochs,
+    saving_together,
+)
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import Progress, resolve_verbose
-from hvdtrain.trainer.run_dir import RunDir
+from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.setup import (
     build_model,
     compile_arguments,
@@ -48,7 +55,9 @@ from hvdtrain.trainer.setup import (
 )
 from hvdtrain.trainer.shares import epoch_shares, grouped
 
-Logs = dict[str, float]
+if TYPE_CHECKING:
+    from hvdtrain.parallel.layout import Layout
+    from hvdtrain.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class Trainer:
         global_batch_size: int,
         weighted_metrics: Any = None,
         loss_weights: Any = None,
-        learning_rate_scaling: str = "none",
+        learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none",
         warmup_epochs: float = 0,
         precision: str | None = None,
         run_dir: str | Path | None = None,
@@ -116,7 +125,7 @@ class Trainer:
         run_eagerly: bool = False,
         steps_per_execution: int = 1,
         strategy: str | Strategy | None = None,
-        layout: Any = None,
+        layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
         guard: bool = True,
     ) -> None:
@@ -136,13 +145,13 @@ class Trainer:
             self.model, optimizer, loss, metrics, weighted_metrics, loss_weights
         )
         optimizer = compiled["optimizer"]
-        self._base_rate = 0.0
         if warmup_epochs:
             require_settable(optimizer, "warmup_epochs")
-            self._base_rate = (
-                0.0 if learning_rate_scaling == "none" else float(optimizer.learning_rate)
-            )
+        unscaled = float(optimizer.learning_rate)
         scale_learning_rate(optimizer, learning_rate_scaling, self.strategy.workers)
+        # Where the warm-up begins and ends.
+        begin = 0.0 if learning_rate_scaling == "none" else unscaled
+        self._rates = (begin, float(optimizer.learning_rate))
         optimizer = self.strategy.distribute(optimizer)
         with self.strategy.scope():
             self.model.compile(
@@ -153,12 +162,16 @@ class Trainer:
         if not compat.has_loss(self.model):
             raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
+        self._predicting: Steps | None = (
+            None  # The same, or before them steps that can only predict.
+        )
+        self._trained: tuple[Any, list[int]] | None = None  # What `steps` train: see _as_compiled.
         self._config: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "guard": guard,
             "jit_compile": jit_compile,
             "learning_rate_scaling": learning_rate_scaling,
-            "learning rate": float(optimizer.learning_rate),
+            "learning_rate": float(optimizer.learning_rate),
             "optimizer": type(optimizer).__name__,
             "precision": self.model.dtype_policy.name,
             "seed": seed,
@@ -185,7 +198,7 @@ class Trainer:
         steps_per_epoch: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         shuffle: bool = True,
-        callbacks: Sequence[keras.callbacks.Callback] = (),
+        callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
         initial_epoch: int = 0,
         verbose: str | int = "auto",
     ) -> keras.callbacks.History:
@@ -202,12 +215,13 @@ class Trainer:
             steps_per_epoch: global batches in an epoch; needed where the data never ends.
             class_weight: weight of each class of integer or one-hot labels.
             shuffle: by seed and epoch, alike for any number of workers.
-            callbacks: Keras callbacks. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
+            callbacks: a Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. Where the ranks hold
                 parts (layout, shard_optimizer), ModelCheckpoint runs on all and writes the whole model.
             initial_epoch: epoch to start from, counted from 0.
             verbose: 0, 1 (progress bar), 2 (one line an epoch) or "auto"; rank 0 shows it.
         """
+        callbacks = keras.tree.flatten(callbacks or [])
         if validation_split:
             if validation_data is not None:
                 raise UsageError("Give validation_data or validation_split, not both")
@@ -217,11 +231,15 @@ class Trainer:
         train = self._source(x, y, sample_weight, shuffle, steps_per_epoch, class_weight)
         validation = None
         if validation_data is not None:
+            if isinstance(validation_data, list):
+                validation_data = tuple(
+                    validation_data
+                )  # As in Keras; elsewhere a list is several inputs.
             validation = self._evaluation_source(validation_data, None, None, validation_steps)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
-            warm_up = WarmUp(self._base_rate, self._warmup_epochs, train.steps_per_epoch)
+            warm_up = WarmUp(*self._rates, self._warmup_epochs, train.steps_per_epoch)
             callbacks = [warm_up, *callbacks]
         plan = FitPlan(train, validation, epochs, validation_freq, callbacks)
         with engine_errors(self.rank):
@@ -242,9 +260,11 @@ class Trainer:
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
             inputs = self._symbolic_data(source)[0]
-            ready = self.steps or self.strategy.prepare_prediction(self.model, inputs)
+            if self._predicting is None:
+                self._predicting = self.strategy.prepare_prediction(self.model, inputs)
+            predict = self._predicting.predict
             shares = epoch_shares(source, 0, self.strategy.part)
-            return self.strategy.gather((share, ready.predict(share)) for share in shares)
+            return self.strategy.gather((share, predict(share)) for share in shares)
 
     def save(self, filepath: str | Path) -> None:
         """Write the whole model, with its optimizer's state once it was trained, to a .keras file.
@@ -270,7 +290,6 @@ class Trainer:
     # The order of events. All ranks pass through these lines in step.
 
     def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
-        self._check_run_dir()
         facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
         if plan.validation is not None:
             facts |= {
@@ -290,10 +309,12 @@ class Trainer:
         if together:
             saving_together(own, partial(self.strategy.save, self.model))
         self.model.stop_training = False
-        callbacks.on_train_begin()
+        with self.strategy.restored_by_first(self.model):
+            callbacks.on_train_begin()
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or initial_epoch)
         first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
+        self._check_run_dir(first)
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
         logs: Logs = {}
@@ -325,6 +346,7 @@ class Trainer:
         step_logs: dict[str, Any] = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks)
+        saving = save_within_epochs(plan.callbacks)
         done = 0
         shares = epoch_shares(plan.train, epoch, self.strategy.part)
         for group in grouped(shares, self._steps_per_execution):
@@ -335,7 +357,8 @@ class Trainer:
             if global_batches:
                 self.steps.finish()
                 step_logs = self._global_step_logs(step_logs, share)
-            callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
+            with self._as_one_process(saving):
+                callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
             if self._guard and done == 0 and check_first_step:
                 self.strategy.check_step(self.model, "after the first step")
             done += len(group)
@@ -352,7 +375,8 @@ class Trainer:
             logs |= {f"val_{name}": value for name, value in found.items()}
         if self._guard:
             self.strategy.check(self.model, f"after epoch {epoch + 1}")
-        callbacks.on_epoch_end(epoch, logs)
+        with self._as_one_process(True):
+            callbacks.on_epoch_end(epoch, logs)
         progress.end(logs, seconds, rate)
         self._write_metrics(plan, epoch, logs, seconds, rate)
         return logs
@@ -404,14 +428,28 @@ class Trainer:
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""
         require_equal(source_facts(source) | self._config | facts, what)
+        if isinstance(source, ArraySource):
+            # Streams are compared batch by batch.
+            require_alike(nested.sample(source.data), what)
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any] | None = None) -> None:
         """Build the model from the data's shapes, and compare model and data over the ranks."""
-        self._agree(source, facts or {}, what)
+        anew = self._trained is not None and self._trained != self._as_compiled()
+        self._agree(source, (facts or {}) | {"the model is compiled anew": anew}, what)
         if self.steps is not None:
+            if anew:
+                raise UsageError(
+                    "The model was compiled anew, or layers were frozen or unfrozen, after this Trainer had begun: "
+                    "make a new one, Trainer(trainer.model, optimizer=..., loss=...), and train with that"
+                )
             return
         data = self._symbolic_data(source)
-        self.steps = self.strategy.prepare(self.model, data, what)
+        self.steps = self._predicting = self.strategy.prepare(self.model, data, what)
+        self._trained = self._as_compiled()
+
+    def _as_compiled(self) -> tuple[Any, list[int]]:
+        """What the compiled steps were made for: the optimizer, and which variables it trains."""
+        return self.model.optimizer, [id(v) for v in self.model.trainable_variables]
 
     def _symbolic_data(self, source: Source) -> Any:
         # From the source's own word for its shapes: the first batch of an iterator is read but once.
@@ -426,11 +464,14 @@ class Trainer:
         write_state(self.model.metrics, own)
         return logs
 
-    def _check_run_dir(self) -> None:
+    def _as_one_process(self, saving: bool) -> AbstractContextManager[None]:
+        return self.strategy.as_one_process(self.model) if saving else nullcontext()
+
+    def _check_run_dir(self, first_epoch: int) -> None:
         """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
-        mine = (
-            self._run_dir.complaint() if self._run_dir is not None and self.rank.is_first else None
-        )
+        mine = None
+        if self._run_dir is not None and self.rank.is_first:
+            mine = self._run_dir.complaint(first_epoch)
         complaint = exchange(mine, "run_dir")[0]
         if complaint is not None:
             raise UsageError(complaint)
@@ -448,16 +489,8 @@ class Trainer:
     ) -> None:
         if self._run_dir is None or not self.rank.is_first:
             return
-        names = [name for name in logs if not name.startswith("val_")]
-        if plan.validation is not None:
-            names += [f"val_{name}" for name in names]
-        row = {
-            "epoch": epoch + 1,
-            **logs,
-            "seconds": round(seconds, 3),
-            "examples_per_second": round(rate, 1),
-        }
-        self._run_dir.append_metrics(row, ["epoch", *names, "seconds", "examples_per_second"])
+        validated = plan.validation is not None
+        self._run_dir.append_metrics(*epoch_line(epoch, logs, validated, seconds, rate))
 
 
 def _keras_file(filepath: str | Path, what: str) -> Path:

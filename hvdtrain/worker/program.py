@@ -116,7 +116,8 @@ def _exit_as_asked(code: object) -> None:
 
 def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
     failure = Failure(rank_of(os.environ), exit_code, secondary, text)
-    under_launcher = LAUNCH_ID in os.environ
+    # A launch that was pasted has nobody who reads such lines.
+    under_launcher = TERMINAL in os.environ
     _flush()
     if under_launcher or text:
         # A leading newline, for the script may have left a line unfinished.

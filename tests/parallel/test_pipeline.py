@@ -37,7 +37,7 @@ def four() -> Results:
 def two() -> Results:
     cases = (
         *("case_gradients", "case_masks", "case_precision", "case_callbacks"),
-        *("case_refused", "case_alltoall"),
+        *("case_compiled_by_its_function", "case_refused", "case_alltoall"),
     )
     meshes = {"TEST_MESHES": "1,1,2"}
     return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes | PATIENCE)
@@ -132,6 +132,12 @@ def test_callbacks(two: Results) -> None:
     assert first["layers"][0] == "embedding"
     assert last["layers"][-1] == "out"
     assert not set(first["layers"]) & set(last["layers"])
+
+
+def test_a_model_that_its_function_compiled(two: Results) -> None:
+    found = two.of("case_compiled_by_its_function")[0]
+    assert found["weights"] <= EXACT
+    assert found["history"] <= EXACT
 
 
 def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:

@@ -115,7 +115,7 @@ def test_saved_model(strategy: str) -> None:
 def test_what_cannot_be_right_is_said(strategy: str) -> None:
     found = one(strategy, "case_refusals")
     expected = {
-        "own step": "computes its own train_step",
+        "own step": "has a train_step of its own",
         "added loss": "adds losses of its own",
         "scalar loss": "returns one number for a batch",
         "scalar metric": "The metric 'scalar' returns one number",

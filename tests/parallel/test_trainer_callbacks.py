@@ -91,6 +91,13 @@ def test_backup_and_restore(results: Results) -> None:
         assert found["weights"] == 0
 
 
+def test_backup_while_gradients_wait(results: Results) -> None:
+    for found in results.of("case_backup_while_gradients_wait"):
+        assert found["epochs"] == 3
+        # The ranks' gradients are added up once more, in another order: Adam's steps of 0.01 hide nothing larger.
+        assert found["weights"] <= 1e-6
+
+
 def test_run_dir(results: Results, folder: Path) -> None:
     ranks = results.of("case_run_dir")
     run_dir = folder / "runs" / "one"

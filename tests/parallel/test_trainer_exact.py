@@ -126,3 +126,14 @@ def test_seeds(two: Results) -> None:
 def test_fit_again(two: Results) -> None:
     for found in two.of("case_fit_again"):
         check(found)
+
+
+def test_fit_again_while_gradients_wait(two: Results) -> None:
+    for found in two.of("case_fit_again_while_gradients_wait"):
+        check(found)
+
+
+def test_metric_of_each_class(two: Results) -> None:
+    for found in two.of("case_metric_of_each_class"):
+        assert found.pop("classes") == 5
+        check(found)

@@ -44,12 +44,14 @@ DISAGREEMENTS = {
     "input shape": "the shape and dtype of an example",
     "examples": "the number of examples is 40 on rank 0 and 32 on rank 1",
     "steps": "the number of steps in an epoch is 5 on rank 0 and 4 on rank 1",
+    "content": "x hold other values on rank 1 than on rank 0",
+    "labels": "y hold other values on rank 1 than on rank 0",
     "dtype": "the shape and dtype of an example",
     "metrics": 'the metrics is ["loss", "mae"] on rank 0 and ["loss"] on rank 1',
     "model": "the model's variables",
     "layers": "the model's variables",
     "batch size": "global_batch_size is 8 on rank 0 and 4 on rank 1",
-    "learning rate": "learning rate is 0.05",
+    "learning rate": "learning_rate is 0.05",
     "optimizer": 'optimizer is "SGD" on rank 0 and "Adam" on rank 1',
     "epochs": "epochs is 3 on rank 0 and 2 on rank 1",
     "validation": "validation",
@@ -99,6 +101,9 @@ USAGE = {
     "precision": "'float7'",
     "optimizer": "'sdg'",
     "class weight": "no weight for class",
+    "compiled anew": "make a new one, Trainer(trainer.model",
+    "frozen": "make a new one, Trainer(trainer.model",
+    "several optimizers": "MultiOptimizer holds several",
 }
 
 

@@ -20,6 +20,7 @@ OF_TWO = (
     *("case_optimizers", "case_ways", "case_dtypes", "case_state_size", "case_state_moves"),
     *("case_inf_on_one_rank", "case_local_variable", "case_errors", "case_trainer"),
     "case_trainer_saves",
+    "case_loss_scaling_goes_on",
 )
 
 
@@ -103,7 +104,7 @@ def test_errors(two: Results) -> None:
             "Lamb": "Lamb cannot be sharded: it scales each step by the norm of the whole variable",
             "Muon": "Muon cannot be sharded",
             "Adafactor": "Adafactor cannot be sharded",
-            "Mine": "give the class an attribute hvdtrain_elementwise = True",
+            "Mine": "says so by a class attribute hvdtrain_elementwise = True",
             "twice": "wrap it once",
             "distributed": "wrap it once",
             "save": "lies on 2 ranks",
@@ -176,3 +177,8 @@ def test_file_is_what_plain_keras_would_have_saved(two: Results, folder: Path) -
     assert found["files"] == 0
     assert found["state"] <= THROUGH_ADAM
     assert found["continued"] <= THROUGH_ADAM
+
+
+def test_loss_scaling_goes_on_from_a_file(two: Results) -> None:
+    for far in two.of("case_loss_scaling_goes_on"):
+        assert far <= EXACT

@@ -51,7 +51,7 @@ def test_report_of_rank_0() -> None:
 
     assert measure_peak(Case("zero", 2), launch, 64, 4) == Peak(3, (5, 7))
     ((np, script, arguments),) = asked
-    assert np == 2 and script.name == "peak.py" and script.exists()
+    assert np == 2 and script.name == "memory_rank.py" and script.exists()
     assert shlex.join(arguments) == "zero --ranks=2 --width=64 --blocks=4"
 
 

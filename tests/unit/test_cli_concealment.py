@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
+
+from hvdtrain.cli import main
 from hvdtrain.cli.concealment import without_values
 
 REPOSITORY = Path(__file__).parents[2]
@@ -39,3 +43,26 @@ def test_the_command_starts_again_with_the_value_in_its_environment() -> None:
         check=True,
     )
     assert done.stdout == "['--env', 'A_KEY', '--env', 'B=1'] hush\n"
+
+
+def test_the_words_of_a_file_are_none_of_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments that a configuration file gives to the script do not stand at the end of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "run.yaml").write_text("np: 2\nscript: train.py\narguments: [--epochs, 5]\n")
+    words = ["run", "--config", "run.yaml", "--env", "API_KEY=hush"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "hvdtrain", *words])
+
+    class Replaced(Exception):
+        pass
+
+    def replace(program: str, argv: list[str], environ: dict[str, str]) -> None:
+        raise Replaced(argv[1:], environ["API_KEY"])
+
+    monkeypatch.setattr(os, "execve", replace)
+    monkeypatch.setattr("hvdtrain.cli.run.run_launch", lambda *_, **__: 0)
+    result = CliRunner().invoke(main, words)
+    assert isinstance(result.exception, Replaced), result.output
+    assert result.exception.args == (["hvdtrain", *words[:-1], "API_KEY"], "hush")

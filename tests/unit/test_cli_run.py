@@ -16,6 +16,7 @@ from hvdtrain.cli.run import run
 
 REPOSITORY = Path(__file__).parents[2]
 OPTIONS = Path(__file__).parent / "golden" / "run_options.txt"
+STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
 def call(*args: str) -> Result:
@@ -74,6 +75,11 @@ def test_the_options_of_run_are_these() -> None:
         (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "give one of them"),
         (["--hostfile", "hostfile", "train.py"], "hostfile, line 2: cannot read 'b slots'"),
         (["-np", "2", "--stall-shutdown-seconds", "9", "train.py"], "must be longer than"),
+        (
+            ["-np", "2", f"--env={STALL}=600", "--stall-shutdown-seconds=90", "train.py"],
+            f"--env {STALL}=600 and --stall-shutdown-seconds 90 set the same, and differ",
+        ),
+        (["-np", "2", f"--env={STALL}=soon", "train.py"], f"--env {STALL}: 'soon' is not a valid"),
         (["-np", "2", "--log-dir", "train.py", "train.py"], "cannot make the log folder train.py"),
     ],
 )
@@ -84,6 +90,35 @@ def test_user_errors_are_one_message(folder: Path, args: list[str], message: str
     assert result.stderr.count("Error: ") == 1
     assert "Traceback" not in result.stderr
     assert result.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE"])
+@pytest.mark.parametrize("options", [["-np", "2"], ["--strategy", "central-storage", "-np", "2"]])
+def test_a_launch_is_not_started_by_each_process_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    monkeypatch.setenv(name, "4")
+    result = call("run", "--dry-run", *options, "train.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"one of 4 processes of another launch ({name}=4): start hvdtrain run" in result.stderr
+    monkeypatch.setenv(name, "1")
+    assert call("run", "--dry-run", *options, "train.py").exit_code == 0
+
+
+def test_a_variable_that_nothing_reads_is_said(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = ("HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_RANK_CORES", "HVDTRAIN_SSH_KEYS")
+    for name in (*known, "HVDTRAIN_CONTROLER", "HVDTRAIN_NPP", "HVDTRAIN_ZZZ", "HVDTRAIN_MINE"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.setenv("HVDTRAIN_TCP", "1")
+    result = call("run", "--dry-run", "-np", "2", "--env", "HVDTRAIN_MINE", "train.py")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == [
+        "HVDTRAIN_CONTROLER is set, and nothing reads it. Did you mean HVDTRAIN_CONTROLLER?",
+        "HVDTRAIN_NPP is set, and nothing reads it. Did you mean HVDTRAIN_NP?",
+        "HVDTRAIN_ZZZ is set, and nothing reads it.",
+    ]
 
 
 def test_without_horovod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,12 +139,51 @@ def test_dry_run_prints_and_starts_nothing(folder: Path) -> None:
     assert not (folder / ".hvdtrain").exists()
 
 
+def test_what_to_do_before_a_printed_command_is_pasted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # A secret's value is put there.
+    words = ("run", "--dry-run", "-np", "1", "--env", "API_KEY=hush", "--env", "A=b", "train.py")
+    result = call(*words, "--token", "hush")
+    assert "hush" not in result.output
+    assert result.stderr == (
+        "before you paste this, set API_KEY: secret values are not in it\n"
+        "before you paste this, put the secret values where *** is\n"
+    )
+    assert call(*words).stderr == ""  # It is set by now.
+
+
 def test_the_environment_may_set_the_stall_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "600")
     printed = call("run", "--dry-run", "-np", "2", "train.py").stdout
     assert "--stall-check-shutdown-time-seconds 600 " in printed
+
+
+@pytest.mark.parametrize(
+    ("args", "exported", "seconds"),
+    [
+        ([f"--env={STALL}=600"], {}, "600"),
+        ([f"--env={STALL}=600", "--stall-shutdown-seconds", "600"], {}, "600"),
+        # What was said nearer goes before: the command line, then the environment, then the file.
+        ([f"--env={STALL}=600"], {STALL: "700"}, "600"),
+        ([f"--env={STALL}=600"], {"HVDTRAIN_STALL_SHUTDOWN_SECONDS": "700"}, "600"),
+        (["--config", "run.yaml"], {}, "800"),
+        (["--config", "run.yaml", "--stall-shutdown-seconds", "900"], {}, "900"),
+    ],
+)
+def test_a_variable_for_the_workers_is_not_overruled_by_a_default(
+    folder: Path, args: list[str], exported: dict[str, str], seconds: str
+) -> None:
+    (folder / "run.yaml").write_text(f"env: {{{STALL}: 800}}\n")
+    words = ["run", "--dry-run", "-np", "2", *args, "train.py"]
+    result = CliRunner().invoke(main, words, env=exported)
+    assert f"--stall-check-shutdown-time-seconds {seconds} " in result.stdout
+    words[1] = "--show-config"
+    shown = CliRunner().invoke(main, words, env=exported).stdout
+    source = "run.yaml" if seconds == "800" else "command line"
+    assert f"\nstall-shutdown-seconds: {seconds}  # {source}\n" in shown
 
 
 def test_a_wrong_command_gets_a_hint() -> None:

@@ -62,7 +62,7 @@ def dry_run(*args: str) -> list[str]:
         ),
         (
             [*SERVERS, "--hostfile", "hostfile"],
-            "hvdtrain.start.parameter_servers --workers 2 --ps 1 --hosts a:2,b:1",
+            "hvdtrain.start.parameter_servers --workers 2 --ps 1 --hosts a:2,b:1 --start-timeout 32",
         ),
     ],
 )  # fmt: skip
@@ -84,6 +84,12 @@ def test_dry_run(args: list[str], composed: str) -> None:
         ([*SERVERS, "--ps", "0"], "--ps 0: give at least 1"),
         ([*SERVERS, "-H", "a:1,b:1"], "3 workers and servers are more than the 2 slots of a:1, b:1"),
         ([*SERVERS, "-H", "a:1", "--hostfile", "hostfile"], "give one of them"),
+        ([*SERVERS, "-p", "99999"], "--ssh-port 99999: give a number from 1 to 65535"),
+        ([*SERVERS, "--start-timeout", "-5"], "--start-timeout -5: give at least 1 second"),
+        ([*SERVERS, "--env", "A=1", "--env", "A=2"], "--env A is given twice: give it once"),
+        ([*STORAGE, "--env", "A=1", "--env", "A=2"], "--env A is given twice: give it once"),
+        ([*SERVERS, "--env", "TF_CONFIG=x"], "TF_CONFIG is set by the launch, for each rank: leave"),
+        ([*SERVERS, "--env", "HVDTRAIN_STRATEGY=tpu"], "HVDTRAIN_STRATEGY is set by the launch"),
         ([*SERVERS, "-i", "nokey"], "--ssh-identity-file: there is no file nokey"),
         ([*SERVERS, "--launcher", "srun"], "--launcher srun works inside of a Slurm job"),
         (SERVERS[:2], "how many workers? Give --workers N"),
@@ -151,7 +157,7 @@ def test_in_a_slurm_job_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     assert dry_run(*SERVERS, "--ps", "2")[1:] == [
-        *("--workers", "2", "--ps", "2", "--hosts", "n1:2,n2:2", "--srun"),
+        *("--workers", "2", "--ps", "2", "--hosts", "n1:2,n2:2", "--start-timeout", "32", "--srun"),
     ]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
     monkeypatch.setenv("SLURM_JOB_CPUS_PER_NODE", "4")
@@ -162,8 +168,11 @@ def test_horovods_ranks_do_not_get_another_strategy_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_STRATEGY", "tpu")
-    call("run", "--dry-run", "--strategy", "horovod", "-np", "1", "train.py")
-    assert os.environ["HVDTRAIN_STRATEGY"] == "horovod"
+    words = ["run", "--dry-run", "--strategy", "horovod", "-np", "1"]
+    for more in ([], ["--env", "A=b"]):
+        printed = shlex.split(call(*words, *more, "train.py").stdout)
+        assert printed[:2] == ["env", "HVDTRAIN_STRATEGY=horovod"]
+        assert ("A=b" in printed, printed.count("env")) == (bool(more), 1)
 
 
 # One process
@@ -244,10 +253,11 @@ def test_the_table_fits_80_columns_and_says_all() -> None:
         ("horovod", Machine(1, 1, "", ("mpi",), "", True), (True, "over MPI, on 1 GPU")),
         ("horovod", Machine(1, 0, "", (), "not installed: do it", True), (False, "not installed: do it")),
         ("tpu", NO_GPUS, (False, "no device file of one, and TPU_NAME is not set")),
-        ("tpu", Machine(1, 0, "/dev/accel0", (), "", True), (True, "/dev/accel0")),
+        ("tpu", Machine(1, 0, "/dev/accel0", ("gloo",), "", True), (True, "/dev/accel0")),
         ("central-storage", NO_GPUS, (False, "no GPUs; with -np N on 8 cores")),
-        ("central-storage", Machine(1, 1, "", (), "", True), (False, "1 GPU; with -np N on 1 core")),
-        ("central-storage", Machine(1, 2, "", (), "", True), (True, "on 2 GPUs")),
+        ("central-storage", Machine(1, 1, "", ("gloo",), "", True), (False, "1 GPU; with -np N on 1 core")),
+        ("central-storage", Machine(1, 2, "", ("gloo",), "", True), (True, "on 2 GPUs")),
+        ("central-storage", Machine(1, 2, "", (), "none", True), (False, "none")),
         ("parameter-server", NO_GPUS, (True, "on 8 cores")),
         ("parameter-server", Machine(1, 0, "", (), "", False), (False, "TensorFlow is not installed")),
     ],

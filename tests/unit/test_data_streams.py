@@ -316,7 +316,7 @@ def test_is_batched():
         (lambda: cuts(3, [1]), {"sample_weight": [1]}, "sample_weight was given together"),
         (lambda: slices(3).repeat(), {}, "tf.data.Dataset never ends: pass steps_per_epoch"),
         (lambda: Batches(3, 1, None), {}, "never ends: pass steps_per_epoch"),
-        (lambda: generated((None, 4)), {}, "Pass batched=True"),
+        (lambda: generated((None, 4)), {}, "let it end with"),
         (lambda: tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], []])), {}, "a Ragged"),
         (lambda: cuts(0, [1]), {}, "generator is empty"),
         (lambda: partial(cuts, 0, [1]), {}, "is empty"),
@@ -348,7 +348,9 @@ def test_loaders_of_other_libraries_are_refused():
     loader = type(
         "DataLoader", (), {"__iter__": lambda self: iter([]), "__module__": "torch.utils"}
     )
-    with pytest.raises(UsageError, match=r"torch.utils.DataLoader, which can't .* tf.data.Dataset"):
+    with pytest.raises(
+        UsageError, match=r"torch.utils.DataLoader, which cannot .* tf.data.Dataset"
+    ):
         stream(loader())
 
 

@@ -83,13 +83,17 @@ def test_what_a_rootless_engine_writes_belongs_to_the_user(engine: str) -> None:
     assert " --user 5:6 " in chosen and "keep-id" not in chosen
 
 
-def test_smaller_choices(tmp_path: Path) -> None:
+def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = printed(replace(CONTAINER, shm_size="8g"), MACHINE)
     assert "--shm-size 8g" in own and "--ipc" not in own
     terminal = printed(CONTAINER, replace(MACHINE, terminal=True))
     assert terminal.startswith("docker run --rm --init --interactive --tty --ipc=host")
     volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
     assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").mkdir()
+    home = printed(replace(CONTAINER, volumes=("~/", "~/x:/y:ro")), MACHINE)
+    assert f"--volume {tmp_path}:{tmp_path} --volume {tmp_path}/x:/y:ro --workdir" in home
     labelled = printed(CONTAINER, replace(MACHINE, selinux=True))
     assert f"--workdir /home/ann/digits --security-opt label=disable {END}" in labelled
     assert "memlock" not in printed(CONTAINER, replace(MACHINE, locks_memory=False))
@@ -105,6 +109,7 @@ def test_smaller_choices(tmp_path: Path) -> None:
         ({"several_hosts": True}, "several hosts need keys .* --ssh-keys"),
         ({"ssh_keys": Path("/no/keys")}, "there is no folder /no/keys"),
         ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
+        ({"volumes": ("~nobody-here:/x",)}, "there is no ~nobody-here"),
         ({"env": ("A=b",)}, "--env A: give a name only"),
     ],
 )
@@ -188,6 +193,9 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.endswith(
         " --env SECRET hvdtrain:cpu hvdtrain run --ssh-port 2300 --env SECRET -H a:2,b:2 train.py --lr 1\n"
     )
+    code, text = call("--dry-run", "--engine", "docker", "train.py", "--api-key", "s3cret")
+    assert code == 0
+    assert " train.py --api-key '***'\nbefore you paste this, put the secret values " in text
     code, text = call("--dry-run", "--engine", "docker", "--ssh-keys", "keys", "--sshd")
     assert code == 0
     assert "--network=host" in text and text.endswith(" hvdtrain:cpu sshd\n")
@@ -198,7 +206,13 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["-np", "2", "other.py"], "no such script: other.py"),
         (["-np", "2", "../away.py"], "../away.py is not in the container"),
-        (["--config", "/etc/run.yaml"], "/etc/run.yaml is not in the container"),
+        (["--config", "../run.yaml"], "../run.yaml is not in the container"),
+        (["--timeline-filename", "/t/t.json", "train.py"], "/t/t.json is not in the container"),
+        (["--output-filename=../out", "train.py"], "../out is not in the container"),
+        (["--autotune-log-file", "/a.csv", "train.py"], "/a.csv is not in the container"),
+        (["--config", "files.yaml"], "/t/t.json is not in the container"),
+        (["--config", "hosts.yaml", "train.py"], "several hosts need keys"),
+        (["--config", "none.yaml", "train.py"], "cannot read the configuration none.yaml"),
         (["-np", "2"], "which script?"),
         (["-H", "a:1,b:1", "train.py"], "several hosts need keys"),
         (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd runs no script: leave train.py out"),
@@ -208,8 +222,24 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_are_said_before_anything_starts(
     work: Path, words: list[str], message: str
 ) -> None:
+    (work.parent / "run.yaml").write_text("script: train.py\n")
+    (work / "hosts.yaml").write_text("hosts: {a: 2, b: 2}\n")
+    (work / "files.yaml").write_text("script: train.py\ntimeline: {filename: /t/t.json}\n")
     code, text = call("--dry-run", "--engine", "docker", *words)
     assert (code, message in text) == (2, True), text
+
+
+def test_hosts_may_stand_in_the_environment_or_a_file(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--dry-run", "--engine", "docker", "--ssh-keys", ".")
+    (work / "hosts.yaml").write_text("script: train.py\nhosts: {a: 2, b: 2}\n")
+    code, text = call(*words, "--config", "hosts.yaml")
+    assert (code, " --network=host " in text) == (0, True)
+    assert "--network=host" not in call(*words, "-np", "2", "train.py")[1]
+    monkeypatch.setenv("HVDTRAIN_HOSTS", "a:2,b:2")
+    code, text = call(*words, "train.py")
+    assert (code, " --network=host " in text) == (0, True)
 
 
 def test_which_engine(work: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.cache import WheelCache, cache_folder
 
 NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
@@ -95,3 +96,13 @@ def test_lock_waits_for_the_other_process_and_ends_with_it(tmp_path: Path) -> No
 )
 def test_cache_folder(environment: dict[str, str], folder: Path) -> None:
     assert cache_folder(environment) == folder
+
+
+def test_a_cache_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = WheelCache(tmp_path / "file")
+    with (
+        pytest.raises(HvdtrainError, match=r"cannot write to the cache .*: Not a dir.*; set HVDTR"),
+        cache.lock("key", lambda: None),
+    ):
+        pass

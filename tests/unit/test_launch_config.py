@@ -135,6 +135,8 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
         ("np: [", "is no YAML: line 1, column 6: "),
         ("np: !!python/object:os.system x", "is no YAML: line 1, column 5: "),
         ("? {a: 1}\n: 2", "line 1: a key is one word"),
+        ("log-dir: 2024-13-45", "month must be in 1..12: put what is a text in quotes"),
+        ("np: " + "[" * 2000 + "]" * 2000, "has too many brackets in brackets"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_place(
@@ -159,6 +161,23 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
         result = call("--config", name, "train.py")
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_the_arguments_are_for_the_script_of_the_file(folder: Path) -> None:
+    (folder / "other.py").touch()
+    (folder / "run.yaml").write_text("np: 1\nscript: train.py\narguments: [--epochs, 5]\n")
+    (folder / "plain.yaml").write_text("np: 1\narguments: [--epochs, 5]\n")
+    for config, words, told in (
+        ("run.yaml", [], "train.py --epochs 5"),
+        ("run.yaml", ["train.py"], "train.py --epochs 5"),
+        ("run.yaml", ["./other.py"], "other.py"),
+        ("run.yaml", ["other.py", "-x"], "other.py -x"),
+        ("plain.yaml", ["other.py"], "other.py --epochs 5"),
+    ):
+        for strategy in ([], ["--strategy", "central-storage"]):
+            printed = call("--dry-run", *strategy, "--config", config, *words).stdout
+            assert printed.endswith(f" -m hvdtrain.worker {told}\n"), printed
+    assert "arguments" not in shown("--config", "run.yaml", "other.py")
 
 
 def test_an_empty_file_says_nothing(folder: Path) -> None:

@@ -14,13 +14,16 @@ def test_only_the_named_set_and_what_was_asked_for_travels() -> None:
         "TF_VAR_region": "eu",  # Terraform's.
         "PYTHONPATH": "/code",
         "HVDTRAIN_LAUNCH_ID": "1",
+        "HVDTRAIN_STRATEGY": "horovod",
+        "HVDTRAIN_ENV": "API_KEY=abc",  # An option of the launcher.
+        "HVDTRAIN_MPI_ARGS": "-x API_KEY=abc",
         "AWS_PROFILE": "me",
         "DATA": "/data",
         "XDG_SESSION_ID": "7",
         "MYPATH": "/mine",
     }
     named = {"PATH", "LC_ALL", "NCCL_DEBUG", "PYTHONPATH", "HVDTRAIN_LAUNCH_ID"}
-    named |= {"TF_CPP_MIN_LOG_LEVEL"}
+    named |= {"TF_CPP_MIN_LOG_LEVEL", "HVDTRAIN_STRATEGY"}
     assert set(travelling(environ, ())) == named
     assert set(travelling(environ, ("DATA", "ABSENT"))) == named | {"DATA"}
     assert travelling(environ, ("DATA",))["DATA"] == "/data"
@@ -44,10 +47,26 @@ def test_names_of_secrets(name: str) -> None:
     [
         *("MONKEY", "KEYBOARD", "PATH", "PWD", "OLDPWD", "AUTHOR", "NCCL_DEBUG", "epochs"),
         *("SSH_AUTH_SOCK", "tokenizer", "COMPASS", "KERAS_BACKEND", "keyframes", "BYPASSED"),
+        *(
+            "MAX_TOKENS",
+            "max-new-tokens",
+            "num_tokens",
+            "pad_token",
+            "tokens_per_batch",
+            "maxTokens",
+        ),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
     assert not looks_secret(name)
+
+
+def test_a_short_number_is_a_size_and_no_key() -> None:
+    for value in ("512", "-1", "0.5", "1e-4"):
+        assert not looks_secret("key_dim", value)
+        assert looks_secret("DB_PASSWORD", value)
+    assert looks_secret("API_KEY", "12345678901")
+    assert looks_secret("MAX_API_KEY")
 
 
 def test_a_url_with_a_password_is_secret() -> None:
@@ -60,11 +79,13 @@ def test_masked() -> None:
     command = [
         *("env", "API_KEY=abc", "A=1", "U=http://me:hush@h/x", "train.py", "--api-key", "abc"),
         *("--token=abc", "--epochs", "3", "-p", "x", "--password", "--next", "v", "db_pwd=abc"),
-        *("--key=", "KEY", "a key"),
+        *("--key=", "KEY", "a key", "--max-tokens", "512", "--key", "label", "--keys=3"),
+        *("--mpi-args=-x API_KEY=abc -v", "-x 'A B' db_pwd=abc", "it's --key abc"),
     ]
     assert masked(command) == [
         *("env", "API_KEY=***", "A=1", "U=http://me:***@h/x", "train.py", "--api-key", "***"),
         *("--token=***", "--epochs", "3", "-p", "x", "--password", "--next", "v", "db_pwd=***"),
-        *("--key=***", "KEY", "a key"),
+        *("--key=***", "KEY", "a key", "--max-tokens", "512", "--key", "***", "--keys=3"),
+        *("--mpi-args=-x 'API_KEY=***' -v", "-x 'A B' 'db_pwd=***'", "it's --key abc"),
     ]
-    assert "abc" not in " ".join(masked(command)) and "hush" not in " ".join(masked(command))
+    assert "abc" not in " ".join(masked(command[:-1])) and "hush" not in " ".join(masked(command))

@@ -175,6 +175,17 @@ def test_reading_gives_weights_and_optimizer(tmp_path: Path) -> None:
         assert (ours.numpy() == theirs.numpy()).all()
 
 
+def test_reading_the_state_inside_loss_scaling(tmp_path: Path) -> None:
+    """Keras writes it twice: among the outer optimizer's variables, and by itself."""
+    source = trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    target = trained(optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+    target.optimizer.iterations.assign(7)
+    source.save(tmp_path / "a.keras")
+    assert read_model(target, tmp_path / "a.keras")
+    for ours, theirs in zip(target.optimizer.variables, source.optimizer.variables, strict=True):
+        assert (ours.numpy() == theirs.numpy()).all()
+
+
 def test_a_file_that_was_not_trained_leaves_the_optimizer(tmp_path: Path) -> None:
     model().save(tmp_path / "a.keras")
     target = trained()

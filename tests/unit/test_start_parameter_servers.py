@@ -306,6 +306,30 @@ def test_an_ignored_hangup_stays_ignored() -> None:
             signal.signal(number, handler)
 
 
+def test_a_variable_that_is_asked_for_must_be_set(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--workers", "1", "--ps", "1", "--env", "PATH", "--env", "NO_KEY", "--", "python"]
+    with pytest.raises(SystemExit) as end:
+        parameter_servers._options(words)
+    assert end.value.code == 2
+    assert capfd.readouterr().err.startswith("hvdtrain: --env NO_KEY: not set here, so")
+
+
+def test_without_ssh_other_hosts_are_out_of_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is started here."""
+    words = ["--workers", "1", "--ps", "1", "--hosts", "192.0.2.1:1,192.0.2.2:1", "--", "python"]
+    monkeypatch.setattr(sys, "argv", ["", *words])
+    monkeypatch.setattr(parameter_servers, "_record_signals", list)
+    monkeypatch.setattr(parameter_servers, "Agents", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
+    with pytest.raises(SystemExit) as end:
+        parameter_servers.main()
+    assert end.value.code == 1
+    assert capfd.readouterr().err.startswith("hvdtrain: ssh reaches the other hosts, and is not in")
+
+
 class NoAgents:
     """In the place of the agents: everything is started, and ends as the test says."""
 

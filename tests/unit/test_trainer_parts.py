@@ -61,16 +61,44 @@ def test_scaling(scaling: str, workers: int, rate: float) -> None:
 def test_warm_up_ends_at_the_rate_and_leaves_it_alone() -> None:
     model = small()
     model.compile(keras.optimizers.SGD(0.4))
-    warm_up = WarmUp(0.1, epochs=1.5, steps_per_epoch=2)
+    warm_up = WarmUp(0.1, 0.4, epochs=1.5, steps_per_epoch=2)
     warm_up.set_model(model)
-    warm_up.on_train_begin()
     rates = []
-    for step in range(5):
-        warm_up.on_train_batch_begin(step)
+    for step in range(6):
+        if step % 2 == 0:
+            warm_up.on_epoch_begin(step // 2)
+        warm_up.on_train_batch_begin(step % 2)
         rates.append(float(model.optimizer.learning_rate))
-        if step == 3:  # somebody else's change afterwards stays
+        if step == 2:  # somebody else's change right afterwards stays
             model.optimizer.learning_rate = 0.05
-    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.4, 0.05])
+    assert rates == pytest.approx([0.2, 0.3, 0.4, 0.05, 0.05, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batches", "rates"),
+    [
+        # Three steps an execution: the last of the five rises is between two calls.
+        (0, [0, 3, 6, 9], [0.2, 0.8, 1.0, 0.5]),
+        # A run that goes on in the middle of the warm-up, and one that goes on after it.
+        (0, [3, 4, 5], [0.8, 1.0, 0.5]),
+        (1, [0, 1], [0.5, 0.5]),
+    ],
+)
+def test_warm_up_follows_from_epoch_and_step(
+    epoch: int, batches: list[int], rates: list[float]
+) -> None:
+    model = small()
+    model.compile(keras.optimizers.SGD(0.5))
+    warm_up = WarmUp(0.0, 1.0, epochs=0.5, steps_per_epoch=10)
+    warm_up.set_model(model)
+    warm_up.on_epoch_begin(epoch)
+    found = []
+    for batch in batches:
+        warm_up.on_train_batch_begin(batch)
+        found.append(float(model.optimizer.learning_rate))
+        if found[-1] == 1.0:
+            model.optimizer.learning_rate = 0.5
+    assert found == pytest.approx(rates)
 
 
 # Callbacks.
@@ -98,7 +126,7 @@ class OnBatches(kc.Callback):
         (kc.ModelCheckpoint("m.keras"), False),
         (kc.ModelCheckpoint("m.keras", save_freq=5), True),
         (kc.TensorBoard("board", update_freq=1), False),
-        (WarmUp(0.1, 1, 1), False),
+        (WarmUp(0.1, 0.4, 1, 1), False),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -140,24 +168,39 @@ def test_steps_of_one_execution_are_alike() -> None:
 
 def test_run_dir(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path / "a" / "b")
-    assert run_dir.complaint() is None
+    assert run_dir.complaint(0) is None
     run_dir.write_config({"seed": 1, "path": Path("x")})
     row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "learning_rate": 0.1}
     run_dir.append_metrics({"epoch": 1, "loss": 0.25}, ["epoch", "loss", "val_loss"])
     run_dir.append_metrics(row, ["another"])
-    assert run_dir.complaint() is None
-    assert "holds another run" in str(RunDir(tmp_path / "a" / "b").complaint())
+    assert run_dir.complaint(0) is None
+    assert "holds another run" in str(RunDir(tmp_path / "a" / "b").complaint(0))
     with (run_dir.path / "metrics.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [
             {"epoch": "1", "loss": "0.25", "val_loss": ""},
             {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
         ]
+    run_dir.append_metrics({"loss": np.array([0.5, 1.0])}, [])
+    assert (run_dir.path / "metrics.csv").read_text().endswith(',"[0.5, 1.0]",\n')
     assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
     Strategy().save(small(), run_dir.model)
     assert sorted(p.name for p in run_dir.path.iterdir()) == [
         "config.json",
         "metrics.csv",
         "model.keras",
+    ]
+
+
+def test_a_run_that_goes_on_adds_to_the_metrics(tmp_path: Path) -> None:
+    first = RunDir(tmp_path)
+    for epoch in (1, 2, 3):
+        first.append_metrics({"epoch": epoch, "loss": 1 / epoch}, ["epoch", "loss"])
+    again = RunDir(tmp_path)
+    assert again.complaint(2) is None
+    # It goes on after epoch 2: what was written of the third is written again, now with another column.
+    again.append_metrics({"epoch": 3, "loss": 0.25, "val_loss": 0.5}, ["epoch", "loss", "val_loss"])
+    assert (tmp_path / "metrics.csv").read_text().split() == [
+        *("epoch,loss,val_loss", "1,1.0,", "2,0.5,", "3,0.25,0.5"),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.environment import LAUNCH_ID, TERMINAL
 from hvdtrain.worker.failure import Failure, from_line
 
 REPOSITORY = Path(__file__).parents[2]
@@ -80,11 +80,16 @@ def test_how_scripts_end(tmp_path: Path, script: str, exit_code: int, said: str)
 
 
 def test_the_launcher_gets_one_line(tmp_path: Path) -> None:
-    result = work(
-        tmp_path, "raise SystemExit('no <data>')", **{LAUNCH_ID: "x", "HOROVOD_RANK": "3"}
-    )
+    script, rank = "raise SystemExit('no <data>')", {LAUNCH_ID: "x", "HOROVOD_RANK": "3"}
+    result = work(tmp_path, script, **rank, **{TERMINAL: "0"})
     lines = [line for line in result.stderr.splitlines() if line]
     assert [from_line(line) for line in lines] == [Failure(3, 1, False, "no <data>")]
+
+
+def test_without_hvdtrain_run_the_user_gets_the_text(tmp_path: Path) -> None:
+    """A command of --dry-run that was pasted is a launch too, but nobody reads its ranks."""
+    result = work(tmp_path, "raise SystemExit('no <data>')", **{LAUNCH_ID: "x"})
+    assert result.stderr == "no <data>\n"
 
 
 def test_a_failed_rank_does_not_wait_for_ever(tmp_path: Path) -> None:

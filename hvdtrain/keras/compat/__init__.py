@@ -1,4 +1,4 @@
-"""What hvdtrain needs of Keras's inside: the one folder that knows it. Tested with Keras 3.15.
+"""What hvdtrain needs of Keras's inside, except single attributes that a room reads itself. Tested with Keras 3.15.
 
 Here is what training with Horovod needs; `variables` (that wait for their values), `graph` (of layers), `replicas`
 (steps as pure functions), `remote` (variables on servers), `state` and `files` serve the other ways. Here:
@@ -55,6 +55,11 @@ def adopt_names(subclass: type, parent: type) -> None:
         object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
 
 
+def inner_of(optimizer: Any) -> Any:
+    """Return the optimizer inside a LossScaleOptimizer, or `optimizer` itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def is_built(model: keras.Model) -> bool:
     """Whether the model and all its layers have their variables."""
     return all(layer.built for layer in model._flatten_layers())
@@ -67,7 +72,7 @@ def own_non_trainable_variables(model: keras.Model) -> list[Any]:
 
 def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     trained = list(getattr(inner, "_trainable_variables", ()))
     lists = [
         value
@@ -85,7 +90,7 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
 
 def accumulators(optimizer: Any) -> list[Any]:
     """Return the sums of gradients that wait for the next update: each rank has its own."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     return [v for v in getattr(inner, "_accumulated_gradients", None) or () if v is not None]
 
 
@@ -102,7 +107,7 @@ def velocities(optimizer: Any) -> list[Any] | None:
 
     Muon's and Adam's momenta hold gradients, not steps.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     if isinstance(inner, keras.optimizers.SGD):
         return list(inner.momentums)
     if isinstance(inner, keras.optimizers.RMSprop):
@@ -120,12 +125,13 @@ def is_distributed(optimizer: Any) -> bool:
 
 def prepare_keras() -> None:
     """Install the corrections; calling again changes nothing."""
-    _correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
-    _correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
-    _correct(keras.Model, "make_train_function", _make_train_function)
+    correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
+    correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
+    correct(keras.Model, "make_train_function", _make_train_function)
 
 
-def _correct(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    """Let `replacement(original, self, ...)` stand in for a method of `owner`; calling again changes nothing."""
     original = getattr(owner, name)
     if getattr(original, "hvdtrain_corrected", False):
         return
@@ -209,6 +215,17 @@ def symbolic_call(model: keras.Model, x: Any) -> Any:
     return backend.compute_output_spec(model, x, training=False)
 
 
+def compile_config(model: keras.Model) -> dict[str, Any]:
+    """Return the arguments with which a model was compiled, except the optimizer; {} if it was not."""
+    return dict(model._compile_config.config) if model.compiled and model._compile_config else {}
+
+
+def compile_alike(model: keras.Model, other: keras.Model) -> None:
+    """Compile `model` with the optimizer, losses and metrics that `other` was compiled with, if it was."""
+    if other.compiled:
+        model.compile(**compile_config(other) | {"optimizer": other.optimizer})
+
+
 def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     """Return the Loss objects of a compiled and built model, each once."""
     compiled = getattr(model, "_compile_loss", None)
@@ -238,17 +255,21 @@ def overrides(callback: keras.callbacks.Callback, method: str) -> bool:
     return not getattr(getattr(callback, method), "_is_default", False)
 
 
-def wraps_own_steps(model: keras.Model) -> bool:
-    """Whether the model trains by Keras's train_step, which passes the loss through optimizer.scale_loss once."""
-    return type(model).train_step is keras.Model.train_step
+def overridden(model: keras.Model, *methods: str) -> str | None:
+    """Return the first of `methods` that the model's class writes anew; None if it has Keras's."""
+    return next(
+        (m for m in methods if getattr(type(model), m) is not getattr(keras.Model, m)), None
+    )
+
+
+def trains_by_keras(model: keras.Model) -> bool:
+    """Whether Keras's train_step trains the model: it passes the loss through optimizer.scale_loss once."""
+    return overridden(model, "train_step") is None
 
 
 def has_loss(model: keras.Model) -> bool:
     """Whether a compiled model can compute a loss: from compile, its own methods, or add_loss."""
-    own = any(
-        getattr(type(model), name) is not getattr(keras.Model, name)
-        for name in ("train_step", "compute_loss")
-    )
+    own = overridden(model, "train_step", "compute_loss") is not None
     return own or model._compile_loss is not None or bool(model.losses)
 
 

@@ -17,8 +17,11 @@ from typing import Any
 import keras
 from keras.src.saving import saving_lib
 
+from hvdtrain.keras.compat import inner_of
+
 OPTIMIZER = "optimizer"
 _VALUES = "vars"
+OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
 
 
 class _Places(saving_lib.H5IOStore):
@@ -126,7 +129,7 @@ def plain_class(optimizer: Any) -> type:
 
 def plain_optimizer(optimizer: Any) -> Any:
     """Return a new optimizer of the same configuration, without state, neither distributed nor sharded."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = inner_of(optimizer)
     classes = [plain_class(inner), plain_class(optimizer), type(inner._learning_rate)]
     config = keras.saving.serialize_keras_object(optimizer)
     return _made(config, {c.__name__: c for c in classes})

@@ -117,15 +117,6 @@ def give_mask(tensor: Any, mask: Any) -> None:
     set_keras_mask(tensor, mask)
 
 
-def trains_by_keras(model: keras.Model) -> str | None:
-    """Return the name of a method by which the model trains in its own way; None if Keras's steps do."""
-    own = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
-    for name in own:
-        if getattr(type(model), name) is not getattr(keras.Model, name):
-            return name
-    return None
-
-
 def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
     """Return the compiled loss plus the model's own losses."""
     return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)

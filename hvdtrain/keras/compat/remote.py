@@ -20,14 +20,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras.compat import adopt_names, optimizer_slots
-
-ELEMENTWISE = (
-    *(keras.optimizers.SGD, keras.optimizers.RMSprop, keras.optimizers.Adam),
-    *(keras.optimizers.AdamW, keras.optimizers.Adadelta, keras.optimizers.Adagrad),
-    *(keras.optimizers.Adamax, keras.optimizers.Ftrl, keras.optimizers.Nadam),
-    keras.optimizers.Lion,
-)
-"""They update each element by itself, so a variable can be updated part by part."""
+from hvdtrain.keras.elementwise import ELEMENTWISE
 
 
 class StepVariable(keras.Variable):

@@ -117,7 +117,7 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
         return scaled / tf.cast(scope.replicas, scaled.dtype)
 
     object.__setattr__(optimizer, "apply_gradients", hand_out)
-    if compat.wraps_own_steps(model):
+    if compat.trains_by_keras(model):
         object.__setattr__(optimizer, "scale_loss", scale_loss)
     object.__setattr__(model, "_clear_losses", clear_losses)
     try:
@@ -165,14 +165,6 @@ def read_mirrored_scalars() -> None:
 
         read.hvdtrain_corrected = True  # type: ignore[attr-defined]
         setattr(keras.Variable, name, read)
-
-
-def has_own_step(model: keras.Model, name: str) -> bool:
-    """Whether the user's class computes the step `name` ("train_step", ...) or its loss itself."""
-    return any(
-        getattr(type(model), method) is not getattr(keras.Model, method)
-        for method in (name, "compute_loss", "compute_metrics")
-    )
 
 
 def loss_trackers(model: keras.Model) -> list[Any]:

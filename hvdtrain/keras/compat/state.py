@@ -14,7 +14,7 @@ import keras
 from keras.src.legacy.saving import legacy_h5_format
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import _correct
+from hvdtrain.keras.compat import correct, inner_of
 
 
 def slot_name(variable: Any, name: str) -> str:
@@ -27,13 +27,13 @@ def slot_name(variable: Any, name: str) -> str:
 
 def is_in_parts(optimizer: Any) -> bool:
     """Whether the state of `optimizer`, or of the one inside its loss scaling, lies in parts on several ranks."""
-    return hasattr(getattr(optimizer, "inner_optimizer", optimizer), "whole_values")
+    return hasattr(inner_of(optimizer), "whole_values")
 
 
 def share_loaded(optimizer: Any) -> None:
     """Give all ranks what the first has loaded into an optimizer in parts; nothing for others. A collective."""
     if is_in_parts(optimizer):
-        getattr(optimizer, "inner_optimizer", optimizer).share_loaded()
+        inner_of(optimizer).share_loaded()
 
 
 def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
@@ -55,9 +55,9 @@ def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
 
 def prepare_saving() -> None:
     """Correct what saves an optimizer by its variables; calling again changes nothing."""
-    _correct(keras.optimizers.LossScaleOptimizer, "save_own_variables", _save_scaled)
-    _correct(keras.optimizers.LossScaleOptimizer, "load_own_variables", _load_scaled)
-    _correct(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", _save_in_hdf5)
+    correct(keras.optimizers.LossScaleOptimizer, "save_own_variables", _save_scaled)
+    correct(keras.optimizers.LossScaleOptimizer, "load_own_variables", _load_scaled)
+    correct(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", _save_in_hdf5)
 
 
 def _save_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:

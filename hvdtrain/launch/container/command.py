@@ -30,6 +30,7 @@ _PREFIXES = ("HVDTRAIN_", "HOROVOD_", "TF_", "XLA_", "NCCL_", "UCX_", "OMPI_MCA_
 # They name folders of this machine, or are about its own environment.
 _OF_THIS_MACHINE = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_LOG_DIR", "HVDTRAIN_LAUNCH_ID"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_OF_A_PATH = ("/", ".", "~")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
 
 
@@ -107,8 +108,8 @@ class Container:
         if self.ssh_keys is not None and not self.ssh_keys.is_dir():
             raise UsageError(f"--ssh-keys: there is no folder {self.ssh_keys}")
         for volume in self.volumes:
-            source = Path(volume.partition(":")[0])
-            if volume.startswith(("/", ".", "~")) and not source.exists():
+            source = volume.partition(":")[0]
+            if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
                 raise UsageError(f"--volume {volume}: there is no {source}")
 
 
@@ -190,11 +191,21 @@ def _same_place(folder: Path) -> str:
 
 
 def _with_place(volume: str) -> str:
-    """A volume without a place in the container is at the same place there."""
-    if ":" in volume:
-        return volume
-    path = Path(volume).expanduser().absolute()
-    return f"{path}:{path}"
+    """A volume without a place in the container is at the same place there.
+
+    The engine gets a whole path: it takes another word for a volume's name, and knows no `~`.
+    """
+    source, colon, place = volume.partition(":")
+    if colon:
+        return f"{_whole(source)}:{place}" if volume.startswith(_OF_A_PATH) else volume
+    return f"{_whole(source)}:{_whole(source)}"
+
+
+def _whole(folder: str) -> Path:
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError:  # ~ of a user that there is not.
+        return Path(folder).absolute()
 
 
 def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
@@ -226,9 +237,7 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
     Only the current folder and the volumes are.
     """
     places = [machine.folder.resolve()]
-    places += [
-        Path(volume.partition(":")[0]).expanduser().resolve() for volume in container.volumes
-    ]
+    places += [_whole(volume.partition(":")[0]).resolve() for volume in container.volumes]
     for path in paths:
         whole = (machine.folder / path.expanduser()).resolve()
         if not any(whole.is_relative_to(place) for place in places):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.horovodrun import start_timeout
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.running.members import Members
 from hvdtrain.launch.strategies.roles import cast, place
@@ -29,7 +30,7 @@ class ServerPlan:
     Attributes:
         hosts: for workers and servers; none: this machine.
         by_srun: whether srun reaches the hosts, which are nodes of this Slurm job; else ssh does.
-        start_timeout: seconds within which the hosts must answer.
+        start_timeout: seconds within which the hosts must answer; None: more for more hosts.
     """
 
     workers: int
@@ -60,7 +61,7 @@ def server_command(plan: ServerPlan, script: Script) -> list[str]:
         ("--hosts", ",".join(map(str, plan.hosts)) or None),
         ("--ssh-port", plan.ssh.port),
         ("--ssh-identity-file", plan.ssh.identity_file),
-        ("--start-timeout", plan.start_timeout),
+        ("--start-timeout", start_timeout(plan.start_timeout, len(plan.hosts))),
         *(("--env", one.name) for one in script.env),
     ]
     return [

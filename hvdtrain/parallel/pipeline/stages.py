@@ -1,6 +1,6 @@
 """Cut a Sequential or functional model into stages.
 
-The calls of the model's graph stand in one order (see keras.compat_graph.calls_of); a stage is a run of them,
+The calls of the model's graph stand in one order (see keras.compat.graph.calls_of); a stage is a run of them,
 so data only flows towards later stages. What is made in one stage and used in a later one crosses all the cuts
 between them: skip connections travel through. What the user feeds in travels nowhere, for every rank reads it.
 """
@@ -18,8 +18,12 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
 from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.keras.compat.graph import Call
+
+_METHODS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+"""Of a model, which need all of it in one process."""
 
 SLACK = 1.05
 """Cuts may make the largest stage this much larger than it need be, if less has to cross them."""
@@ -174,7 +178,7 @@ def require_graph(model: keras.Model) -> Any:
             "keras.Sequential or keras.Model(inputs, outputs)"
         )
         raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")
-    own = compat_graph.trains_by_keras(model)
+    own = compat.overridden(model, *_METHODS)
     if own is not None:
         raise UsageError(
             f"Pipeline stages: the model {model.name!r} has a {own} of its own, which needs the whole model in one "

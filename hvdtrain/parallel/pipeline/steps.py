@@ -32,8 +32,7 @@ from hvdtrain.parallel.pipeline.schedule import (
 )
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.losses import make_exact
-
-Logs = dict[str, Any]
+from hvdtrain.strategies.strategy import Logs
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,8 @@ class PipelineSteps:
                 if self._late is not None:
                     opened = self._with_late_loss(opened, totals, parts[number])
                 if stage.is_last and number == last:
-                    logs = np.array([float(value) for value in opened.found])
+                    # While an epoch runs, a number each; its end brings arrays, too.
+                    logs = np.array([float(np.mean(value)) for value in opened.found])
                 gradients, logs = self._train_backward(
                     number, parts[number], opened, logs, number == last
                 )

@@ -27,7 +27,7 @@ from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.keras.compat.variables import initialize, waiting_variables
 from hvdtrain.keras.optimizer import reducer_of
 from hvdtrain.keras.statistics import fold_rank_into_seeds
-from hvdtrain.metrics import merge_state
+from hvdtrain.metrics import as_value, merge_state
 from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.mesh import Place
 from hvdtrain.parallel.pipeline.exchange import Exchange
@@ -65,6 +65,7 @@ class PipelineStrategy(TensorStrategy):
             initialize(variable)
         for variable in self.stage.others:
             compat_graph.release(variable)
+        compat.compile_alike(self.stage.model, whole)
         return self.stage.model
 
     def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
@@ -122,9 +123,10 @@ class PipelineStrategy(TensorStrategy):
         self._broadcast(model.variables)
         return self._steps(model, Measured())
 
-    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> dict[str, float]:
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         merge_state(model.metrics, self.data_set)
-        found = {name: float(value) for name, value in model.get_metrics_result().items()}
+        results = model.get_metrics_result()
+        found = {name: np.asarray(value).tolist() for name, value in results.items()}
         # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.
         everyone = exchange(found, "pipeline_logs")
         mesh = self.position.mesh
@@ -132,7 +134,8 @@ class PipelineStrategy(TensorStrategy):
             everyone[mesh.rank(Place(self.position.data_index, stage, self.position.tensor_index))]
             for stage in range(mesh.pipeline)
         ]
-        return stages[-1] | {"loss": sum(logs["loss"] for logs in stages)}
+        last = {name: as_value(value) for name, value in stages[-1].items()}
+        return last | {"loss": sum(logs["loss"] for logs in stages)}
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         whole = self.stage.whole

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-_ACTIVATIONS = (
-    *(
+_ACTIVATIONS = frozenset(
+    [
         "celu",
         "elu",
         "exponential",
@@ -19,20 +19,48 @@ _ACTIVATIONS = (
         "hard_sigmoid",
         "hard_silu",
         "hard_tanh",
-    ),
-    *("leaky_relu", "linear", "log_sigmoid", "mish", "relu", "relu6", "selu", "sigmoid", "silu"),
-    *("soft_shrink", "softplus", "softsign", "sparse_plus", "squareplus", "tanh", "tanh_shrink"),
-    "threshold",
+        "leaky_relu",
+        "linear",
+        "log_sigmoid",
+        "mish",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "soft_shrink",
+        "softplus",
+        "softsign",
+        "sparse_plus",
+        "squareplus",
+        "tanh",
+        "tanh_shrink",
+        "threshold",
+    ]
 )
 _LAYERS = (
-    *(keras.layers.ReLU, keras.layers.LeakyReLU, keras.layers.ELU, keras.layers.Identity),
-    *(keras.layers.Add, keras.layers.Subtract, keras.layers.Multiply, keras.layers.Average),
-    *(keras.layers.Maximum, keras.layers.Minimum),
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Identity,
+    keras.layers.Add,
+    keras.layers.Subtract,
+    keras.layers.Multiply,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
 )
 # keras.activations applied to a tensor of a functional model are operations of these classes.
-_OPERATIONS = {
-    *("Celu", "Elu", "Gelu", "HardShrink", "HardSigmoid", "HardSilu", "HardTanh", "LeakyRelu"),
-    *(
+_OPERATIONS = frozenset(
+    [
+        "Celu",
+        "Elu",
+        "Gelu",
+        "HardShrink",
+        "HardSigmoid",
+        "HardSilu",
+        "HardTanh",
+        "LeakyRelu",
         "LogSigmoid",
         "Relu",
         "Relu6",
@@ -42,9 +70,13 @@ _OPERATIONS = {
         "SoftShrink",
         "Softplus",
         "Softsign",
-    ),
-    *("SparsePlus", "Squareplus", "Tanh", "TanhShrink", "Threshold"),
-}
+        "SparsePlus",
+        "Squareplus",
+        "Tanh",
+        "TanhShrink",
+        "Threshold",
+    ]
+)
 
 
 def is_elementwise_activation(activation: Any) -> bool:

@@ -16,6 +16,7 @@ from hvdtrain.data import Part
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.clipping import NormSets
+from hvdtrain.keras.elementwise import require_elementwise
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
 from hvdtrain.keras.reduction import Holders
 from hvdtrain.keras.shards import shard_of
@@ -24,15 +25,14 @@ from hvdtrain.keras.variables import (
     check_replicas,
     local_variables,
     replicated_variables,
-    tf_variable,
     trained_variables,
 )
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Position, position
 from hvdtrain.parallel.saving import DividedStrategy
 from hvdtrain.parallel.tensor.convert import convert, mark_optimizer
-from hvdtrain.parallel.zero.elementwise import ELEMENTWISE, WHOLE
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.horovod import shared_state
 from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import ModelSource, Steps
 
@@ -75,7 +75,7 @@ class TensorStrategy(DividedStrategy):
                 "hold its variable: give it a plain optimizer"
             )
         if self.position.mesh.tensor > 1:
-            _require_elementwise(getattr(optimizer, "inner_optimizer", optimizer))
+            require_elementwise(compat.inner_of(optimizer), "cannot train split layers")
         optimizer = self._wrap(optimizer, process_set=self.data_set)
         reducer = reducer_of(optimizer)
         reducer.everyone = self.position.everyone
@@ -97,10 +97,7 @@ class TensorStrategy(DividedStrategy):
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        optimizer = model.optimizer
-        kept = {id(tf_variable(v)) for v in [*reducer_of(optimizer).local_variables, *without]}
-        state = [*model.variables, *optimizer.variables]
-        self._broadcast([v for v in state if id(tf_variable(v)) not in kept])
+        self._broadcast(shared_state(model, without))
 
     def check_step(self, model: keras.Model, when: str) -> None:
         self._compare(trained_variables(model), when)
@@ -134,17 +131,3 @@ class TensorStrategy(DividedStrategy):
     def _compare(self, variables: Iterable[Any], when: str) -> None:
         for ranks, held in self._by_holders(variables):
             check_replicas(variables=held, when=when, process_set=ranks)
-
-
-def _require_elementwise(optimizer: Any) -> None:
-    """Raise UsageError unless `optimizer` can update parts of variables."""
-    kind = type(optimizer)
-    if kind in ELEMENTWISE or getattr(kind, "hvdtrain_elementwise", False):
-        return
-    known = ", ".join(each.__name__ for each in ELEMENTWISE)
-    reason = WHOLE.get(kind.__name__, "may look at more than one element of a variable")
-    raise UsageError(
-        f"{kind.__name__} cannot train split layers: it {reason}. Use one of {known}; an optimizer of your own that "
-        "updates each element by that element's gradient and state alone says so by a class attribute "
-        "hvdtrain_elementwise = True"
-    )

@@ -28,10 +28,10 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
 from hvdtrain.keras.compat.state import prepare_saving, slot_name, take_state
+from hvdtrain.keras.elementwise import require_elementwise
 from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
 from hvdtrain.keras.reduction import Reduction
 from hvdtrain.keras.variables import tf_variable, variable_name
-from hvdtrain.parallel.zero.elementwise import require_elementwise
 from hvdtrain.parallel.zero.partition import Partition, bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
@@ -309,12 +309,12 @@ def ShardedOptimizer(
     """
     if compat.is_distributed(optimizer):
         raise UsageError("ShardedOptimizer: this optimizer is distributed already; wrap it once")
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = compat.inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
             f"ShardedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
         )
-    require_elementwise(inner)
+    require_elementwise(inner, "cannot be sharded")
     process_set = hvd.global_process_set if process_set is None else process_set
     if process_set.size() == 1:
         return DistributedOptimizer(optimizer, name=name, process_set=process_set)

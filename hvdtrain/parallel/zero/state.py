@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.compat.state import is_in_parts
 from hvdtrain.keras.variables import tf_variable, variable_name
 from hvdtrain.parallel.zero.optimizer import owners_of_state
 
@@ -40,15 +41,10 @@ def name_of_state(optimizer: Any, variable: Any) -> str | None:
     (adam_1); None if it is not in the optimizer's name scope.
     """
     path = variable_name(variable)
-    for scope in (f"{optimizer.name}/", f"{_inner(optimizer).name}/"):
+    for scope in (f"{optimizer.name}/", f"{compat.inner_of(optimizer).name}/"):
         if path.startswith(scope):
             return path.removeprefix(scope)
     return None
-
-
-def is_sharded(optimizer: Any) -> bool:
-    """Whether the state of `optimizer`, or of the one inside its loss scaling, lies in parts on several ranks."""
-    return hasattr(_inner(optimizer), "hvdtrain_parts")
 
 
 def gathered_state(optimizer: Any, only_first: bool = False) -> dict[str, np.ndarray]:
@@ -61,9 +57,9 @@ def gathered_state(optimizer: Any, only_first: bool = False) -> dict[str, np.nda
         optimizer: built; plain, distributed or sharded, or a LossScaleOptimizer around one.
         only_first: rank 0 of the process set gets the arrays, the others {}: they hold one array at a time.
     """
-    inner = _inner(optimizer)
+    inner = compat.inner_of(optimizer)
     names = state_names(optimizer)
-    if not is_sharded(optimizer):
+    if not is_in_parts(optimizer):
         return {n: v.numpy() for n, v in zip(names, optimizer.variables, strict=True)}
     reducer = inner.hvdtrain_reducer
     owners = owners_of_state(inner)
@@ -97,8 +93,8 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     missing = [name for name in names if name not in state]
     if missing:
         raise UsageError(f"The optimizer's state lacks {missing[0]!r} ({len(missing)} in all)")
-    inner = _inner(optimizer)
-    owners = owners_of_state(inner) if is_sharded(optimizer) else {}
+    inner = compat.inner_of(optimizer)
+    owners = owners_of_state(inner) if is_in_parts(optimizer) else {}
     for name, variable in zip(names, optimizer.variables, strict=True):
         shape = tuple(owners.get(id(variable), variable).shape)
         if np.shape(state[name]) != shape:
@@ -106,12 +102,8 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
                 f"The optimizer's state {name!r} has shape {np.shape(state[name])}, the variable {shape}"
             )
     values = {id(v): state[name] for v, name in zip(optimizer.variables, names, strict=True)}
-    if is_sharded(optimizer):
+    if is_in_parts(optimizer):
         inner.set_whole_values([values.pop(id(v)) for v in inner.variables])
     for variable in optimizer.variables:
         if id(variable) in values:
             variable.assign(values[id(variable)])
-
-
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "inner_optimizer", optimizer)

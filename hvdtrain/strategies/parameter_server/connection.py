@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.eager import context
 
-from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, TERMINAL
 from hvdtrain.errors import EngineError
 from hvdtrain.keras.compat.remote import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
@@ -201,6 +201,6 @@ def _end_after_grace(problem: str) -> None:
     """End this process unless it ends by itself: it may wait for ever in a call to the host that has gone."""
     time.sleep(GRACE_SECONDS)
     failure = Failure(0, EXIT_FAILURE, False, problem)
-    line = failure.to_line() if LAUNCH_ID in os.environ else f"Error: {problem}"
+    line = failure.to_line() if TERMINAL in os.environ else f"Error: {problem}"
     os.write(2, f"\n{line}\n".encode(errors="backslashreplace"))
     os._exit(EXIT_FAILURE)

@@ -166,7 +166,8 @@ class StepFunctions:
             if updating:
                 self._applied.scatter_nd_update([ticket[:1]], ticket[1:])
         names[:] = sorted(logs)
-        values = [*state, *(logs[name] for name in names)]
+        # Of a step's logs, a number each.
+        values = [*state, *(tf.reduce_mean(logs[name]) for name in names)]
         return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values], 0)
 
 

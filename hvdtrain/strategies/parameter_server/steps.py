@@ -24,6 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.data import Share
+from hvdtrain.metrics import as_value
 from hvdtrain.strategies.parameter_server.connection import Watch, server_errors
 from hvdtrain.strategies.parameter_server.functions import StepFunctions, Ticket, Traced
 from hvdtrain.strategies.strategy import Logs
@@ -204,7 +205,7 @@ class ServerSteps:
             variable.value.assign(value.astype(variable.value.dtype.as_numpy_dtype))
         results = self._model.get_metrics_result()
         if set(self._logs) <= set(results):
-            self._logs.update({name: float(value) for name, value in results.items()})
+            self._logs.update({name: as_value(value) for name, value in results.items()})
 
 
 def _numpy(value: Any) -> Any:

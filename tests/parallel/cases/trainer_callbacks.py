@@ -23,7 +23,7 @@ FOLDER = Path(os.environ["FOLDER"])
 _rng = np.random.default_rng(0)
 X = _rng.normal(size=(EXAMPLES, 3)).astype("float32")
 Y = _rng.normal(size=(EXAMPLES, 1)).astype("float32")
-VALID = (X[:11], -Y[:11])
+VALID = [X[:11], -Y[:11]]
 """Validation loss rises where training goes well."""
 
 
@@ -154,6 +154,14 @@ def case_batch_logs() -> list[list[float]]:
 
 
 def case_backup_and_restore() -> dict[str, Any]:
+    return _broken_off(accumulating=False)
+
+
+def case_backup_while_gradients_wait() -> dict[str, Any]:
+    return _broken_off(accumulating=True)
+
+
+def _broken_off(accumulating: bool) -> dict[str, Any]:
     """A run that breaks off in epoch 3, and a new one that goes on."""
 
     def break_off(epoch: int, logs: Any) -> None:
@@ -161,9 +169,10 @@ def case_backup_and_restore() -> dict[str, Any]:
             raise InterruptedError
 
     def adam() -> Any:
-        return optimizers.Adam(1e-2)
+        # Of 6 steps an epoch, 12 when it breaks off, 2 wait for the update: on each rank its own.
+        return optimizers.Adam(1e-2, gradient_accumulation_steps=5 if accumulating else None)
 
-    backup = FOLDER / "backup"
+    backup = FOLDER / f"backup-{accumulating}"
     broken = trainer(adam())
     with contextlib.suppress(InterruptedError):
         breaking = keras.callbacks.LambdaCallback(on_epoch_begin=break_off)

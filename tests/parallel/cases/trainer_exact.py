@@ -402,5 +402,35 @@ def case_fit_again() -> dict[str, float]:
     }
 
 
+def case_fit_again_while_gradients_wait() -> dict[str, Any]:
+    """Of 6 steps an epoch 2 wait for the update when the first fit ends, on each rank its own."""
+
+    def accumulating() -> Any:
+        return SGD(0.05, momentum=0.9, gradient_accumulation_steps=4)
+
+    x, y = vectors()
+    twice = hvdtrain.Trainer(vector_model, accumulating(), "mse", global_batch_size=BATCH, seed=1)
+    twice.fit(x, y, shuffle=False, verbose=0)
+    twice.fit(x, y, epochs=4, initial_epoch=1, shuffle=False, verbose=0)
+    fit = {"epochs": 4}
+    model, _ = one_process(vector_model, accumulating(), (x, y), fit, {"loss": "mse"})
+    return {"weights": difference(weights(twice.model), weights(model))}
+
+
+def case_metric_of_each_class() -> dict[str, Any]:
+    """Its result is an array."""
+    found = apart(
+        mixed_model,
+        momentum,
+        (inputs(), np.eye(5, dtype="float32")[Y]),
+        compiled=lambda: {
+            "loss": keras.losses.CategoricalCrossentropy(from_logits=True),
+            "metrics": [keras.metrics.F1Score()],
+        },
+    )
+    histories = found.pop("histories")
+    return found | {"classes": len(histories["f1_score"][-1])}
+
+
 def case_size() -> list[int]:
     return [RANK, SIZE]

@@ -99,6 +99,8 @@ def case_disagreements() -> dict[str, str]:
         ),
         "examples": message(lambda: fit(trainer(), *((X[:32], Y[:32]) if LAST else (X, Y)))),
         "steps": message(lambda: fit(trainer(), steps_per_epoch=4 if LAST else 5)),
+        "content": message(lambda: fit(trainer(), X[:: -1 if LAST else 1], Y)),
+        "labels": message(lambda: trainer().evaluate(X, Y[:: -1 if LAST else 1])),
         "dtype": message(lambda: fit(trainer(), X.astype("int32") if LAST else X, Y)),
         "metrics": message(lambda: fit(trainer(metrics=[] if LAST else ["mae"]))),
         "model": message(lambda: fit(trainer(lambda: model(5 if LAST else 4)))),
@@ -155,7 +157,20 @@ def case_usage() -> dict[str, str]:
         "precision": message(lambda: trainer(precision="float7")),
         "optimizer": message(lambda: trainer(optimizer="sdg")),
         "class weight": message(lambda: fit(trainer(), class_weight={5: 1.0})),
+        "compiled anew": message(lambda: changed(lambda model: model.compile("adam", "mse"))),
+        "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
+        "several optimizers": message(
+            lambda: trainer(optimizer=optimizers.MultiOptimizer({".*": optimizers.SGD()}))
+        ),
     }
+
+
+def changed(change: Callable[[keras.Model], Any]) -> None:
+    """Train, change the model, and train again."""
+    trained = trainer()
+    fit(trained)
+    change(trained.model)
+    fit(trained)
 
 
 def masked_jit() -> None:

@@ -388,3 +388,22 @@ def case_trainer_saves() -> dict[str, Any]:
         "moved": difference(found, weights(trainer.model)),
         **{way: difference(w, weights(trainer.model)) for way, w in again.items()},
     }
+
+
+def case_loss_scaling_goes_on() -> float:
+    """How far a Trainer that loads is from the one that saved, after another epoch of both."""
+    file = Path(os.environ["FOLDER"]) / "scaled.keras"
+
+    def make(seed: int) -> hvdtrain.Trainer:
+        optimizer = optimizers.LossScaleOptimizer(Adam(1e-2), initial_scale=4.0)
+        arguments = {"global_batch_size": 16, "seed": seed, "shard_optimizer": True}
+        return hvdtrain.Trainer(mixed_model, optimizer, crossentropy(), **arguments)
+
+    saved, loaded = make(1), make(2)
+    fit = {"shuffle": False, "verbose": 0}
+    saved.fit(inputs(), Y, **fit)
+    saved.save(file)
+    loaded.load(file)
+    for each in (saved, loaded):
+        each.fit(inputs(), Y, **fit)
+    return difference(weights(saved.model), weights(loaded.model))

@@ -13,8 +13,16 @@ from keras import optimizers
 from hvdtrain.errors import UsageError
 
 ELEMENTWISE = (
-    *(optimizers.SGD, optimizers.RMSprop, optimizers.Adam, optimizers.AdamW, optimizers.Adamax),
-    *(optimizers.Nadam, optimizers.Adagrad, optimizers.Adadelta, optimizers.Ftrl, optimizers.Lion),
+    optimizers.SGD,
+    optimizers.RMSprop,
+    optimizers.Adam,
+    optimizers.AdamW,
+    optimizers.Adamax,
+    optimizers.Nadam,
+    optimizers.Adagrad,
+    optimizers.Adadelta,
+    optimizers.Ftrl,
+    optimizers.Lion,
 )
 WHOLE = {
     "Lamb": "scales each step by the norm of the whole variable",
@@ -26,18 +34,16 @@ WHOLE = {
 """Keras's other optimizers: why not."""
 
 
-def require_elementwise(optimizer: Any) -> None:
-    """Raise UsageError unless `optimizer` can update parts of variables."""
+def require_elementwise(optimizer: Any, cannot: str) -> None:
+    """Raise UsageError unless `optimizer` can update parts of variables; `cannot` says what it cannot do else."""
     kind = type(optimizer)
     if kind in ELEMENTWISE or getattr(kind, "hvdtrain_elementwise", False):
         return
     known = ", ".join(each.__name__ for each in ELEMENTWISE)
-    if kind.__module__.startswith("keras.") and kind.__name__ in WHOLE:
-        raise UsageError(
-            f"The state of {kind.__name__} cannot be sharded: it {WHOLE[kind.__name__]}. Use one of {known}, or leave "
-            "shard_optimizer out"
-        )
+    reason = "may look at more than one element of a variable"
+    if kind.__module__.startswith("keras."):
+        reason = WHOLE.get(kind.__name__, reason)
     raise UsageError(
-        f"The state of {kind.__name__} cannot be sharded unless it updates each element by that element's gradient and "
-        f"state alone, as {known} do. If it does, say so: give the class an attribute hvdtrain_elementwise = True"
+        f"{kind.__name__} {cannot}: it {reason}. Use one of {known}; an optimizer of your own that updates each "
+        "element by that element's gradient and state alone says so by a class attribute hvdtrain_elementwise = True"
     )

@@ -1,0 +1,37 @@
+"""Variables HVDTRAIN_* that nothing reads: most of them are misspelt, and would be overlooked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import click
+
+from hvdtrain.environment import LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
+from hvdtrain.strategy_names import REPLICAS, STRATEGY
+
+_PREFIX = "HVDTRAIN_"
+_OF_A_RUN = {LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL}
+# Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.
+_OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_SSH_PORT"}
+
+
+def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
+    """A message for each of the environment's names that is like those of hvdtrain, and is none.
+
+    Args:
+        command: whose options can be set by variables.
+        names: of the environment.
+    """
+    known = _OF_A_RUN | _OF_SETUP
+    for option in command.params:
+        known |= {name for name in option.envvar or () if name.startswith(_PREFIX)}
+    unread = {name for name in names if name.startswith(_PREFIX)} - known
+    return [f"{name} is set, and nothing reads it.{_hint(name, known)}" for name in sorted(unread)]
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    # Their common beginning would make all of them alike.
+    ends = [one.removeprefix(_PREFIX) for one in known]
+    close = get_close_matches(name.removeprefix(_PREFIX), sorted(ends), n=1)
+    return f" Did you mean {_PREFIX}{close[0]}?" if close else ""
