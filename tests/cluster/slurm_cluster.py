@@ -113,6 +113,18 @@ class SlurmCluster:
             time.sleep(0.2)
         return job
 
+    def start_again(self, job_id: str) -> dict[str, str]:
+        """Start a requeued job now; its `scontrol show job` before.
+
+        Slurm itself waits 2 minutes, so that the late end of the run before is not taken for the new one's.
+        """
+        job = self.wait_for(job_id, "PENDING")
+        while any("slurmstepd" in line for line in self.left()):
+            time.sleep(0.1)
+        time.sleep(2)
+        self.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+        return job
+
     def left(self, seconds: float = 0) -> list[str]:
         """What runs on any node beside Slurm itself, after waiting for it to end."""
         deadline = time.monotonic() + seconds

@@ -108,8 +108,7 @@ def test_a_warned_job_goes_on_after_its_restart(slurm: SlurmCluster, folder: Pat
     assert sorted(path.name for path in folder.glob("warned.*")) == [
         f"warned.{r}" for r in range(4)
     ]
-    slurm.wait_for(job_id, "PENDING")
-    slurm.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")  # Slurm waits 2 minutes.
+    slurm.start_again(job_id)
     stdout, stderr = waiting.communicate(timeout=SECONDS)
     assert (waiting.returncode, stdout.splitlines()[-1]) == (0, "going on"), stderr
     assert stderr.endswith(f"job {job_id}: completed, restart 1\n")
@@ -132,8 +131,7 @@ def test_a_job_of_higher_priority(slurm: SlurmCluster, folder: Path) -> None:
     ).strip()
     slurm.wait_for(high, "COMPLETED")
     assert len(list(folder.glob("warned.*"))) == 4
-    assert slurm.wait_for(job_id, "PENDING")["Restarts"] == "1"
-    slurm.run("scontrol", "update", f"JobId={job_id}", "StartTime=now")
+    assert slurm.start_again(job_id)["Restarts"] == "1"
     slurm.wait_for(job_id, "COMPLETED")
 
 
