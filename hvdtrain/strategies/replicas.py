@@ -254,6 +254,8 @@ class ReplicaSteps:
         )
         with scope:
             logs = getattr(self._model, step)(rows)
+        if step == "train_step":
+            compat.require_gradients(self._model, scope.handed_out)
         if mask and scope.losses:
             raise UsageError(
                 "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
@@ -302,7 +304,7 @@ class ReplicaSteps:
             variable.assign(value)
         if gradients:
             pairs = list(zip(gradients, found.trained, strict=True))
-            compat_replicas.apply_gradients(self._model.optimizer, pairs)
+            self._model.optimizer.apply_gradients(pairs)
 
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]

@@ -13,8 +13,10 @@ Here is what training with Horovod needs; `variables` (that wait for their value
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -28,7 +30,7 @@ from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from
 from keras.src.losses.loss import apply_mask
 from keras.src.saving import object_registration
 
-from hvdtrain.errors import EngineError
+from hvdtrain.errors import EngineError, UsageError
 
 OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index")
 
@@ -176,8 +178,8 @@ def _make_train_function(original: Callable[..., Any], self: Any, force: bool = 
 def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
     """Return model.train_step in two parts: forward and backward compiled by XLA, reduction and update not.
 
-    The optimizer's apply_gradients is replaced while XLA's part is traced: it hands the gradients out
-    instead of applying them. Works for a user's own train_step too, if it applies gradients once.
+    While XLA's part is traced, the optimizer hands the gradients out instead of applying them. Works for a
+    user's own train_step too, if it applies gradients once.
     """
     optimizer = model.optimizer
     handed_out: list[tuple[Any, Any]] = []
@@ -186,14 +188,13 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
     def forward_and_backward(data: Any) -> Any:
         handed_out.clear()
 
-        def hand_out(grads_and_vars: Any) -> None:
-            handed_out.extend((g, v) for g, v in grads_and_vars if g is not None)
+        def take(pairs: list[tuple[Any, Any]]) -> bool:
+            handed_out.extend((g, v) for g, v in pairs if g is not None)
+            return True
 
-        object.__setattr__(optimizer, "apply_gradients", hand_out)
-        try:
+        with gradients_taken(optimizer, take):
             logs = model.train_step(data)
-        finally:
-            object.__delattr__(optimizer, "apply_gradients")
+        require_gradients(model, handed_out)
         return logs, [gradient for gradient, _ in handed_out]
 
     def train_step(data: Any) -> Any:
@@ -203,6 +204,43 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
         return logs
 
     return train_step
+
+
+@contextlib.contextmanager
+def gradients_taken(
+    optimizer: Any, take: Callable[[list[tuple[Any, Any]]], bool]
+) -> Iterator[None]:
+    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is told to apply, whichever way.
+
+    It returns whether it took them; else the optimizer applies them.
+    """
+
+    def apply_gradients(grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        return None if take(pairs) else type(optimizer).apply_gradients(optimizer, pairs)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        known = optimizer._trainable_variables
+        variables = known if trainable_variables is None else trainable_variables
+        taken = take(list(zip(grads, variables, strict=True)))
+        return None if taken else type(optimizer).apply(optimizer, grads, trainable_variables)
+
+    object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+    object.__setattr__(optimizer, "apply", apply)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "apply_gradients")
+        object.__delattr__(optimizer, "apply")
+
+
+def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> None:
+    """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
+    if model.trainable_variables and not handed_out:
+        raise UsageError(
+            f"The train_step of {type(model).__name__} gave self.optimizer no gradient, so there is nothing to add up "
+            "over the workers: let it call self.optimizer.apply(gradients, self.trainable_variables)"
+        )
 
 
 def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:

@@ -89,6 +89,8 @@ def current_replica() -> ReplicaScope | None:
 def pure_steps(model: keras.Model) -> Iterator[None]:
     """Let steps hand their gradients to their ReplicaScope, and keep the replicas' added losses apart.
 
+    Outside of a ReplicaScope the optimizer applies gradients as ever.
+
     The replicas are traced in turns, in a thread each, and share the layers. The gradients of Keras's own
     train_step are those of the loss divided by the number of replicas.
     """
@@ -98,10 +100,12 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
     # Added losses are told apart by their identity, which must not be given to another one meanwhile.
     alive: list[ReplicaScope] = []
 
-    def hand_out(grads_and_vars: Any) -> None:
+    def take(pairs: list[tuple[Any, Any]]) -> bool:
         scope = current_replica()
-        assert scope is not None
-        scope.handed_out.extend((g, v) for g, v in grads_and_vars if g is not None)
+        if scope is None:
+            return False
+        scope.handed_out.extend((g, v) for g, v in pairs if g is not None)
+        return True
 
     def clear_losses() -> None:
         scope = current_replica()
@@ -116,21 +120,15 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
         assert scope is not None
         return scaled / tf.cast(scope.replicas, scaled.dtype)
 
-    object.__setattr__(optimizer, "apply_gradients", hand_out)
     if compat.trains_by_keras(model):
         object.__setattr__(optimizer, "scale_loss", scale_loss)
     object.__setattr__(model, "_clear_losses", clear_losses)
     try:
-        yield
+        with compat.gradients_taken(optimizer, take):
+            yield
     finally:
-        object.__delattr__(optimizer, "apply_gradients")
         vars(optimizer).pop("scale_loss", None)
         object.__delattr__(model, "_clear_losses")
-
-
-def apply_gradients(optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
-    """Apply gradients, also inside `pure_steps`."""
-    type(optimizer).apply_gradients(optimizer, pairs)
 
 
 _CORRECTING = threading.Lock()
