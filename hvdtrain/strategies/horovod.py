@@ -128,15 +128,16 @@ class HorovodStrategy(Strategy):
         on_first(self.is_first, lambda: read_model(model, path), "load")
         self.broadcast(model, without=seed_variables(model))
         for variable in compat.accumulators(model.optimizer):
-            value = shared_out(tf_variable(variable), self.data_set, self.adds_up(model))
+            value = shared_out(tf_variable(variable), self.data_set, self.adds_up)
             tf_variable(variable).assign(value)
 
-    def adds_up(self, model: keras.Model) -> bool:
+    @property
+    def adds_up(self) -> bool:
         """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
-        return self.part.count > 1 and compat.trains_by_keras(model)
+        return self.part.count > 1
 
     def _as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return as_one_process(model.optimizer, self.data_set, self.adds_up(model))
+        return as_one_process(model.optimizer, self.data_set, self.adds_up)
 
 
 def _check_reduction(reduction: Reduction) -> None:

@@ -77,6 +77,7 @@ class RankSteps:
         if self._weighted:
             make_exact(model, reducer)
             reducer.share_is_in_loss = compat.trains_by_keras(model)
+            reducer.adds_up = True
         self._synchronized = [
             layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
         ]

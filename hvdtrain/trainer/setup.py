@@ -11,6 +11,7 @@ import keras
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import compat
 from hvdtrain.strategies.strategy import ModelSource
 
 
@@ -68,6 +69,7 @@ def compile_arguments(
         optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
     except ValueError as error:
         raise UsageError(f"optimizer={optimizer!r}: {error}") from error
+    compat.refuse_several(compat.inner_of(optimizer))
     return {"optimizer": optimizer, **given}
 
 

@@ -45,6 +45,16 @@ def require_hooks(optimizer_class: type) -> None:
         )
 
 
+def refuse_several(optimizer: Any) -> None:
+    """Raise UsageError for Keras's MultiOptimizer, which leaves all work to optimizers inside it."""
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise UsageError(
+            "MultiOptimizer hands the gradients to other optimizers, past the place where the workers' gradients are "
+            "added up: give one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
+            "take the gradients from hvdtrain.keras.DistributedGradientTape"
+        )
+
+
 def adopt_names(subclass: type, parent: type) -> None:
     """Make Keras save instances of `subclass` as `parent`, so that files load without hvdtrain."""
     subclass.__module__ = parent.__module__
