@@ -315,7 +315,11 @@ class _OnEachReplica:
             self.update_step(gradient, tf_variable(variable), learning_rate)  # type: ignore[attr-defined]
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        BaseOptimizer._apply_weight_decay(self, variables)
+        own = super()._apply_weight_decay  # type: ignore[misc]
+        if own.__func__ is keras.optimizers.Optimizer._apply_weight_decay:
+            BaseOptimizer._apply_weight_decay(self, variables)
+        else:
+            own(variables)  # Muon's.
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
         BaseOptimizer._backend_increment_gradient_accumulators(self, grads, acc_grads)
@@ -329,6 +333,26 @@ class _ScaleOnEachReplica:
 
     def _tf_apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self._common_apply(grads, trainable_variables)  # type: ignore[attr-defined]
+
+
+def made_again(optimizer: Any) -> Any:
+    """Return an unbuilt optimizer like `optimizer`, with variables of its own, which are made here.
+
+    Raises:
+        UsageError: it names variables that do not decay, which the new one does not know.
+    """
+    again = type(optimizer).from_config(optimizer.get_config())
+    before, after = compat.inner_of(optimizer), compat.inner_of(again)
+    if getattr(before, "_exclude_from_weight_decay", None):
+        raise UsageError(
+            "exclude_from_weight_decay(var_list=...): the optimizer is made anew where the replicas are, and does not "
+            "know these variables there: give names, exclude_from_weight_decay(var_names=[...])"
+        )
+    # It is in no configuration.
+    pattern = getattr(before, "_exclude_from_weight_decay_pattern", None)
+    if pattern is not None:
+        after.exclude_from_weight_decay(var_names=[pattern.pattern])
+    return again
 
 
 def update_on_each_replica(optimizer: Any) -> None:
