@@ -76,6 +76,9 @@ class ReplicaSteps:
         self._together = SUM if compat.trains_by_keras(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
+        complaint = compat.needs_whole_batch(model)
+        if complaint is not None and self._replicas > 1:
+            raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             compat_replicas.count_each_example_once(model)
             if self._on_replicas:

@@ -59,6 +59,7 @@ class ReplicaScope(keras.StatelessScope):
         self.examples = examples
         self.handed_out: list[tuple[Any, Any]] = []
         self.loss_is_scalar = False
+        self.loss_mask: Any = None
         self._given = dict(self.state_mapping)
 
     def get_current_value(self, variable: Any) -> Any:
@@ -195,6 +196,7 @@ class _WholeLoss:
         if scope is None:
             return values
         scope.loss_is_scalar = values.shape.rank == 0
+        scope.loss_mask = mask = get_keras_mask(values)
         if scope.rows is None:
             return values
         if scope.loss_is_scalar:
@@ -203,7 +205,6 @@ class _WholeLoss:
                 f"repeated examples, which it would count: return one number for each example. Or: {EVEN}"
             )
         real = scope.real(values)
-        mask = get_keras_mask(values)
         if mask is not None:
             set_keras_mask(real, mask)
         return real
@@ -220,7 +221,8 @@ class _WholeLoss:
             )
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return loss * tf.cast(scope.replicas, loss.dtype)
-        weights = compat.loss_weights(self, y_pred, sample_weight)
+        mask = compat.mask_in_loss(y_pred, scope.loss_mask)
+        weights = compat.loss_weights(self, mask, sample_weight)
         if weights is not None:
             own = tf.stop_gradient(tf.cast(weights, tf.float32))
             total = tf.distribute.get_replica_context().all_reduce(
