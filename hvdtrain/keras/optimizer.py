@@ -49,7 +49,6 @@ class OptimizerReducer(GradientReducer):
         self.norms: NormSets | None = None
         self.adds_up = False
         self.pending: list[Any] = []
-        self.reached = False
         self.reduced = False
 
     def weigh_loss(self, loss: tf.Tensor) -> tf.Tensor:
@@ -78,7 +77,7 @@ class OptimizerReducer(GradientReducer):
         return clip_by_norm(gradients, self.pending, limit, together, self.norms, name)
 
 
-class _Distributed:
+class _Distributed(compat.AppliesByKeras):
     """Methods that DistributedOptimizer lays over the wrapped optimizer's class."""
 
     hvdtrain_reduction: Reduction
@@ -112,21 +111,9 @@ class _Distributed:
     def scale_loss(self, loss: Any) -> Any:
         return super().scale_loss(self.hvdtrain_reducer.weigh_loss(loss))  # type: ignore[misc]
 
-    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        reducer = self.hvdtrain_reducer
-        reducer.reached = False
-        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
-        if not reducer.reached and any(g is not None for g in grads):
-            raise UsageError(
-                f"The optimizer {type(self).__name__} has an apply of its own, which does not pass the gradients on to "
-                "keras.optimizers.Optimizer.apply, where they are added up over the workers: let it call "
-                "super().apply(grads, trainable_variables), or distribute the optimizer that it holds instead"
-            )
-        return result
-
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         reducer = self.hvdtrain_reducer
-        reducer.pending, reducer.reached, reducer.reduced = list(trainable_variables), True, False
+        reducer.pending, reducer.reduced = list(trainable_variables), False
         # Before they are accumulated: the steps between two updates may have other shares.
         grads = reducer.weigh_gradients(list(grads))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
@@ -148,14 +135,13 @@ class _Distributed:
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
         # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
         reducer = self.hvdtrain_reducer
-        reducer.reached = True
         grads = [
             reducer.extreme(g, hvd.Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
             if g is not None and getattr(v, "overwrite_with_gradient", False)
             else g
             for g, v in zip(grads, vars, strict=True)
         ]
-        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)
 
 
 def _distribute(optimizer: Any, reduction: Reduction) -> None:

@@ -55,6 +55,32 @@ def refuse_several(optimizer: Any) -> None:
         )
 
 
+class AppliesByKeras:
+    """Lies over an optimizer whose update is made inside Keras's `apply`: one of its own must lead there.
+
+    (A wrapper of another optimizer may apply the gradients by that one, and several workers' would never meet.)
+    """
+
+    hvdtrain_applied = 0
+    """How often Keras's `apply` was reached."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        before = self.hvdtrain_applied
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if self.hvdtrain_applied == before and any(g is not None for g in grads):
+            raise UsageError(
+                f"The optimizer {type(self).__name__} has an apply of its own, which does not pass the gradients on to "
+                "keras.optimizers.Optimizer.apply, where those of all workers become one update: let it call "
+                "super().apply(grads, trainable_variables), or give the optimizer that it holds instead"
+            )
+        return result
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # Keras's apply calls this for any gradient.
+        object.__setattr__(self, "hvdtrain_applied", self.hvdtrain_applied + 1)
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+
 def adopt_names(subclass: type, parent: type) -> None:
     """Make Keras save instances of `subclass` as `parent`, so that files load without hvdtrain."""
     subclass.__module__ = parent.__module__

@@ -300,7 +300,7 @@ def _depends(tensor: tf.Tensor, on: tf.Tensor) -> bool:
     return False
 
 
-class _OnEachReplica:
+class _OnEachReplica(compat.AppliesByKeras):
     """Lays over an optimizer: each replica updates its own copy, from gradients that are equal on all.
 
     Keras sums gradients after it has clipped them, and updates variables in calls between the replicas, which
