@@ -99,6 +99,9 @@ USAGE = {
     "precision": "'float7'",
     "optimizer": "'sdg'",
     "class weight": "no weight for class",
+    "whole batch": "The loss 'dice' is made from sums over all examples of the batch",
+    "several optimizers": "give one optimizer for all weights",
+    "idle step": "The train_step of Idle gave self.optimizer no gradient",
 }
 
 

@@ -155,7 +155,25 @@ def case_usage() -> dict[str, str]:
         "precision": message(lambda: trainer(precision="float7")),
         "optimizer": message(lambda: trainer(optimizer="sdg")),
         "class weight": message(lambda: fit(trainer(), class_weight={5: 1.0})),
+        "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
+        "several optimizers": message(lambda: trainer(optimizer=several())),
+        "idle step": message(lambda: fit(trainer(idle, jit_compile=True))),
     }
+
+
+def several() -> Any:
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD()))
+
+
+class Idle(keras.Sequential):
+    """Its train_step trains nothing."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return self.test_step(data)
+
+
+def idle() -> keras.Model:
+    return Idle([layers.Input((3,)), layers.Dense(1)])
 
 
 def masked_jit() -> None:
