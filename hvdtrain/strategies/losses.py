@@ -78,7 +78,7 @@ class _ExactLoss:
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
         self.hvdtrain_mask = compat_graph.mask_of(values)
-        if len(values.shape) == 0 and self.hvdtrain_reducer.share is not None:
+        if getattr(values, "shape", ()) == () and self.hvdtrain_reducer.share is not None:
             self._warn_of_scalar()
         return values
 

@@ -5,6 +5,7 @@ Here is what training with Horovod needs; `variables` (that wait for their value
 
 `adopt_names`   a subclass that is saved under its parent's name;
 `OPTIMIZER_HOOKS` the methods that DistributedOptimizer overrides;
+`AppliesByKeras` optimizers whose own `apply`, if they have one, must lead to Keras's;
 `own_non_trainable_variables`, `optimizer_slots`, `accumulators`, `velocities`: which variable is what;
 `prepare_keras` corrections of Keras classes, for models whose optimizer is distributed only:
     LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be

@@ -178,7 +178,8 @@ class PipelineStrategy(TensorStrategy):
         """Return what the last stage alone knows of the losses and metrics. A collective."""
         mine: dict[str, Any] = {"names": compat.metric_names(model)}
         if self.stage.is_last:
-            mine["complaint"] = compat.needs_whole_batch(model)
+            divided = self.part.count * self.layout.micro_batches > 1
+            mine["complaint"] = compat.needs_whole_batch(model) if divided else None
             mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
         last = exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
         if last["complaint"] is not None:
