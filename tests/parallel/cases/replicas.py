@@ -89,7 +89,9 @@ def trained(
 def vector(
     optimizer: Callable[[], Any] = momentum, data: tuple = (), make: Any = vector_model, **more: Any
 ) -> dict[str, float]:
-    compiled = {"loss": "mse"} | ({} if make in (custom_model, guide_model) else {"metrics": ["mae"]})
+    compiled = {"loss": "mse"} | (
+        {} if make in (custom_model, guide_model) else {"metrics": ["mae"]}
+    )
     return trained(make, optimizer, data or vectors(), lambda: compiled, **more)
 
 
