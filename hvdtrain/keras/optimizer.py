@@ -38,6 +38,7 @@ class OptimizerReducer(GradientReducer):
             batches are averaged exactly. None: all ranks count the same.
         share_is_in_loss: the Trainer's training step passes the loss through `scale_loss`, where the
             share costs nothing; otherwise the gradients are multiplied by it.
+        adds_up: set by the Trainer: steps are weighted by shares, so what the ranks accumulate adds up.
         norms: where this rank holds only parts of the gradients: over which ranks their squares add up.
     """
 
@@ -46,6 +47,7 @@ class OptimizerReducer(GradientReducer):
         self.share: tf.Variable | None = None
         self.share_is_in_loss = False
         self.norms: NormSets | None = None
+        self.adds_up = False
         self.pending: list[Any] = []
         self.reduced = False
 
@@ -55,12 +57,16 @@ class OptimizerReducer(GradientReducer):
             return loss
         return loss * tf.cast(self.share, loss.dtype)
 
+    def weigh_gradients(self, gradients: list[Any]) -> list[Any]:
+        """Return `gradients` times this rank's share, unless it is in the loss."""
+        if self.share is None or self.share_is_in_loss:
+            return gradients
+        # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
+        return [scaled(g, self.share, no_nan=True) for g in gradients]
+
     def reduce(self, gradients: list[Any], optimizer: Any) -> list[Any]:
         """Return the gradients of the variables in `pending`, combined over the ranks."""
         self.reduced = True
-        if self.share is not None and not self.share_is_in_loss:
-            # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
-            gradients = [scaled(g, self.share, no_nan=True) for g in gradients]
         positions = [optimizer._get_variable_index(v) for v in self.pending]
         return self(gradients, self.pending, positions, weighted=self.share is not None)
 
@@ -71,7 +77,7 @@ class OptimizerReducer(GradientReducer):
         return clip_by_norm(gradients, self.pending, limit, together, self.norms, name)
 
 
-class _Distributed:
+class _Distributed(compat.AppliesByKeras):
     """Methods that DistributedOptimizer lays over the wrapped optimizer's class."""
 
     hvdtrain_reduction: Reduction
@@ -108,6 +114,8 @@ class _Distributed:
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         reducer = self.hvdtrain_reducer
         reducer.pending, reducer.reduced = list(trainable_variables), False
+        # Before they are accumulated: the steps between two updates may have other shares.
+        grads = reducer.weigh_gradients(list(grads))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
         if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -133,7 +141,7 @@ class _Distributed:
             else g
             for g, v in zip(grads, vars, strict=True)
         ]
-        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)
 
 
 def _distribute(optimizer: Any, reduction: Reduction) -> None:
@@ -194,7 +202,7 @@ def DistributedOptimizer(
         scale_local_gradients: divide gradients of local variables by the number of ranks.
 
     Raises:
-        UsageError: arguments that exclude each other, an optimizer that is distributed already.
+        UsageError: arguments that exclude each other, an optimizer that is distributed already, MultiOptimizer.
     """
     if compat.is_distributed(optimizer):
         raise UsageError(
@@ -204,6 +212,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     inner = compat.inner_of(optimizer)
+    compat.refuse_several(inner)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
             f"DistributedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"

@@ -50,7 +50,7 @@ class DividedStrategy(HorovodStrategy):
         """Return what this rank holds of the training's state: see parallel.state."""
         variables = model.variables if self.unsplit is None else self.unsplit.variables
         optimizer = model.optimizer if model.optimizer.built else None
-        return pieces_of(variables, optimizer, self._sender(), self.adds_up(model))
+        return pieces_of(variables, optimizer, self._sender(), self.adds_up)
 
     def save(self, model: keras.Model, path: Path) -> None:
         if self.unsplit is None:

@@ -25,15 +25,19 @@ from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE
 from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT, environment_of_srun
+from hvdtrain.launch.variables import without_value
 from hvdtrain.start.task import INTERFACE
 
 
 def main() -> None:
     split = sys.argv.index("--")
     asked = sys.argv[2:split:2]
+    if missing := without_value(asked, os.environ):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        sys.exit(EXIT_USAGE)
     sys.argv = ["horovodrun", *sys.argv[split + 1 :]]
     options = launch.parse_args()
     environment = environment_of_srun(dict(os.environ), asked)

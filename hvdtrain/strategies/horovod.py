@@ -124,17 +124,18 @@ class HorovodStrategy(Strategy):
         self.build_to_load(model)
         on_first(self.is_first, lambda: read_model(model, path), "load")
         self.broadcast(model, without=seed_variables(model))
-        share_out(model.optimizer, self.data_set, self.adds_up(model))
+        share_out(model.optimizer, self.data_set, self.adds_up)
 
     def as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return as_one_process(model.optimizer, self.data_set, self.adds_up(model))
+        return as_one_process(model.optimizer, self.data_set, self.adds_up)
 
     def restored_by_first(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return restored_by_first(model.optimizer, self.data_set, self.adds_up(model))
+        return restored_by_first(model.optimizer, self.data_set, self.adds_up)
 
-    def adds_up(self, model: keras.Model) -> bool:
+    @property
+    def adds_up(self) -> bool:
         """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
-        return self.part.count > 1 and compat.trains_by_keras(model)
+        return self.part.count > 1
 
 
 def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:

@@ -6,9 +6,9 @@ Weight penalties, equal on all ranks, count once. Two kinds of losses need a fac
 sum_r (n_r / n) c_r L_r is what one worker gets:
 
 - a sum over examples: c_r = n / n_r;
-- a mean over the unmasked entries, or over sample weights, whose divisor D_r differs between the ranks
-  by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r: one small allreduce a step, or
-  what whoever computes the losses in parts knows.
+- a mean over the unmasked entries (padding, ignore_class), or over sample weights, whose divisor D_r differs
+  between the ranks by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r: one small
+  allreduce a step, or what whoever computes the losses in parts knows.
 
 A loss becomes an instance of a subclass of its class, in place, as the optimizer does, and files name the
 original.
@@ -16,6 +16,7 @@ original.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -26,6 +27,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import compat
+from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.keras.names import in_this_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras.reduction import anchored
@@ -51,8 +53,9 @@ class TotalOfRanks:
     def __call__(self, divisor: tf.Tensor) -> tf.Tensor:
         if self.in_xla:
             raise UsageError(
-                "jit_compile=True does not work with masks or with a loss of reduction='mean_with_sample_weight': "
-                "what such a loss divides by has to travel between the ranks, which XLA cannot. Leave jit_compile out"
+                "jit_compile=True does not work with masks (padding, ignore_class) or with a loss of "
+                "reduction='mean_with_sample_weight': what such a loss divides by has to travel between the ranks, "
+                "which XLA cannot. Leave jit_compile out"
             )
         return hvd.allreduce(
             anchored(divisor),
@@ -68,19 +71,44 @@ class _ExactLoss:
 
     hvdtrain_reducer: OptimizerReducer
     hvdtrain_total: Total
+    hvdtrain_mask: Any = None
+    """Of what `call` has just found: entries that the loss itself leaves out."""
+    hvdtrain_warned = False
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        values = super().call(y_true, y_pred)  # type: ignore[misc]
+        self.hvdtrain_mask = compat_graph.mask_of(values)
+        if getattr(values, "shape", ()) == () and self.hvdtrain_reducer.share is not None:
+            self._warn_of_scalar()
+        return values
+
+    def _warn_of_scalar(self) -> None:
+        first = self.hvdtrain_reducer.reduction.process_set.rank() == 0
+        if first and not self.hvdtrain_warned:
+            self.hvdtrain_warned = True
+            kind = "sum" if self.reduction == "sum" else "mean"  # type: ignore[attr-defined]
+            warnings.warn(
+                f"The loss {self.name!r} returns one number for a batch, and each worker has a part of the batch: the "  # type: ignore[attr-defined]
+                f"number is taken for a {kind} over the examples. If it is anything else, training differs from that "
+                "on one worker: let the loss return a value for each example",
+                stacklevel=2,
+            )
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
+        own_mask, self.hvdtrain_mask = self.hvdtrain_mask, None
         share = self.hvdtrain_reducer.share
         if share is None:
             return loss
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return _over_share(loss, share)
-        divisor = compat.loss_divisor(self, y_pred, sample_weight)
-        if divisor is None:
+        mask = compat.mask_in_loss(y_pred, own_mask)
+        weights = compat.loss_weights(self, mask, sample_weight)
+        if weights is None:
             return loss
         # A filler example of an idle rank does not count.
-        divisor = tf.stop_gradient(tf.cast(divisor, tf.float32)) * tf.cast(share > 0, tf.float32)
+        divisor = tf.stop_gradient(tf.cast(tf.reduce_sum(weights), tf.float32))
+        divisor *= tf.cast(share > 0, tf.float32)
         total = self.hvdtrain_total(divisor)
         part = tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype)
         return _over_share(tf.math.multiply_no_nan(loss, part), share)
@@ -98,18 +126,12 @@ def make_exact(model: keras.Model, reducer: OptimizerReducer, total: Total | Non
     Args:
         model: whose losses.
         reducer: of its optimizer.
-        total: of what a loss divides by, whose mask may then come from layers outside `model`; default: the sum
-            over the reducer's ranks.
+        total: of what a loss divides by; default: the sum over the reducer's ranks.
     """
-    masked = total is not None or any(
-        type(layer).compute_mask is not keras.layers.Layer.compute_mask
-        for layer in model._flatten_layers()
-    )
     for index, loss in enumerate(compat.compiled_losses(model)):
-        if masked or loss.reduction in ("sum", "mean_with_sample_weight"):
-            _overlay(loss)
-            loss.hvdtrain_reducer = reducer
-            loss.hvdtrain_total = total or TotalOfRanks(reducer, str(index), model.jit_compile)
+        _overlay(loss)
+        loss.hvdtrain_reducer = reducer
+        loss.hvdtrain_total = total or TotalOfRanks(reducer, str(index), model.jit_compile)
 
 
 def _overlay(loss: Any) -> None:

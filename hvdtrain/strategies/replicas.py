@@ -76,6 +76,9 @@ class ReplicaSteps:
         self._together = SUM if compat.trains_by_keras(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
+        complaint = compat.needs_whole_batch(model)
+        if complaint is not None and self._replicas > 1:
+            raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             compat_replicas.count_each_example_once(model)
             if self._on_replicas:
@@ -254,6 +257,8 @@ class ReplicaSteps:
         )
         with scope:
             logs = getattr(self._model, step)(rows)
+        if step == "train_step":
+            compat.require_gradients(self._model, scope.handed_out)
         if mask and scope.losses:
             raise UsageError(
                 "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
@@ -302,7 +307,7 @@ class ReplicaSteps:
             variable.assign(value)
         if gradients:
             pairs = list(zip(gradients, found.trained, strict=True))
-            compat_replicas.apply_gradients(self._model.optimizer, pairs)
+            self._model.optimizer.apply_gradients(pairs)
 
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]

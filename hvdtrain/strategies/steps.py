@@ -74,8 +74,11 @@ class RankSteps:
         self._share_value = 1.0
         self._weighted = workers > 1
         if self._weighted:
+            if (complaint := compat.needs_whole_batch(model)) is not None:
+                raise UsageError(complaint)
             make_exact(model, reducer)
             reducer.share_is_in_loss = compat.trains_by_keras(model)
+            reducer.adds_up = True
         self._synchronized = [
             layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
         ]

@@ -84,7 +84,7 @@ class TPU(ReplicaStrategy):
                 "the Trainer a new one"
             )
         with self.scope():
-            return type(optimizer).from_config(optimizer.get_config())
+            return compat_replicas.made_again(optimizer)
 
     def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         assert self._strategy is not None

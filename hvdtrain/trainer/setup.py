@@ -69,10 +69,7 @@ def compile_arguments(
         optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
     except ValueError as error:
         raise UsageError(f"optimizer={optimizer!r}: {error}") from error
-    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        raise UsageError(
-            "optimizer: Trainer updates all variables by one optimizer, and MultiOptimizer holds several: choose one"
-        )
+    compat.refuse_several(compat.inner_of(optimizer))
     return {"optimizer": optimizer, **given}
 
 

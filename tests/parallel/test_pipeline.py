@@ -27,7 +27,7 @@ def four() -> Results:
     cases = (
         *("case_sgd", "case_adam", "case_four_stages", "case_alltoall_of_four_stages"),
         *("case_split_layers", "case_padding", "case_mean_by_weight", "case_padding_and_weights"),
-        *("case_dropout", "case_absent"),
+        *("case_ignored_labels", "case_dropout", "case_absent"),
     )
     meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
     return run_cases("pipeline", np=4, only=cases, env=meshes | PATIENCE, timeout=400)
@@ -80,6 +80,10 @@ def test_a_mean_over_the_words_of_all_micro_batches(four: Results) -> None:
 
 def test_a_mean_by_the_weights_of_all_micro_batches_of_a_model(four: Results) -> None:
     check(four.of("case_mean_by_weight"))
+
+
+def test_a_loss_that_leaves_entries_out_by_itself(four: Results) -> None:
+    check(four.of("case_ignored_labels"))
 
 
 def test_padding_and_weights_beside_a_plain_mean(four: Results) -> None:
@@ -147,6 +151,7 @@ def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
     assert "distributed already" in first["optimizer"]
     assert "matches no layer" in first["pattern"]
     assert "too few layers" in first["few"]
+    assert "The loss 'circle' compares every example with all others" in first["whole batch"]
 
 
 def test_alltoall(two: Results) -> None:

@@ -122,6 +122,7 @@ def test_what_cannot_be_right_is_said(strategy: str) -> None:
         "metric that ignores weights": "The metric 'counting' does not regard sample_weight",
         "layer's metric": "A layer updates the metric state",
         "reduction": "reduction='none'",
+        "whole batch": "is made from sums over all examples of the batch",
         "devices in use": "call hvdtrain.init() first",
         "Horovod's optimizer": "without DistributedOptimizer",
         "Horovod's layer": "BatchNormalization(synchronized=True)",

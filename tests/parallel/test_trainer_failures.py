@@ -103,7 +103,9 @@ USAGE = {
     "class weight": "no weight for class",
     "compiled anew": "make a new one, Trainer(trainer.model",
     "frozen": "make a new one, Trainer(trainer.model",
-    "several optimizers": "MultiOptimizer holds several",
+    "whole batch": "The loss 'dice' is made from sums over all examples of the batch",
+    "several optimizers": "give one optimizer for all weights",
+    "idle step": "The train_step of Idle gave self.optimizer no gradient",
 }
 
 

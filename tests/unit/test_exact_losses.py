@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.keras import compat
 from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.strategies.losses import make_exact
 
@@ -30,13 +32,28 @@ def predicted(rows: slice, masked: bool) -> tf.Tensor:
     return tensor
 
 
+class Ignoring(keras.losses.Loss):
+    """Leaves entries out by itself, as Keras's losses do with ignore_class."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        values = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
+        compat_graph.give_mask(values, y_true[..., 0] > -0.3)
+        return values
+
+
+def compiled(loss: Any, shape: tuple[int | None, ...] = (None, 4, 3)) -> keras.Model:
+    model = keras.Sequential([keras.layers.Input(shape[1:]), keras.layers.Dense(shape[-1])])
+    model.compile(loss=loss)
+    compat_graph.build_compiled(model, model.outputs[0], keras.KerasTensor(shape), None)
+    return model
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", [keras.losses.MeanSquaredError, Ignoring])
 @pytest.mark.parametrize("reduction", ["sum", "sum_over_batch_size", "mean_with_sample_weight"])
-def test_parts_add_up(reduction: str, masked: bool, weighted: bool) -> None:
-    model = keras.Sequential([keras.layers.Input((4, 3)), keras.layers.Dense(3)])
-    model.compile(loss=keras.losses.MeanSquaredError(reduction=reduction))
-    compat_graph.build_compiled(model, model.outputs[0], keras.KerasTensor((None, 4, 3)), None)
+def test_parts_add_up(reduction: str, kind: Any, masked: bool, weighted: bool) -> None:
+    model = compiled(kind(reduction=reduction))
     weight = WEIGHT if weighted else None
 
     def loss(rows: slice) -> Any:
@@ -73,3 +90,33 @@ def test_parts_add_up(reduction: str, masked: bool, weighted: bool) -> None:
     # And without a share it is Keras's loss again, of its own class.
     reducer.share = None
     assert float(loss(slice(None))) == wanted
+
+
+def test_losses_that_need_the_whole_batch() -> None:
+    images = (None, 4, 4, 3)
+    refused: dict[str, tuple[Any, tuple[int | None, ...]]] = {
+        "is made from sums over all examples": (keras.losses.Dice(), images),
+        "'tversky'": (keras.losses.Tversky(axis=(0, 1)), images),
+        "'dice'": ("dice", images),
+        "compares every example": (keras.losses.Circle(), (None, 4)),
+    }
+    for words, (loss, shape) in refused.items():
+        complaint = compat.needs_whole_batch(compiled(loss, shape))
+        assert complaint is not None and words in complaint
+    allowed = [keras.losses.Dice(axis=(1, 2, 3)), keras.losses.Tversky(axis=[1, 2, 3]), "mse"]
+    for loss in allowed:
+        assert compat.needs_whole_batch(compiled(loss, images)) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(rank: int) -> None:
+    model = compiled(lambda y_true, y_pred: keras.ops.mean(keras.ops.square(y_true - y_pred)))
+    ranks = SimpleNamespace(process_set=SimpleNamespace(rank=lambda: rank))
+    make_exact(model, SimpleNamespace(share=tf.constant(0.5), reduction=ranks))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            compat_graph.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
+    messages = [str(one.message) for one in seen]
+    assert len(messages) == (1 if rank == 0 else 0)
+    assert all("is taken for a mean over the examples" in message for message in messages)

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers
 
@@ -37,21 +38,22 @@ WEIGHT = {
 }
 
 
-def tagger() -> keras.Model:
+def tagger(padded: bool) -> keras.Model:
     keras.utils.set_random_seed(1)
     l2 = keras.regularizers.L2(0.01)
     words = layers.Input((5,), dtype="int32")
-    x = layers.Embedding(9, 6, mask_zero=True, name="embedding")(words)
+    x = layers.Embedding(9, 6, mask_zero=padded, name="embedding")(words)
     x = layers.Dense(6, activation="tanh", kernel_regularizer=l2, name="up")(x)
     tags = layers.Dense(4, kernel_regularizer=l2, activity_regularizer=l2, name="tags")(x)
     flag = layers.Dense(1, name="flag")(layers.Flatten(name="flat")(x))
     return keras.Model(words, {"tags": tags, "flag": flag})
 
 
-def compiled() -> dict[str, Any]:
-    # What the two count must not be mixed up.
-    way = {"reduction": "mean_with_sample_weight"}
-    tags = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **way)
+def compiled(padded: bool) -> dict[str, Any]:
+    # What the two count must not be mixed up. Without padding it is the loss itself that leaves entries out.
+    way = {"reduction": "mean_with_sample_weight"} if padded else {}
+    ignore = None if padded else 0
+    tags = keras.losses.SparseCategoricalCrossentropy(True, ignore_class=ignore, **way)
     return {
         "loss": {"tags": tags, "flag": keras.losses.MeanSquaredError(**way)},
         "loss_weights": {"tags": 1.0, "flag": 0.5},
@@ -86,14 +88,14 @@ class Weighing(keras.optimizers.SGD):
         return super().scale_loss(loss * self.reducer.share)
 
 
-def make_steps(index: int, queues: Any) -> tuple[keras.Model, PipelineSteps]:
-    whole = tagger()
+def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, PipelineSteps]:
+    whole = tagger(padded)
     stage = cut(whole, index, 3, BEGINS)
     alone = SimpleNamespace(process_set=SimpleNamespace(size=lambda: 1))
     reducer: Any = SimpleNamespace(share=None, share_is_in_loss=False, reduction=alone)
     optimizer = Weighing(0.1, momentum=0.9)
     object.__setattr__(optimizer, "reducer", reducer)
-    options = compiled() if stage.is_last else {}
+    options = compiled(padded) if stage.is_last else {}
     stage.model.compile(optimizer, jit_compile=False, **options)
     optimizer.build(stage.model.trainable_variables)
     names = ("loss", "flag_loss", "tags_loss", "flag_mae", "tags_accuracy")
@@ -103,8 +105,9 @@ def make_steps(index: int, queues: Any) -> tuple[keras.Model, PipelineSteps]:
             {key: keras.KerasTensor((None, *v.shape[1:]), str(v.dtype)) for key, v in given.items()}
             for given in (LABELS, WEIGHT)
         )
-        compat_graph.build_compiled(stage.model, symbolic, labels, weight)
-        assert are_late(stage.model, stage.whole.outputs)
+        batch = (symbolic, labels, weight)
+        compat_graph.build_compiled(stage.model, *batch)
+        assert are_late(stage.model, stage.whole.outputs, batch)
         assert sorted(compat.metric_names(stage.model)) == sorted(names)
     else:
         compat_graph.drop_compiled(stage.model)
@@ -136,11 +139,12 @@ def together(run: Callable[[PipelineSteps], Any], steps: Sequence[PipelineSteps]
         return [future.result() for future in [threads.submit(run, one) for one in steps]]
 
 
-def test_three_stages_are_one_model() -> None:
-    plain = tagger()
-    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=True, **compiled())
+@pytest.mark.parametrize("padded", [True, False])
+def test_three_stages_are_one_model(padded: bool) -> None:
+    plain = tagger(padded)
+    plain.compile(keras.optimizers.SGD(0.1, momentum=0.9), run_eagerly=True, **compiled(padded))
     queues: Any = defaultdict(queue.Queue)
-    models, steps = zip(*(make_steps(index, queues) for index in range(3)), strict=True)
+    models, steps = zip(*(make_steps(index, queues, padded) for index in range(3)), strict=True)
     for share in shares():
         wanted = plain.train_on_batch(*share.data, return_dict=True)
         told, *_ = together(lambda one, share=share: one.train([share]), steps)
@@ -162,3 +166,11 @@ def test_three_stages_are_one_model() -> None:
         plain.reset_metrics()
         for model in models:
             model.reset_metrics()
+
+
+def test_a_plain_mean_need_not_wait() -> None:
+    model = keras.Sequential([layers.Input((3,)), layers.Dense(2)])
+    model.compile("sgd", "mse")
+    batch = (model.outputs[0], keras.KerasTensor((None, 2)), None)
+    compat_graph.build_compiled(model, *batch)
+    assert not are_late(model, model.outputs, batch)

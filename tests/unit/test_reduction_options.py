@@ -68,6 +68,53 @@ def test_what_cannot_be_wrapped() -> None:
         hvd.PartialDistributedOptimizer(SGD(), local_layers=[3])
 
 
+class Lookahead(SGD):
+    """Leaves the work to another optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast = SGD()
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.fast.apply(grads, trainable_variables)
+
+
+class Twice(SGD):
+    """Changes the gradients, and leaves the work to Keras."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([2 * g for g in grads], trainable_variables)
+
+
+def test_optimizers_that_work_past_the_reduction() -> None:
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD()))
+    with pytest.raises(UsageError, match="give one optimizer for all weights"):
+        hvd.DistributedOptimizer(several)
+    weight = keras.Variable([1.0])
+    with pytest.raises(UsageError, match=r"Lookahead has an apply of its own.*super\(\)\.apply"):
+        hvd.DistributedOptimizer(Lookahead()).apply([tf.ones(1)], [weight])
+    weight.assign([1.0])
+    distributed = hvd.DistributedOptimizer(Twice(0.25))
+    distributed.apply([tf.ones(1)], [weight])
+    assert float(weight[0]) == 0.5
+    distributed.apply([], [])
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_accumulated_gradients_have_each_the_share_of_its_step(eager: bool) -> None:
+    """A share of 1/4 in the second of two steps; the loss knows nothing of it."""
+    weight = keras.Variable([0.0])
+    optimizer = hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2))
+    optimizer.build([weight])
+    share = optimizer.hvdtrain_reducer.share = tf.Variable(1.0)
+    apply = lambda: optimizer.apply([tf.ones(1)], [weight])  # noqa: E731
+    step = apply if eager else tf.function(apply, autograph=False)
+    step()
+    share.assign(0.25)
+    step()
+    assert float(weight[0]) == -(1 + 0.25) / 2
+
+
 def test_num_groups_is_an_older_name() -> None:
     with pytest.warns(DeprecationWarning, match="groups"):
         optimizer = hvd.DistributedOptimizer(SGD(), num_groups=3)

@@ -13,7 +13,8 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat.replicas import ReplicaScope, pure_steps
+from hvdtrain.keras.compat import split_train_step
+from hvdtrain.keras.compat.replicas import ReplicaScope, made_again, pure_steps
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
 
 ROWS, REAL = 5, 3
@@ -35,25 +36,48 @@ def policy() -> Iterator[None]:
     keras.config.set_dtype_policy(before)
 
 
-def make(optimizer: Any, metrics: tuple[Any, ...] = ()) -> keras.Model:
+class Own(keras.Sequential):
+    """A train_step in the words of Keras's guide, or one that trains nothing."""
+
+    trains = True
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        if self.trains:
+            self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+class Idle(Own):
+    trains = False
+
+
+def make(
+    optimizer: Any, metrics: tuple[Any, ...] = (), kind: type = keras.Sequential
+) -> keras.Model:
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(
-        [layers.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)]
-    )
+    model = kind([layers.Input((4,)), layers.Dense(3, activation="tanh"), layers.Dense(2)])
     model.compile(optimizer, "mse", metrics=["mae", *metrics], jit_compile=False)
     return model
 
 
 def steps_of(
-    strategy: tf.distribute.Strategy, optimizer: Any, metrics: tuple[Any, ...] = ()
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    metrics: tuple[Any, ...] = (),
+    kind: type = keras.Sequential,
+    rows: int = ROWS,
 ) -> tuple[keras.Model, ReplicaSteps]:
     mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
     scope = local_variables(strategy) if mirrored else tf.device("CPU:0")
     with scope:
-        model = make(optimizer(), metrics)
-        build(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 2))))
+        model = make(optimizer(), metrics, kind)
+        build(model, (keras.KerasTensor((rows, 4)), keras.KerasTensor((rows, 2))))
     return model, ReplicaSteps(
-        model, strategy, ROWS, parameter_device=None if mirrored else "CPU:0"
+        model, strategy, rows, parameter_device=None if mirrored else "CPU:0"
     )
 
 
@@ -105,8 +129,9 @@ def test_a_metric_that_ignores_weights() -> None:
         steps.test(share())
 
 
-def test_a_step_in_its_scope_changes_nothing() -> None:
-    model, _ = steps_of(strategy_of("central"), keras.optimizers.Adam)
+@pytest.mark.parametrize("kind", [keras.Sequential, Own])
+def test_a_step_in_its_scope_changes_nothing(kind: type) -> None:
+    model, _ = steps_of(strategy_of("central"), keras.optimizers.Adam, kind=kind)
     variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
     before = [v.numpy() for v in variables]
     with (
@@ -117,5 +142,67 @@ def test_a_step_in_its_scope_changes_nothing() -> None:
     for variable, value in zip(variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
     assert len(scope.handed_out) == len(model.trainable_variables)
-    assert any(scope.update_of(v) is not None for v in model.metrics_variables)
-    assert model.optimizer.apply_gradients.__self__ is model.optimizer  # Given back.
+    if kind is not Own:
+        assert any(scope.update_of(v) is not None for v in model.metrics_variables)
+    for method in (model.optimizer.apply_gradients, model.optimizer.apply):
+        assert method.__self__ is model.optimizer  # Given back.
+
+
+@pytest.mark.parametrize("kind", ["central", "mirrored"])
+def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
+    _, steps = steps_of(strategy_of(kind), keras.optimizers.SGD, kind=Idle, rows=REAL)
+    with pytest.raises(UsageError, match="train_step of Idle gave"):
+        steps.train([share()])
+
+
+def test_one_part_of_xla_and_one_of_the_optimizer() -> None:
+    model, plain = make(keras.optimizers.Adam(0.1), kind=Own), make(keras.optimizers.Adam(0.1))
+    step = split_train_step(model)
+    for _ in range(2):
+        step((tf.constant(X), tf.constant(Y)))
+        plain.train_on_batch(X, Y)
+    for found, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+    idle = split_train_step(make("sgd", kind=Idle))
+    with pytest.raises(UsageError, match="train_step of Idle gave"):
+        idle((tf.constant(X), tf.constant(Y)))
+
+
+def test_an_optimizer_with_a_weight_decay_of_its_own() -> None:
+    muon = lambda: keras.optimizers.Muon(0.1, weight_decay=0.1, adam_weight_decay=0.5)  # noqa: E731
+    model, steps = steps_of(strategy_of("mirrored"), muon)
+    plain = make(muon())
+    for _ in range(2):
+        steps.train([share()])
+        plain.train_on_batch(X, Y)
+    for found, wanted in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_an_optimizer_made_again_decays_the_same_weights() -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(0.5))
+    scaled.inner_optimizer.exclude_from_weight_decay(var_names=["bias", "gamma"])
+    inner = made_again(scaled).inner_optimizer
+    inner.build([])
+    named = {name: keras.Variable([1.0], name=name) for name in ("bias", "gamma", "kernel")}
+    assert [n for n, v in named.items() if inner._use_weight_decay(v)] == ["kernel"]
+    listed = keras.optimizers.AdamW(0.5)
+    listed.exclude_from_weight_decay(var_list=[named["bias"]])
+    with pytest.raises(UsageError, match="give names"):
+        made_again(listed)
+
+
+def test_a_loss_that_leaves_entries_out_by_itself() -> None:
+    """The filler rows repeat entries that count, and are not among those that its sum is divided by."""
+    model, plain = make(keras.optimizers.SGD(0.1)), make(keras.optimizers.SGD(0.1))
+    for one in (model, plain):
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+        one.compile(one.optimizer, loss, jit_compile=False)
+    labels = np.array([[1], [-1], [0]])
+    build(model, (keras.KerasTensor((ROWS, 4)), keras.KerasTensor((ROWS, 1))))
+    steps = ReplicaSteps(model, strategy_of("central"), ROWS, parameter_device="CPU:0")
+    logs = steps.train([Share((tf.constant(X), tf.constant(labels)), REAL, REAL, 0, 0)])
+    wanted = plain.train_on_batch(X, labels, return_dict=True)["loss"]
+    assert float(logs["loss"]) == pytest.approx(wanted, rel=1e-6)
+    for found, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)

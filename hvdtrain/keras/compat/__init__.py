@@ -5,6 +5,7 @@ Here is what training with Horovod needs; `variables` (that wait for their value
 
 `adopt_names`   a subclass that is saved under its parent's name;
 `OPTIMIZER_HOOKS` the methods that DistributedOptimizer overrides;
+`AppliesByKeras` optimizers whose own `apply`, if they have one, must lead to Keras's;
 `own_non_trainable_variables`, `optimizer_slots`, `accumulators`, `velocities`: which variable is what;
 `prepare_keras` corrections of Keras classes, for models whose optimizer is distributed only:
     LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be
@@ -13,8 +14,10 @@ Here is what training with Horovod needs; `variables` (that wait for their value
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import h5py
@@ -28,7 +31,7 @@ from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from
 from keras.src.losses.loss import apply_mask
 from keras.src.saving import object_registration
 
-from hvdtrain.errors import EngineError
+from hvdtrain.errors import EngineError, UsageError
 
 OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index")
 
@@ -41,6 +44,42 @@ def require_hooks(optimizer_class: type) -> None:
             f"Keras {keras.__version__} has no {missing[0]} in {optimizer_class.__name__}: gradients could not "
             "be reduced. hvdtrain was tested with Keras 3.15: install that, or wrap a keras.optimizers.Optimizer."
         )
+
+
+def refuse_several(optimizer: Any) -> None:
+    """Raise UsageError for Keras's MultiOptimizer, which leaves all work to optimizers inside it."""
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise UsageError(
+            "MultiOptimizer hands the gradients to other optimizers, past the place where the workers' gradients are "
+            "added up: give one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
+            "take the gradients from hvdtrain.keras.DistributedGradientTape"
+        )
+
+
+class AppliesByKeras:
+    """Lies over an optimizer whose update is made inside Keras's `apply`: one of its own must lead there.
+
+    (A wrapper of another optimizer may apply the gradients by that one, and several workers' would never meet.)
+    """
+
+    hvdtrain_applied = 0
+    """How often Keras's `apply` was reached."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        before = self.hvdtrain_applied
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if self.hvdtrain_applied == before and any(g is not None for g in grads):
+            raise UsageError(
+                f"The optimizer {type(self).__name__} has an apply of its own, which does not pass the gradients on to "
+                "keras.optimizers.Optimizer.apply, where those of all workers become one update: let it call "
+                "super().apply(grads, trainable_variables), or give the optimizer that it holds instead"
+            )
+        return result
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # Keras's apply calls this for any gradient.
+        object.__setattr__(self, "hvdtrain_applied", self.hvdtrain_applied + 1)
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
 
 def adopt_names(subclass: type, parent: type) -> None:
@@ -176,8 +215,8 @@ def _make_train_function(original: Callable[..., Any], self: Any, force: bool = 
 def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
     """Return model.train_step in two parts: forward and backward compiled by XLA, reduction and update not.
 
-    The optimizer's apply_gradients is replaced while XLA's part is traced: it hands the gradients out
-    instead of applying them. Works for a user's own train_step too, if it applies gradients once.
+    While XLA's part is traced, the optimizer hands the gradients out instead of applying them. Works for a
+    user's own train_step too, if it applies gradients once.
     """
     optimizer = model.optimizer
     handed_out: list[tuple[Any, Any]] = []
@@ -186,14 +225,13 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
     def forward_and_backward(data: Any) -> Any:
         handed_out.clear()
 
-        def hand_out(grads_and_vars: Any) -> None:
-            handed_out.extend((g, v) for g, v in grads_and_vars if g is not None)
+        def take(pairs: list[tuple[Any, Any]]) -> bool:
+            handed_out.extend((g, v) for g, v in pairs if g is not None)
+            return True
 
-        object.__setattr__(optimizer, "apply_gradients", hand_out)
-        try:
+        with gradients_taken(optimizer, take):
             logs = model.train_step(data)
-        finally:
-            object.__delattr__(optimizer, "apply_gradients")
+        require_gradients(model, handed_out)
         return logs, [gradient for gradient, _ in handed_out]
 
     def train_step(data: Any) -> Any:
@@ -203,6 +241,43 @@ def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
         return logs
 
     return train_step
+
+
+@contextlib.contextmanager
+def gradients_taken(
+    optimizer: Any, take: Callable[[list[tuple[Any, Any]]], bool]
+) -> Iterator[None]:
+    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is told to apply, whichever way.
+
+    It returns whether it took them; else the optimizer applies them.
+    """
+
+    def apply_gradients(grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        return None if take(pairs) else type(optimizer).apply_gradients(optimizer, pairs)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        known = optimizer._trainable_variables
+        variables = known if trainable_variables is None else trainable_variables
+        taken = take(list(zip(grads, variables, strict=True)))
+        return None if taken else type(optimizer).apply(optimizer, grads, trainable_variables)
+
+    object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+    object.__setattr__(optimizer, "apply", apply)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "apply_gradients")
+        object.__delattr__(optimizer, "apply")
+
+
+def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> None:
+    """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
+    if model.trainable_variables and not handed_out:
+        raise UsageError(
+            f"The train_step of {type(model).__name__} gave self.optimizer no gradient, so there is nothing to add up "
+            "over the workers: let it call self.optimizer.apply(gradients, self.trainable_variables)"
+        )
 
 
 def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:
@@ -233,21 +308,40 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     return list({id(loss): loss for loss in found if isinstance(loss, keras.losses.Loss)}.values())
 
 
-def loss_divisor(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
-    """Return what `loss` divides its sum by, where that is not the number of entries; else None."""
-    weights = loss_weights(loss, y_pred, sample_weight)
-    return None if weights is None else tf.reduce_sum(weights)
+def mask_in_loss(y_pred: Any, own_mask: Any) -> Any:
+    """Return which entries count in a loss: by the mask of `y_pred` and that of the values it found; None: all."""
+    masks = [mask for mask in (get_keras_mask(y_pred), own_mask) if mask is not None]
+    return functools.reduce(operator.and_, masks) if masks else None
 
 
-def loss_weights(loss: keras.losses.Loss, y_pred: Any, sample_weight: Any) -> tf.Tensor | None:
+def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.Tensor | None:
     """Return the entries whose sum `loss` divides by, where that is not the number of entries; else None."""
-    mask = get_keras_mask(y_pred)
     if loss.reduction == "mean_with_sample_weight":
         if mask is None and sample_weight is None:
             return None
         weights = None if sample_weight is None else tf.cast(sample_weight, loss.dtype)
         return apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction)
     return None if mask is None else tf.cast(mask, tf.float32)
+
+
+def needs_whole_batch(model: keras.Model) -> str | None:
+    """Return what is to be said of a loss of Keras's that parts of a batch cannot make; None if there is none."""
+    for loss in compiled_losses(model):
+        function = getattr(loss, "fn", None)
+        if function is keras.losses.circle:
+            return (
+                f"The loss {loss.name!r} compares every example with all others of the batch, and a worker has only "
+                "its share of them: train on one worker"
+            )
+        if function in (keras.losses.dice, keras.losses.tversky):
+            axis = loss._fn_kwargs.get("axis")
+            if axis is None or 0 in np.atleast_1d(axis):
+                return (
+                    f"The loss {loss.name!r} is made from sums over all examples of the batch, and a worker has only "
+                    "its share of them: give it an axis without the first one, such as axis=(1, 2, 3) for images, so "
+                    "that there is a value for each example; or train on one worker"
+                )
+    return None
 
 
 def overrides(callback: keras.callbacks.Callback, method: str) -> bool:

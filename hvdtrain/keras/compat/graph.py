@@ -6,7 +6,7 @@ tensors and makes tensors. A layer that is called twice has two calls.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import keras
 from keras.src import backend, tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
+
+from hvdtrain.keras import compat
 
 Tensor = Any
 """A keras.KerasTensor: symbolic, told from others by its identity."""
@@ -150,6 +152,29 @@ def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None
         backend.compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=weight)
     if model._compile_loss is not None and not model._compile_loss.built:
         backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+
+
+def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
+    """Whether a loss of a built compiled model masks what it finds (ignore_class); from symbolic tensors."""
+    masked: list[bool] = []
+    losses = compat.compiled_losses(model)
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            values = call(*args)
+            masked.append(get_keras_mask(values) is not None)
+            return values
+
+        return watched
+
+    for loss in losses:
+        loss.call = watch(loss.call)
+    try:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+    finally:
+        for loss in losses:
+            del loss.call
+    return any(masked)
 
 
 def drop_compiled(model: keras.Model) -> None:

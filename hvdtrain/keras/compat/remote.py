@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compat import adopt_names, optimizer_slots
+from hvdtrain.keras.compat import AppliesByKeras, adopt_names, optimizer_slots
 from hvdtrain.keras.elementwise import ELEMENTWISE
 
 
@@ -186,7 +186,7 @@ def tf_variables(variable: Any) -> list[tf.Variable]:
     return list(variable.parts) if isinstance(variable, SplitVariable) else [variable._value]
 
 
-class _UpdatesWhereVariablesAre:
+class _UpdatesWhereVariablesAre(AppliesByKeras):
     """Methods that lie over those of an optimizer's class."""
 
     owners: dict[Any, tuple[Any, int]]

@@ -59,6 +59,7 @@ class ReplicaScope(keras.StatelessScope):
         self.examples = examples
         self.handed_out: list[tuple[Any, Any]] = []
         self.loss_is_scalar = False
+        self.loss_mask: Any = None
         self._given = dict(self.state_mapping)
 
     def get_current_value(self, variable: Any) -> Any:
@@ -89,6 +90,8 @@ def current_replica() -> ReplicaScope | None:
 def pure_steps(model: keras.Model) -> Iterator[None]:
     """Let steps hand their gradients to their ReplicaScope, and keep the replicas' added losses apart.
 
+    Outside of a ReplicaScope the optimizer applies gradients as ever.
+
     The replicas are traced in turns, in a thread each, and share the layers. The gradients of Keras's own
     train_step are those of the loss divided by the number of replicas.
     """
@@ -98,10 +101,12 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
     # Added losses are told apart by their identity, which must not be given to another one meanwhile.
     alive: list[ReplicaScope] = []
 
-    def hand_out(grads_and_vars: Any) -> None:
+    def take(pairs: list[tuple[Any, Any]]) -> bool:
         scope = current_replica()
-        assert scope is not None
-        scope.handed_out.extend((g, v) for g, v in grads_and_vars if g is not None)
+        if scope is None:
+            return False
+        scope.handed_out.extend((g, v) for g, v in pairs if g is not None)
+        return True
 
     def clear_losses() -> None:
         scope = current_replica()
@@ -116,21 +121,15 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
         assert scope is not None
         return scaled / tf.cast(scope.replicas, scaled.dtype)
 
-    object.__setattr__(optimizer, "apply_gradients", hand_out)
     if compat.trains_by_keras(model):
         object.__setattr__(optimizer, "scale_loss", scale_loss)
     object.__setattr__(model, "_clear_losses", clear_losses)
     try:
-        yield
+        with compat.gradients_taken(optimizer, take):
+            yield
     finally:
-        object.__delattr__(optimizer, "apply_gradients")
         vars(optimizer).pop("scale_loss", None)
         object.__delattr__(model, "_clear_losses")
-
-
-def apply_gradients(optimizer: Any, pairs: list[tuple[Any, Any]]) -> None:
-    """Apply gradients, also inside `pure_steps`."""
-    type(optimizer).apply_gradients(optimizer, pairs)
 
 
 _CORRECTING = threading.Lock()
@@ -197,6 +196,7 @@ class _WholeLoss:
         if scope is None:
             return values
         scope.loss_is_scalar = values.shape.rank == 0
+        scope.loss_mask = mask = get_keras_mask(values)
         if scope.rows is None:
             return values
         if scope.loss_is_scalar:
@@ -205,7 +205,6 @@ class _WholeLoss:
                 f"repeated examples, which it would count: return one number for each example. Or: {EVEN}"
             )
         real = scope.real(values)
-        mask = get_keras_mask(values)
         if mask is not None:
             set_keras_mask(real, mask)
         return real
@@ -222,7 +221,8 @@ class _WholeLoss:
             )
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return loss * tf.cast(scope.replicas, loss.dtype)
-        weights = compat.loss_weights(self, y_pred, sample_weight)
+        mask = compat.mask_in_loss(y_pred, scope.loss_mask)
+        weights = compat.loss_weights(self, mask, sample_weight)
         if weights is not None:
             own = tf.stop_gradient(tf.cast(weights, tf.float32))
             total = tf.distribute.get_replica_context().all_reduce(
@@ -300,7 +300,7 @@ def _depends(tensor: tf.Tensor, on: tf.Tensor) -> bool:
     return False
 
 
-class _OnEachReplica:
+class _OnEachReplica(compat.AppliesByKeras):
     """Lays over an optimizer: each replica updates its own copy, from gradients that are equal on all.
 
     Keras sums gradients after it has clipped them, and updates variables in calls between the replicas, which
@@ -317,7 +317,11 @@ class _OnEachReplica:
             self.update_step(gradient, tf_variable(variable), learning_rate)  # type: ignore[attr-defined]
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        BaseOptimizer._apply_weight_decay(self, variables)
+        own = super()._apply_weight_decay  # type: ignore[misc]
+        if own.__func__ is keras.optimizers.Optimizer._apply_weight_decay:
+            BaseOptimizer._apply_weight_decay(self, variables)
+        else:
+            own(variables)  # Muon's.
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
         BaseOptimizer._backend_increment_gradient_accumulators(self, grads, acc_grads)
@@ -331,6 +335,26 @@ class _ScaleOnEachReplica:
 
     def _tf_apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self._common_apply(grads, trainable_variables)  # type: ignore[attr-defined]
+
+
+def made_again(optimizer: Any) -> Any:
+    """Return an unbuilt optimizer like `optimizer`, with variables of its own, which are made here.
+
+    Raises:
+        UsageError: it names variables that do not decay, which the new one does not know.
+    """
+    again = type(optimizer).from_config(optimizer.get_config())
+    before, after = compat.inner_of(optimizer), compat.inner_of(again)
+    if getattr(before, "_exclude_from_weight_decay", None):
+        raise UsageError(
+            "exclude_from_weight_decay(var_list=...): the optimizer is made anew where the replicas are, and does not "
+            "know these variables there: give names, exclude_from_weight_decay(var_names=[...])"
+        )
+    # It is in no configuration.
+    pattern = getattr(before, "_exclude_from_weight_decay_pattern", None)
+    if pattern is not None:
+        after.exclude_from_weight_decay(var_names=[pattern.pattern])
+    return again
 
 
 def update_on_each_replica(optimizer: Any) -> None:

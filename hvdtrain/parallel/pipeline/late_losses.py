@@ -38,17 +38,19 @@ class Made(NamedTuple):
     counts: Any
 
 
-def are_late(model: keras.Model, outputs: Sequence[Any]) -> bool:
+def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -> bool:
     """Whether a compiled model has losses to be computed late.
 
     Args:
         model: the last stage's, its losses built.
-        outputs: the whole model's, symbolic.
+        outputs: the whole model's, symbolic, with their masks.
+        batch: symbolic predictions, labels and sample weights.
     """
     losses = compat.compiled_losses(model)
-    masked = any(compat_graph.mask_of(tensor) is not None for tensor in outputs)
     return bool(losses) and (
-        masked or any(loss.reduction == "mean_with_sample_weight" for loss in losses)
+        any(compat_graph.mask_of(tensor) is not None for tensor in outputs)
+        or any(loss.reduction == "mean_with_sample_weight" for loss in losses)
+        or compat_graph.masks_itself(model, *batch)
     )
 
 

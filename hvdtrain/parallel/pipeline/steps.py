@@ -91,7 +91,7 @@ class PipelineSteps:
         elif stage.is_last:
             make_exact(stage.model, reducer)
         self._passes = Passes(stage, self._names, self._late)
-        reducer.share_is_in_loss = True
+        reducer.share_is_in_loss = reducer.adds_up = True
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, one after the other; return the running logs of this copy, on its first stage."""

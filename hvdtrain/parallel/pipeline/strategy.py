@@ -88,7 +88,7 @@ class PipelineStrategy(TensorStrategy):
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> PipelineSteps:
         self.build_variables(model, data, what)
-        measured = self._agree_on_measured(model)
+        measured = self._agree_on_measured(model, data)
         self.broadcast(model)
         fold_rank_into_seeds(model, self.part.index)
         return self._steps(model, measured)
@@ -99,12 +99,7 @@ class PipelineStrategy(TensorStrategy):
                 "jit_compile=True does not work with pipeline stages, which send between the passes: leave it out"
             )
         if self.stage.is_last:
-            _, y, weight = (*data, None, None)[:3]
-            whole = self.stage.whole
-            outputs = compat_graph.like_outputs(whole, whole.outputs)
-            compat_graph.build_compiled(
-                model, _any_batch(outputs), _any_batch(y), _any_batch(weight)
-            )
+            compat_graph.build_compiled(model, *self._symbolic_batch(data))
         else:
             compat_graph.drop_compiled(model)
         self.build_optimizer(model)
@@ -175,11 +170,23 @@ class PipelineStrategy(TensorStrategy):
             measured,
         )
 
-    def _agree_on_measured(self, model: keras.Model) -> Measured:
+    def _symbolic_batch(self, data: Any) -> list[Any]:
+        """Return what the model predicts, labels and sample weights, for any number of examples."""
+        _, y, weight = (*data, None, None)[:3]
+        whole = self.stage.whole
+        outputs = compat_graph.like_outputs(whole, whole.outputs)
+        return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]
+
+    def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
         """Return what the last stage alone knows of the losses and metrics. A collective."""
-        late = self.stage.is_last and are_late(model, self.stage.whole.outputs)
-        mine = {"names": compat.metric_names(model), "late": late}
+        mine: dict[str, Any] = {"names": compat.metric_names(model)}
+        if self.stage.is_last:
+            divided = self.part.count * self.layout.micro_batches > 1
+            mine["complaint"] = compat.needs_whole_batch(model) if divided else None
+            mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
         last = exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
+        if last["complaint"] is not None:
+            raise UsageError(last["complaint"])
         return Measured(tuple(last["names"]), bool(last["late"]))
 
     def _rank_of(self, stage: int) -> int:

@@ -147,7 +147,7 @@ class ShardedReducer(OptimizerReducer):
         """Return what the ranks have accumulated of the gradient of `variable`, as one process would have it."""
         if self.is_local(variable):
             return tensor
-        how = self._how(variable, self.share_is_in_loss)
+        how = self._how(variable, self.adds_up)
         wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
         combined = hvd.allreduce(
             wire,
@@ -161,7 +161,7 @@ class ShardedReducer(OptimizerReducer):
 
     def to_accumulate(self, value: Any, variable: Any) -> Any:
         """Return this rank's part of what one process would have accumulated: see `accumulated`."""
-        if self.is_local(variable) or not self.share_is_in_loss:
+        if self.is_local(variable) or not self.adds_up:
             return value
         how = self._how(variable, True)
         return value / (how.process_set.size() * how.postscale_factor)

@@ -24,6 +24,8 @@ WORDS = RNG.integers(1, TOKENS, (EXAMPLES, 6))
 PADDED = np.where(RNG.random(WORDS.shape) < 0.4, 0, WORDS)
 PADDED[:, 0] = 1
 Y = RNG.integers(0, 5, EXAMPLES)
+SOME_IGNORED = np.where(np.arange(EXAMPLES) % BATCH < np.arange(EXAMPLES) // BATCH * 3, -1, Y)
+"""Labels, of which -1 does not count: from batch to batch more of the first rank's, in the end all of them."""
 WEIGHT = RNG.uniform(0.2, 2, EXAMPLES).astype("float32")
 VALID = (IMAGES[:37], WORDS[:37])
 

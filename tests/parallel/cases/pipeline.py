@@ -328,6 +328,7 @@ def case_refused() -> dict[str, str]:
         "jit": refused(jit_compile=True),
         "optimizer": refused(optimizer=DistributedOptimizer(optimizers.SGD(0.1))),
         "pattern": refused(stages=["nowhere"]),
+        "whole batch": refused(loss=keras.losses.Circle()),
         "few": refused(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(2)])),
     }
 
@@ -384,6 +385,20 @@ def case_mean_by_weight() -> dict[str, Any]:
         },
         model=small(),
         micro_batches=3,
+    )
+
+
+def case_ignored_labels() -> dict[str, Any]:
+    """The loss leaves entries out by itself: no mask comes from the model."""
+    some = np.where(np.arange(EXAMPLES) % BATCH < np.arange(EXAMPLES) // BATCH * 3, -1, Y)
+    return apart(
+        small,
+        momentum,
+        (FACTS, some),
+        {"epochs": 2},
+        lambda: {"loss": crossentropy(ignore_class=-1)},
+        micro_batches=3,
+        weights_only=True,
     )
 
 

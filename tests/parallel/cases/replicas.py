@@ -17,6 +17,7 @@ from against_keras import (
     EPOCHS,
     PADDED,
     RNG,
+    SOME_IGNORED,
     WEIGHT,
     Y,
     apart,
@@ -34,6 +35,7 @@ from trainer_exact import (
     SGD,
     Activity,
     custom_model,
+    guide_model,
 )
 from trainer_exact import case_adam as case_adam
 from trainer_exact import case_sgd as case_sgd
@@ -87,7 +89,9 @@ def trained(
 def vector(
     optimizer: Callable[[], Any] = momentum, data: tuple = (), make: Any = vector_model, **more: Any
 ) -> dict[str, float]:
-    compiled = {"loss": "mse"} | ({} if make is custom_model else {"metrics": ["mae"]})
+    compiled = {"loss": "mse"} | (
+        {} if make in (custom_model, guide_model) else {"metrics": ["mae"]}
+    )
     return trained(make, optimizer, data or vectors(), lambda: compiled, **more)
 
 
@@ -99,6 +103,12 @@ def case_losses() -> dict[str, Any]:
         found[reduction] = trained(
             mixed_model, lambda: SGD(0.003), (inputs(), Y, WEIGHT), lambda loss=loss: {"loss": loss}
         )
+    found["ignore_class"] = trained(
+        mixed_model,
+        momentum,
+        (inputs(), SOME_IGNORED),
+        lambda: {"loss": crossentropy(ignore_class=-1)},
+    )
     labels = RNG.integers(0, 5, PADDED.shape)
     by_word = np.repeat(WEIGHT[:, None], PADDED.shape[1], axis=1)
     found["mask, weights"] = apart(
@@ -163,6 +173,12 @@ def constrained() -> keras.Model:
     )
 
 
+def decaying() -> Any:
+    optimizer = optimizers.AdamW(1e-2, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
 def case_optimizers() -> dict[str, Any]:
     """What comes between gradients and weights: it must see the whole batch's gradients."""
     halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
@@ -174,8 +190,10 @@ def case_optimizers() -> dict[str, Any]:
         "accumulation": vector(
             lambda: SGD(0.05, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=3)
         ),
-        "decay, constraint, penalty": vector(
-            lambda: optimizers.AdamW(1e-2, weight_decay=0.1), make=constrained
+        "decay, constraint, penalty": vector(decaying, make=constrained),
+        "decay of its own": vector(
+            lambda: optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.5),
+            fit={"epochs": 2},
         ),
     }
     # One example whose gradient overflows once it is scaled: its batch is left out, and the scale halved.
@@ -194,6 +212,7 @@ def case_ways_of_running() -> dict[str, Any]:
     found = {
         "three steps at once": vector(steps_per_execution=3),
         "own train_step": vector(make=custom_model, data=even(), steps_per_execution=2),
+        "own train_step, by the guide": vector(make=guide_model, data=even()),
     }
     if not ON_TPU:
         found["run_eagerly"] = vector(run_eagerly=True, fit={"epochs": 1})
@@ -426,6 +445,8 @@ def case_refusals() -> dict[str, Any]:
         found["even"][name] = bool(np.isfinite(history["loss"][0]))
     none = keras.losses.MeanSquaredError(reduction="none")
     found["reduction"] = refusal(lambda: trainer_of(vector_model, none).fit(*even(), verbose=0))
+    dice = keras.losses.Dice()
+    found["whole batch"] = refusal(lambda: trainer_of(vector_model, dice).fit(*even(), verbose=0))
     os.environ[REPLICAS_VARIABLE] = "3"
     found["devices in use"] = refusal(lambda: runtime.init(whole_machine=True))
     os.environ[REPLICAS_VARIABLE] = "2"

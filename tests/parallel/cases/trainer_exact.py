@@ -15,6 +15,7 @@ from against_keras import (
     PADDED,
     RNG,
     SGD,
+    SOME_IGNORED,
     TOKENS,
     VALID,
     WEIGHT,
@@ -74,6 +75,12 @@ def case_losses() -> dict[str, Any]:
             compiled=lambda reduction=reduction: {"loss": crossentropy(reduction=reduction)},
         )
     found["mask"] = apart(tagging_model, lambda: SGD(0.5), (PADDED, labels))
+    found["ignore_class"] = apart(
+        mixed_model,
+        momentum,
+        (inputs(), SOME_IGNORED, WEIGHT),
+        compiled=lambda: {"loss": crossentropy(ignore_class=-1)},
+    )
     found["penalties"] = apart(lambda: mixed_model(penalties=True), momentum, (inputs(), Y))
     return found
 
@@ -301,10 +308,16 @@ def case_ways_of_running() -> dict[str, Any]:
             custom_model, momentum, vectors(), compiled=lambda: {"loss": "mse"}
         ),
         "custom train_step, jit_compile": apart(
-            custom_model,
+            guide_model,
             momentum,
             vectors(),
             trainer={"jit_compile": True},
+            compiled=lambda: {"loss": "mse"},
+        ),
+        "custom train_step, accumulate": apart(
+            guide_model,
+            lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=3),
+            vectors(),
             compiled=lambda: {"loss": "mse"},
         ),
     }
@@ -334,13 +347,27 @@ class Custom(keras.Model):
             loss = self.compute_loss(x, y, self(x, training=True))
         variables = self.trainable_variables
         gradients = tape.gradient(loss, [v.value for v in variables])
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        self.update(gradients, variables)
         self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
         return {"loss": self._loss_tracker.result()}
+
+    def update(self, gradients: Any, variables: Any) -> None:
+        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+
+class Guide(Custom):
+    """In the words of Keras's guide."""
+
+    def update(self, gradients: Any, variables: Any) -> None:
+        self.optimizer.apply(gradients, variables)
 
 
 def custom_model() -> keras.Model:
     return Custom()
+
+
+def guide_model() -> keras.Model:
+    return Guide()
 
 
 def case_precision() -> dict[str, Any]:

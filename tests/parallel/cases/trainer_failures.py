@@ -159,9 +159,9 @@ def case_usage() -> dict[str, str]:
         "class weight": message(lambda: fit(trainer(), class_weight={5: 1.0})),
         "compiled anew": message(lambda: changed(lambda model: model.compile("adam", "mse"))),
         "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
-        "several optimizers": message(
-            lambda: trainer(optimizer=optimizers.MultiOptimizer({".*": optimizers.SGD()}))
-        ),
+        "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
+        "several optimizers": message(lambda: trainer(optimizer=several())),
+        "idle step": message(lambda: fit(trainer(idle, jit_compile=True))),
     }
 
 
@@ -171,6 +171,21 @@ def changed(change: Callable[[keras.Model], Any]) -> None:
     fit(trained)
     change(trained.model)
     fit(trained)
+
+
+def several() -> Any:
+    return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD()))
+
+
+class Idle(keras.Sequential):
+    """Its train_step trains nothing."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return self.test_step(data)
+
+
+def idle() -> keras.Model:
+    return Idle([layers.Input((3,)), layers.Dense(1)])
 
 
 def masked_jit() -> None:
