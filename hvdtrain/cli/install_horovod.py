@@ -29,7 +29,7 @@ def install_horovod(
     from hvdtrain.install.cache import cache_folder
     from hvdtrain.install.probe import missing_tools, survey
     from hvdtrain.install.recipe import recipe_for
-    from hvdtrain.launch.running.bounded import leaving_on_signals
+    from hvdtrain.signals import leaving_on_signals
 
     if system_mpi and without_mpi:
         raise click.UsageError("--system-mpi and --without-mpi exclude each other.")

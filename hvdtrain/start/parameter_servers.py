@@ -34,10 +34,10 @@ from hvdtrain.launch.host_report import THIS_HOST, HostReport, differences, late
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.running.outcome import how_it_ended
-from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import environment_of_srun
 from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.launch.variables import without_value
+from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.agents import Agents
 from hvdtrain.start.keepers import Reach, keeper_argv, missing_program

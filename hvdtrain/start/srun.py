@@ -26,9 +26,9 @@ from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE
-from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT, environment_of_srun
 from hvdtrain.launch.variables import without_value
+from hvdtrain.signals import ending_signals
 from hvdtrain.start.task import INTERFACE
 
 

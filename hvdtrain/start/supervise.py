@@ -11,8 +11,8 @@ import traceback
 from collections.abc import Callable
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.process import ending_signals
 from hvdtrain.launch.running.ranks import Warner
+from hvdtrain.signals import ending_signals
 from hvdtrain.start.keepers import Keepers
 
 TICK_SECONDS = 0.5

@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
 LAUNCH = {"launch"}
-GROUND = {"environment", "errors", "strategy_names", "tf_config", "worker"}
+GROUND = {"environment", "errors", "signals", "strategy_names", "tf_config", "worker"}
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
     "keras": {"runtime", "agreement"},

@@ -7,6 +7,7 @@ import difflib
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,3 +143,18 @@ def test_compose_is_two_hosts_with_keys_of_their_own() -> None:
     assert compose["networks"] == {"job": {"internal": True}}
     assert compose["volumes"] == {"keys": None}
     assert (ROOT / "scripts/train_mnist.py").is_file()
+
+
+@pytest.mark.parametrize("file", [CPU, GPU], ids=lambda path: path.name)
+def test_what_the_stage_that_builds_horovod_copies_is_enough(file: Path, tmp_path: Path) -> None:
+    """It copies few files, so that other changes leave the built Horovod in the cache."""
+    for sources in re.findall(r"^COPY (hvdtrain/.*) /src/\S+$", file.read_text(), re.MULTILINE):
+        for source in map(ROOT.joinpath, sources.split()):
+            target = tmp_path / source.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy = shutil.copytree if source.is_dir() else shutil.copy
+            copy(source, target)
+    command = [sys.executable, "-m", "hvdtrain.cli", "install-horovod", "--dry-run"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in ran.stderr
+    assert "pip" in ran.stdout

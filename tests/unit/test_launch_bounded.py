@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.install import build, probe, recipe
-from hvdtrain.launch.running.bounded import ending_commands, leaving_on_signals
+from hvdtrain.launch.running.bounded import ending_commands
+from hvdtrain.signals import leaving_on_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE, LAUNCH_ID
-from hvdtrain.launch.running.process import end_processes, ending_signals
+from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.launch.running.process import end_processes
+from hvdtrain.signals import leaving_on_signals
 
 _GRACE_SECONDS = 6.0
 """`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""
@@ -95,22 +95,6 @@ def ending_commands() -> Iterator[None]:
             yield
         finally:
             end_all()
-
-
-@contextlib.contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP unless it is ignored, take the way of Ctrl-C: what was started is ended."""
-    numbers = set(ending_signals()) - {signal.SIGINT}
-    before = {number: signal.signal(number, _leave) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(EXIT_SIGNAL_BASE + number)
 
 
 def end_all() -> None:

@@ -21,6 +21,7 @@ from types import FrameType
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.launch.running.streams import Stream
+from hvdtrain.signals import ending_signals
 
 TICK_SECONDS = 0.1
 TERMINATION_SECONDS = 2.5
@@ -43,12 +44,6 @@ class Ending:
     returncode: int
     received: signal.Signals | None
     at_once: bool = False
-
-
-def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a run. SIGHUP, a terminal's end, is none where it is ignored: by nohup."""
-    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 
 
 def run_process(

@@ -1,0 +1,32 @@
+"""Which signals end a command, and how it leaves then."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from hvdtrain.environment import EXIT_SIGNAL_BASE
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a run. SIGHUP, a terminal's end, is none where it is ignored: by nohup."""
+    hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP unless it is ignored, take the way of Ctrl-C: what was started is ended."""
+    numbers = set(ending_signals()) - {signal.SIGINT}
+    before = {number: signal.signal(number, _leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(EXIT_SIGNAL_BASE + number)
