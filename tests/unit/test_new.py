@@ -53,7 +53,10 @@ def test_the_copy_is_the_script_with_a_configuration(name: str, here: Path) -> N
     result = call(name)
     assert result.exit_code == 0, result.output
     original = (ROOT / "scripts" / SOURCES[name]).read_text()
-    assert (here / f"{name}.py").read_text() == original
+    copied = (here / f"{name}.py").read_text()
+    assert copied == original.replace(f"scripts/{SOURCES[name]}", f"{name}.py")
+    # What it says of itself can be typed where the copy is.
+    assert f" {name}.py" in copied and "scripts/" not in copied
     assert not (here / f"{name}.py").is_symlink()
     settings = yaml.safe_load((here / CONFIG).read_text())
     assert settings == {

@@ -40,7 +40,7 @@ def start(folder: Path, options: str, ticks: int, **environment: str) -> Started
     return subprocess.Popen(
         [*argv, str(program), str(ticks), "--nodes=2"],
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "DATA": "/here", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -107,3 +107,10 @@ def test_no_srun(tmp_path: Path) -> None:
         127,
         "srun: cannot start no-srun: No such file or directory\n",
     )
+
+
+def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "hvdtrain.start.srun", "--env", "ABSENT", "--", "true"]
+    ran = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 2
+    assert "--env ABSENT: not set here" in ran.stderr
