@@ -31,6 +31,7 @@ from hvdtrain.trainer.setup import (
     build_model,
     compile_arguments,
     evaluation_source,
+    split_arrays,
     symbolic_data,
 )
 from hvdtrain.trainer.shares import grouped
@@ -189,6 +190,17 @@ def test_run_dir(tmp_path: Path) -> None:
         "metrics.csv",
         "model.keras",
     ]
+
+
+def test_splitting_a_tuple_keeps_the_weights_beside_it() -> None:
+    x, weight = np.arange(10.0), np.arange(10.0) / 2
+    train, validation = split_arrays((x, 2 * x), None, weight, 0.2)
+    assert [part.tolist() for part in train] == [
+        x[:8].tolist(),
+        (2 * x[:8]).tolist(),
+        weight[:8].tolist(),
+    ]
+    assert [part.tolist() for part in validation] == [[8, 9], [16, 18], [4, 4.5]]
 
 
 def test_a_run_that_goes_on_adds_to_the_metrics(tmp_path: Path) -> None:
