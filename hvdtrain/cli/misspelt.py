@@ -7,11 +7,9 @@ from difflib import get_close_matches
 
 import click
 
-from hvdtrain.environment import LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
-from hvdtrain.strategy_names import REPLICAS, STRATEGY
+from hvdtrain.launch.passing import OWN_NAMES
 
 _PREFIX = "HVDTRAIN_"
-_OF_A_RUN = {LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL}
 # Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.
 _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_SSH_PORT"}
 
@@ -23,7 +21,7 @@ def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
         command: whose options can be set by variables.
         names: of the environment.
     """
-    known = _OF_A_RUN | _OF_SETUP
+    known = OWN_NAMES | _OF_SETUP
     for option in command.params:
         known |= {name for name in option.envvar or () if name.startswith(_PREFIX)}
     unread = {name for name in names if name.startswith(_PREFIX)} - known

@@ -6,7 +6,7 @@ sum; else their mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,8 +58,7 @@ def restored_by_first(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> I
 
     Its accumulators are those of one process at the beginning; at the end all ranks share what they are then.
     """
-    for number, variable in enumerate(accumulators(optimizer)):
-        tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))
+    _combine(accumulators(optimizer), ranks, adds_up)
     yield
     share_out(optimizer, ranks, adds_up)
 
@@ -69,10 +68,15 @@ def as_one_process(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iter
     """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""
     own = accumulators(optimizer)
     before = [tf_variable(v).numpy() for v in own]
-    for number, variable in enumerate(own):
-        tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))
+    _combine(own, ranks, adds_up)
     try:
         yield
     finally:
         for variable, value in zip(own, before, strict=True):
             tf_variable(variable).assign(value)
+
+
+def _combine(own: Sequence[Any], ranks: hvd.ProcessSet, adds_up: bool) -> None:
+    """Give every rank's accumulators what one process would have. A collective."""
+    for number, variable in enumerate(own):
+        tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))

@@ -20,6 +20,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import REPLICAS, STRATEGY
 
+OWN_NAMES = frozenset({LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL})
+"""What ranks read of hvdtrain's own. The other HVDTRAIN_* are options of the launcher, with whatever a user wrote
+there: HVDTRAIN_ENV=API_KEY=..."""
 NAMES = frozenset(
     {
         "PATH",
@@ -31,14 +34,7 @@ NAMES = frozenset(
         "LANGUAGE",
         "TZ",
         "TERM",
-        # What ranks read of hvdtrain's own. The other HVDTRAIN_* are options of the launcher, with
-        # whatever a user wrote there: HVDTRAIN_ENV=API_KEY=...
-        LAUNCH_ID,
-        LOG_DIR,
-        RANK_CORES,
-        REPLICAS,
-        STRATEGY,
-        TERMINAL,
+        *OWN_NAMES,
     }
 )
 PREFIXES = (
@@ -186,6 +182,7 @@ def _masked_words(text: str) -> str:
         words = shlex.split(text)
     except ValueError:
         return text
-    if len(words) < 2 or masked(words) == words:
+    if len(words) < 2:
         return text
-    return shlex.join(masked(words))
+    shown = masked(words)
+    return text if shown == words else shlex.join(shown)

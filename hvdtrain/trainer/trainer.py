@@ -13,7 +13,7 @@ small collective for metrics, statistics and the wish to stop an epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -357,7 +357,7 @@ class Trainer:
             if global_batches:
                 self.steps.finish()
                 step_logs = self._global_step_logs(step_logs, share)
-            with self._as_one_process(saving):
+            with self.strategy.as_one_process(self.model) if saving else nullcontext():
                 callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
             if self._guard and done == 0 and check_first_step:
                 self.strategy.check_step(self.model, "after the first step")
@@ -375,7 +375,7 @@ class Trainer:
             logs |= {f"val_{name}": value for name, value in found.items()}
         if self._guard:
             self.strategy.check(self.model, f"after epoch {epoch + 1}")
-        with self._as_one_process(True):
+        with self.strategy.as_one_process(self.model):
             callbacks.on_epoch_end(epoch, logs)
         progress.end(logs, seconds, rate)
         self._write_metrics(plan, epoch, logs, seconds, rate)
@@ -463,9 +463,6 @@ class Trainer:
         logs = self.strategy.logs(self.model, step_logs, share)
         write_state(self.model.metrics, own)
         return logs
-
-    def _as_one_process(self, saving: bool) -> AbstractContextManager[None]:
-        return self.strategy.as_one_process(self.model) if saving else nullcontext()
 
     def _check_run_dir(self, first_epoch: int) -> None:
         """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
