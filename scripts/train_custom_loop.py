@@ -19,8 +19,8 @@ from sklearn.model_selection import train_test_split
 
 import hvdtrain
 import hvdtrain.keras as hvd
+from hvdtrain.collectives.metrics import merge_state
 from hvdtrain.data import Share, make_source
-from hvdtrain.metrics import merge_state
 
 
 def build_model() -> keras.Model:

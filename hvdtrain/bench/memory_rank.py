@@ -33,7 +33,7 @@ def main() -> None:
     trained = train(arguments.way, arguments.ranks, arguments.width, arguments.blocks)
     peak = status("VmHWM") - before
 
-    from hvdtrain.agreement import exchange
+    from hvdtrain.collectives.agreement import exchange
 
     peaks = exchange(peak, "peak")
     if trained.rank.is_first:

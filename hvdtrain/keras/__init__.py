@@ -14,16 +14,18 @@ if uses_legacy_keras():
     globals().update(horovod_names())
 else:
     load_horovod()  # or one clear error
+    from hvdtrain.collectives.compression import Compression as Compression
+    from hvdtrain.collectives.replicas import (
+        broadcast_global_variables as broadcast_global_variables,
+    )
+    from hvdtrain.collectives.replicas import broadcast_variables as broadcast_variables
+    from hvdtrain.collectives.replicas import check_replicas as check_replicas
     from hvdtrain.keras import callbacks as callbacks
     from hvdtrain.keras import elastic as elastic
     from hvdtrain.keras.collectives import *  # noqa: F403 - Horovod's collectives and queries
-    from hvdtrain.keras.compression import Compression as Compression
     from hvdtrain.keras.optimizer import DistributedOptimizer as DistributedOptimizer
     from hvdtrain.keras.optimizer import PartialDistributedOptimizer as PartialDistributedOptimizer
     from hvdtrain.keras.saving import load_model as load_model
     from hvdtrain.keras.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
     from hvdtrain.keras.tape import DistributedGradientTape as DistributedGradientTape
     from hvdtrain.keras.tape import PartialDistributedGradientTape as PartialDistributedGradientTape
-    from hvdtrain.keras.variables import broadcast_global_variables as broadcast_global_variables
-    from hvdtrain.keras.variables import broadcast_variables as broadcast_variables
-    from hvdtrain.keras.variables import check_replicas as check_replicas

@@ -15,18 +15,18 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.agreement import exchange, require_equal
+from hvdtrain.collectives.agreement import exchange, require_equal
+from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.errors import ReplicaError, UsageError
-from hvdtrain.keras.compat import inner_of, is_built
-from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
-from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
-from hvdtrain.keras.variables import (
-    broadcast_variables,
-    check_replicas,
+from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
     seed_variables,

@@ -49,12 +49,12 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.agreement import exchange
+from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import anchored, scaled
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compression import BF16Compressor, Compression, bf16_sum
-from hvdtrain.keras.names import in_this_graph
-from hvdtrain.keras.reduction import anchored, scaled
-from hvdtrain.keras.variables import tf_variable
+from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.runtime import start_horovod as init
 
 __all__ = [

@@ -32,13 +32,13 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain.agreement import exchange
+from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import is_built
-from hvdtrain.keras.compat.state import is_in_parts
-from hvdtrain.keras.statistics import fold_rank_into_seeds
-from hvdtrain.keras.variables import (
-    broadcast_variables,
+from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.variables import (
     replicated_variables,
     seed_variables,
     tf_variable,

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import inner_of, velocities
+from hvdtrain.keras_internals.optimizers import inner_of, velocities
 
 Multiplier = Callable[[float], float]
 

@@ -23,11 +23,19 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.clipping import NormSets, clip_by_norm
+from hvdtrain.collectives.compression import Compression
+from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.clipping import NormSets, clip_by_norm
-from hvdtrain.keras.compression import Compression
-from hvdtrain.keras.reduction import GradientReducer, Reduction, scaled
+from hvdtrain.keras_internals.corrections import prepare_keras
+from hvdtrain.keras_internals.optimizers import (
+    AppliesByKeras,
+    inner_of,
+    is_distributed,
+    refuse_several,
+    require_hooks,
+)
+from hvdtrain.keras_internals.overlay import adopt_names
 
 
 class OptimizerReducer(GradientReducer):
@@ -77,7 +85,7 @@ class OptimizerReducer(GradientReducer):
         return clip_by_norm(gradients, self.pending, limit, together, self.norms, name)
 
 
-class _Distributed(compat.AppliesByKeras):
+class _Distributed(AppliesByKeras):
     """Methods that DistributedOptimizer lays over the wrapped optimizer's class."""
 
     hvdtrain_reduction: Reduction
@@ -147,11 +155,11 @@ class _Distributed(compat.AppliesByKeras):
 def _distribute(optimizer: Any, reduction: Reduction) -> None:
     """Make `optimizer` an instance of a distributed subclass of its class."""
     plain = type(optimizer)
-    compat.require_hooks(plain)
-    compat.prepare_keras()
+    require_hooks(plain)
+    prepare_keras()
     body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
     distributed = type(plain.__name__, (_Distributed, plain), body)
-    compat.adopt_names(distributed, plain)
+    adopt_names(distributed, plain)
     optimizer.__class__ = distributed
     # Not through Keras's __setattr__, which would track (and save) what it holds.
     object.__setattr__(optimizer, "hvdtrain_reducer", OptimizerReducer(reduction))
@@ -204,15 +212,15 @@ def DistributedOptimizer(
     Raises:
         UsageError: arguments that exclude each other, an optimizer that is distributed already, MultiOptimizer.
     """
-    if compat.is_distributed(optimizer):
+    if is_distributed(optimizer):
         raise UsageError(
             "DistributedOptimizer: this optimizer is distributed already; wrap it once"
         )
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    inner = compat.inner_of(optimizer)
-    compat.refuse_several(inner)
+    inner = inner_of(optimizer)
+    refuse_several(inner)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
             f"DistributedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
@@ -291,7 +299,7 @@ def PartialDistributedOptimizer(
 
 def reducer_of(optimizer: Any) -> OptimizerReducer:
     """Return the reducer inside a distributed optimizer, or inside the loss scaling around it."""
-    return compat.inner_of(optimizer).hvdtrain_reducer
+    return inner_of(optimizer).hvdtrain_reducer
 
 
 def layers_of(

@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvdtrain.collectives.compression import Compression
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import optimizer_values_in_hdf5
-from hvdtrain.keras.compression import Compression
 from hvdtrain.keras.optimizer import DistributedOptimizer
+from hvdtrain.keras_internals.optimizers import optimizer_values_in_hdf5
 
 
 def load_model(

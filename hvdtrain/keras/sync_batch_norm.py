@@ -18,9 +18,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.names import InstanceName, in_this_graph
+from hvdtrain.collectives.reduction import anchored
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.names import InstanceName, in_this_graph
-from hvdtrain.keras.reduction import anchored
 
 
 @keras.saving.register_keras_serializable(package="hvdtrain")

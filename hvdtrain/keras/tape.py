@@ -10,11 +10,11 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.compression import Compression
-from hvdtrain.keras.names import variables_name
+from hvdtrain.collectives.compression import Compression
+from hvdtrain.collectives.names import variables_name
+from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.keras.optimizer import layers_of
-from hvdtrain.keras.reduction import GradientReducer, Reduction
-from hvdtrain.keras.variables import tf_variable
+from hvdtrain.keras_internals.variables import tf_variable
 
 
 class _DistributedTape:

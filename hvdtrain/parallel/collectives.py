@@ -12,7 +12,7 @@ whole activation is whole and equal on all ranks, and that of a part is the part
 
 Horovod's own gradients are none of these: they are named after the local tensor and scaled by the number of
 ranks here and there. Names are given here, so that ranks pair the same collectives; inputs are anchored, so that no
-graph optimiser computes them ahead (see keras.reduction).
+graph optimiser computes them ahead (see collectives.reduction).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdtrain.keras.names import in_this_graph
-from hvdtrain.keras.reduction import anchored
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import anchored
 
 
 @dataclass(frozen=True)

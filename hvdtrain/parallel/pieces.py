@@ -10,14 +10,19 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.accumulated import combined, shared_out
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.accumulated import combined, shared_out
-from hvdtrain.keras.compat.state import is_in_parts
-from hvdtrain.keras.compat.variables import is_waiting
 from hvdtrain.keras.optimizer import reducer_of
-from hvdtrain.keras.shards import Shard, shard_of
-from hvdtrain.keras.variables import tf_variable, unique, variable_name
+from hvdtrain.keras_internals.deferred import is_waiting
+from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizers import (
+    accumulators,
+    inner_of,
+    is_distributed,
+    optimizer_slots,
+)
+from hvdtrain.keras_internals.shards import Shard, shard_of
+from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
 from hvdtrain.parallel.state import Piece, Place
 from hvdtrain.parallel.zero.optimizer import divided_state
 from hvdtrain.parallel.zero.partition import Partition
@@ -75,17 +80,17 @@ def pieces_of(
     if optimizer is None:
         return found
     numbers = {id(v): number for number, v in enumerate(variables)}
-    inner = compat.inner_of(optimizer)
+    inner = inner_of(optimizer)
     partitions: Mapping[int, Partition] = divided_state(inner) if is_in_parts(optimizer) else {}
-    accumulated = {id(v) for v in compat.accumulators(optimizer)}
-    slots = compat.optimizer_slots(optimizer)
+    accumulated = {id(v) for v in accumulators(optimizer)}
+    slots = optimizer_slots(optimizer)
     for variable, state in slots:
         shard = shard_of(variable)
         for number, slot in enumerate(state):
             place = (SLOTS, numbers[id(variable)], number)
             sends = sender.of(shard)
             name = _name_of_state(optimizer, slot)
-            if id(slot) in accumulated and compat.is_distributed(optimizer):
+            if id(slot) in accumulated and is_distributed(optimizer):
                 piece = _accumulator_piece(place, name, slot, shard, sends, inner, adds_up)
             elif id(slot) in partitions:
                 piece = _sharded_piece(
@@ -196,7 +201,7 @@ def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:
         return None
     if _shape(slot) == _shape(variable):
         return shard
-    name = type(compat.inner_of(optimizer)).__name__
+    name = type(inner_of(optimizer)).__name__
     raise UsageError(
         f"{name} keeps state of shape {list(slot.shape)} for {variable_name(variable)!r}, which is split over the "
         "ranks: it is not known which part of the unsplit layer's state that is. Use an optimizer that updates "

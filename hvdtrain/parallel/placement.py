@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.parallel.tensor.convert import Layers
 
 
@@ -100,7 +100,7 @@ def _put(layer: keras.layers.Layer, device: str) -> None:
     """Move a layer's variables to a device; make it build and work there."""
     with tf.device(device):
         for variable in layer.variables:
-            compat_graph.make_again(variable)
+            graph_internals.make_again(variable)
     layer.build = _under(device, layer.build)
     layer.call = _under(device, layer.call)
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from hvdtrain.agreement import on_first
+from hvdtrain.collectives.agreement import on_first
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import files as compat_files
+from hvdtrain.keras_internals import files as model_files
 from hvdtrain.parallel.mesh import Position
 from hvdtrain.parallel.pieces import WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.state import Piece, State, gather, keep_state, local_state, scatter
@@ -109,7 +109,7 @@ def _in_file(pieces: Iterable[Piece], has_state: bool) -> list[Piece]:
 def _with_plain_optimizer(model: keras.Model) -> Iterator[keras.Model]:
     sharded = model.optimizer
     with tf.device("CPU:0"):
-        plain = compat_files.plain_optimizer(sharded)
+        plain = model_files.plain_optimizer(sharded)
         plain.build(model.trainable_variables)
     model.optimizer = plain
     try:

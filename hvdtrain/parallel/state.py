@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.agreement import exchange
+from hvdtrain.collectives.agreement import exchange
 from hvdtrain.errors import EngineError, UsageError
 
 State = dict[str, np.ndarray]

@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import files as compat_files
-from hvdtrain.keras.compat.graph import release
-from hvdtrain.keras.compat.variables import is_waiting, waiting_variables
-from hvdtrain.keras.shards import shard_of
-from hvdtrain.keras.variables import variable_name
+from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals.deferred import is_waiting, waiting_variables
+from hvdtrain.keras_internals.graph import release
+from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.keras_internals.variables import variable_name
 
 
 class Unsplit:
@@ -38,9 +38,9 @@ class Unsplit:
     def __init__(self, model: keras.Model) -> None:
         self.variables: list[Any] = list(model.variables)
         try:
-            config, custom = compat_files.model_config(model)
+            config, custom = model_files.model_config(model)
             with waiting_variables():
-                self._copy = compat_files.model_again(config, custom)
+                self._copy = model_files.model_again(config, custom)
         except Exception as error:  # Whatever a user's get_config and from_config may raise.
             raise UsageError(
                 f"Model {model.name!r} cannot be made again from its configuration, which saving a model that is "
@@ -56,7 +56,7 @@ class Unsplit:
                 "own layers return all that their constructors were given?"
             )
         for variable, copy in zip(self.variables, self._copy.variables, strict=True):
-            compat_files.rename(copy, variable_name(variable))
+            model_files.rename(copy, variable_name(variable))
 
     @contextmanager
     def whole(self, model: keras.Model) -> Iterator[keras.Model]:
@@ -68,9 +68,9 @@ class Unsplit:
         with tf.device("CPU:0"):
             for variable in copy.variables:
                 if is_waiting(variable):
-                    compat_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
-            optimizer = compat_files.plain_optimizer(model.optimizer)
-            compat_files.compile_like(copy, model, optimizer)
+                    model_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
+            optimizer = model_files.plain_optimizer(model.optimizer)
+            model_files.compile_like(copy, model, optimizer)
             if model.optimizer.built:
                 optimizer.build(copy.trainable_variables)
             try:

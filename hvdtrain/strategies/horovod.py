@@ -10,23 +10,24 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import keras
 
-from hvdtrain.agreement import on_first, require_equal
+from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
+from hvdtrain.collectives.agreement import on_first, require_equal
+from hvdtrain.collectives.metrics import as_value, average_logs, merge_state, state_variables
+from hvdtrain.collectives.reduction import Reduction
+from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.accumulated import as_one_process, restored_by_first, share_out
-from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
-from hvdtrain.keras.reduction import Reduction
-from hvdtrain.keras.statistics import average_statistics, fold_rank_into_seeds
-from hvdtrain.keras.variables import (
-    broadcast_variables,
-    check_replicas,
-    seed_variables,
-    tf_variable,
-    trained_variables,
+from hvdtrain.keras_internals.models import (
+    metric_names,
+    metrics_or_logs,
+    symbolic_build,
+    symbolic_call,
 )
-from hvdtrain.metrics import as_value, average_logs, merge_state, state_variables
+from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizers import accumulators, inner_of, is_distributed
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, trained_variables
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, write_model
@@ -59,7 +60,7 @@ class HorovodStrategy(Strategy):
         return rank
 
     def distribute(self, optimizer: Any) -> Any:
-        if not compat.is_distributed(optimizer):
+        if not is_distributed(optimizer):
             optimizer = self._wrap(optimizer)
         _check_reduction(reducer_of(optimizer).reduction)
         return optimizer
@@ -72,11 +73,11 @@ class HorovodStrategy(Strategy):
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         """Create all variables, and compare their shapes over the ranks."""
-        compat.symbolic_build(model, data)
+        symbolic_build(model, data)
         self.build_optimizer(model)
         built = {
             "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
-            "the metrics": compat.metric_names(model),
+            "the metrics": metric_names(model),
             "the states of the metrics": [
                 list(tf_variable(v).shape) for v in state_variables(model.metrics)
             ],
@@ -84,7 +85,7 @@ class HorovodStrategy(Strategy):
         require_equal(built, what, "model")
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
-        compat.symbolic_call(model, inputs)
+        symbolic_call(model, inputs)
         broadcast_variables(model.variables)
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)
 
@@ -102,7 +103,7 @@ class HorovodStrategy(Strategy):
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         merge_state(model.metrics, self.data_set)
-        logs, from_metrics = compat.metrics_or_logs(model, step_logs)
+        logs, from_metrics = metrics_or_logs(model, step_logs)
         values = {name: as_value(value) for name, value in logs.items()}
         return values if from_metrics else average_logs(values, share.examples, self.data_set)
 
@@ -113,7 +114,7 @@ class HorovodStrategy(Strategy):
         return gather_predictions(outputs, self.data_set)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        inner = compat.inner_of(model.optimizer)
+        inner = inner_of(model.optimizer)
         # An optimizer in parts: all ranks enter.
         whole_state = getattr(inner, "whole_state", None)
         with whole_state() if whole_state else HorovodStrategy.as_one_process(self, model):
@@ -141,7 +142,7 @@ class HorovodStrategy(Strategy):
 def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:
     """Return the variables of a model and its optimizer that are the same on all ranks, except `without`."""
     optimizer = model.optimizer
-    own = [*reducer_of(optimizer).local_variables, *compat.accumulators(optimizer), *without]
+    own = [*reducer_of(optimizer).local_variables, *accumulators(optimizer), *without]
     kept = {id(tf_variable(v)) for v in own}
     return [v for v in [*model.variables, *optimizer.variables] if id(tf_variable(v)) not in kept]
 

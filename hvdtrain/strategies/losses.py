@@ -25,12 +25,13 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import anchored
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import graph as compat_graph
-from hvdtrain.keras.names import in_this_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras.reduction import anchored
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
+from hvdtrain.keras_internals.overlay import adopt_names
 
 Total: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
 """Returns the sum over the global batch of what a loss divides by in this part of it, both float32 scalars."""
@@ -77,7 +78,7 @@ class _ExactLoss:
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
-        self.hvdtrain_mask = compat_graph.mask_of(values)
+        self.hvdtrain_mask = graph_internals.mask_of(values)
         if getattr(values, "shape", ()) == () and self.hvdtrain_reducer.share is not None:
             self._warn_of_scalar()
         return values
@@ -102,8 +103,8 @@ class _ExactLoss:
             return loss
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return _over_share(loss, share)
-        mask = compat.mask_in_loss(y_pred, own_mask)
-        weights = compat.loss_weights(self, mask, sample_weight)
+        mask = mask_in_loss(y_pred, own_mask)
+        weights = loss_weights(self, mask, sample_weight)
         if weights is None:
             return loss
         # A filler example of an idle rank does not count.
@@ -128,7 +129,7 @@ def make_exact(model: keras.Model, reducer: OptimizerReducer, total: Total | Non
         reducer: of its optimizer.
         total: of what a loss divides by; default: the sum over the reducer's ranks.
     """
-    for index, loss in enumerate(compat.compiled_losses(model)):
+    for index, loss in enumerate(compiled_losses(model)):
         _overlay(loss)
         loss.hvdtrain_reducer = reducer
         loss.hvdtrain_total = total or TotalOfRanks(reducer, str(index), model.jit_compile)
@@ -138,5 +139,5 @@ def _overlay(loss: Any) -> None:
     plain = type(loss)
     if not isinstance(loss, _ExactLoss):
         exact = type(plain.__name__, (_ExactLoss, plain), {"__doc__": plain.__doc__})
-        compat.adopt_names(exact, plain)
+        adopt_names(exact, plain)
         loss.__class__ = exact

@@ -13,9 +13,10 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import files as compat_files
-from hvdtrain.keras.variables import variable_name
+from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.variables import variable_name
 
 Places = Mapping[str, tuple[Any, tuple[int, ...]]]
 WEIGHTS_ALONE = ".weights.h5"
@@ -43,10 +44,10 @@ def read_model(model: keras.Model, path: Path) -> bool:
     """
     require_built(model)
     try:
-        with compat_files.opened(path) as (stored, config):
-            _check_weights(path, stored, compat_files.stored_variables(model))
+        with model_files.opened(path) as (stored, config):
+            _check_weights(path, stored, model_files.stored_variables(model))
             has_state = _check_optimizer(path, stored, config, model.optimizer)
-        compat_files.load_values(model, path, has_state)
+        model_files.load_values(model, path, has_state)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UsageError(f"load: {path} cannot be read as a .keras file: {error}") from error
     return has_state
@@ -54,7 +55,7 @@ def read_model(model: keras.Model, path: Path) -> bool:
 
 def require_built(model: keras.Model) -> None:
     """Raise UsageError if the model has no variables yet that could be loaded."""
-    if not (model.built and compat.is_built(model)):
+    if not (model.built and is_built(model)):
         raise UsageError(
             "load: the model has no variables yet, for the shapes of its inputs are not known: begin it with "
             "keras.Input(shape), or call trainer.evaluate once before"
@@ -65,7 +66,7 @@ def _check_weights(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Pl
     for place, (variable, shape) in wanted.items():
         _check_shape(path, stored, place, variable, shape)
     for place, shape in stored.items():
-        if place not in wanted and not place.startswith(f"{compat_files.OPTIMIZER}/"):
+        if place not in wanted and not place.startswith(f"{model_files.OPTIMIZER}/"):
             raise UsageError(
                 f"load: {path} is of another model: it has a variable {place!r} of shape {list(shape)}, and this "
                 "model has none there"
@@ -96,11 +97,11 @@ def _check_optimizer(
 ) -> bool:
     """Return whether the file has an optimizer's state; raise UsageError if it is another optimizer's."""
     # Not what is inside a LossScaleOptimizer: its variables are among the outer one's, and stand there again.
-    theirs = [place for place in stored if place.startswith(compat_files.OPTIMIZER_VALUES)]
-    wanted = compat_files.optimizer_places(optimizer)
-    inner = compat.inner_of(optimizer)
-    ours = compat_files.plain_class(inner).__name__
-    name = compat_files.optimizer_class(config) or "another optimizer"
+    theirs = [place for place in stored if place.startswith(model_files.OPTIMIZER_VALUES)]
+    wanted = model_files.optimizer_places(optimizer)
+    inner = inner_of(optimizer)
+    ours = model_files.plain_class(inner).__name__
+    name = model_files.optimizer_class(config) or "another optimizer"
     if not theirs or (name == ours and len(theirs) <= NEW_OPTIMIZER < len(wanted)):
         return False
     if name != ours or len(theirs) != len(wanted):

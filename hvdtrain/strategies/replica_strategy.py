@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import compat
+from hvdtrain.keras_internals.models import symbolic_call
 from hvdtrain.strategies.replicas import ReplicaSteps, build
 from hvdtrain.strategies.strategy import Strategy
 
@@ -26,5 +26,5 @@ class ReplicaStrategy(Strategy):
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> ReplicaSteps:
         with self.scope():
-            compat.symbolic_call(model, inputs)
+            symbolic_call(model, inputs)
         return self.steps(model, int(tf.nest.flatten(inputs)[0].shape[0]))

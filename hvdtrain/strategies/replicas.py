@@ -1,8 +1,8 @@
 """Training, test and prediction steps on several replicas of one process, through tf.distribute.
 
 Each replica runs the model's own step on its rows of the global batch, as a pure function (see
-keras/compat/replicas.py): out come gradients, new statistics, and by how much the metrics grow. Their mean or sum
-over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
+keras_internals/replica_scope.py): out come gradients, new statistics, and by how much the metrics grow. Their mean
+or sum over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
 them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
 loss scaling, accumulation and moving averages of weights need nothing of their own.
 
@@ -22,13 +22,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import replicas as compat_replicas
-from hvdtrain.keras.compat.replicas import EVEN, ReplicaScope
-from hvdtrain.keras.statistics import SEED_STRIDE
-from hvdtrain.keras.variables import seed_variables, tf_variable, unique
+from hvdtrain.keras_internals import replica_scope as replica_scope
+from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.models import overridden, symbolic_build, trains_by_keras
+from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
+from hvdtrain.keras_internals.replica_scope import EVEN, ReplicaScope
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
 from hvdtrain.strategies.rows import Placement, place
 from hvdtrain.strategies.strategy import Logs
 
@@ -73,16 +75,16 @@ class ReplicaSteps:
         self._device = parameter_device
         self._on_replicas = parameter_device is None
         # Keras's own step has each replica's part in the loss; a user's may not.
-        self._together = SUM if compat.trains_by_keras(model) else MEAN
+        self._together = SUM if trains_by_keras(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
         self._placements: dict[int, Placement] = {}
-        complaint = compat.needs_whole_batch(model)
+        complaint = needs_whole_batch(model)
         if complaint is not None and self._replicas > 1:
             raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
-            compat_replicas.count_each_example_once(model)
+            replica_scope.count_each_example_once(model)
             if self._on_replicas:
-                compat_replicas.update_on_each_replica(model.optimizer)
+                replica_scope.update_on_each_replica(model.optimizer)
 
     # What the Trainer calls.
 
@@ -144,7 +146,7 @@ class ReplicaSteps:
     def _run(self, step: str, shares: Sequence[Share]) -> Logs:
         examples = shares[0].examples
         placement = self._placement(examples)
-        own = compat.overridden(self._model, step, "compute_loss", "compute_metrics")
+        own = overridden(self._model, step, "compute_loss", "compute_metrics")
         if own is not None and not placement.is_full:
             raise UsageError(
                 f"The model has a {own} of its own, and this batch has {examples} examples for "
@@ -203,7 +205,7 @@ class ReplicaSteps:
             return self.on_replica(step, rows, mask, weight, shared[0], shared[1], found)
 
         shared = (examples, states) if number is None else (examples, states, number)
-        with compat_replicas.pure_steps(self._model):
+        with replica_scope.pure_steps(self._model):
             parts = self._strategy.run(replica, (*divided, *shared), options=STATIC_SHAPES)
         if not self._on_replicas:
             with tf.device(self._device):
@@ -258,7 +260,7 @@ class ReplicaSteps:
         with scope:
             logs = getattr(self._model, step)(rows)
         if step == "train_step":
-            compat.require_gradients(self._model, scope.handed_out)
+            require_gradients(self._model, scope.handed_out)
         if mask and scope.losses:
             raise UsageError(
                 "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
@@ -285,7 +287,7 @@ class ReplicaSteps:
         }
 
     def _require_counted(self, updated: list[Any]) -> None:
-        counted = {id(v) for v in compat_replicas.counted_by_rows(self._model)}
+        counted = {id(v) for v in replica_scope.counted_by_rows(self._model)}
         for variable in updated:
             if id(variable) not in counted:
                 raise UsageError(
@@ -313,7 +315,7 @@ class ReplicaSteps:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]
 
     def _add_to_metrics(self, values: list[Any], found: Found, examples: tf.Tensor) -> None:
-        trackers = compat_replicas.loss_trackers(self._model)
+        trackers = replica_scope.loss_trackers(self._model)
         by_rows = {id(v) for tracker in trackers for v in tracker.variables}
         for variable, value in zip(found.metrics, values, strict=True):
             if id(variable) in by_rows:
@@ -360,7 +362,7 @@ def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
 
 def require_plain(optimizer: Any, strategy: str) -> None:
     """Raise UsageError for an optimizer that Horovod reduces."""
-    if compat.is_distributed(optimizer):
+    if is_distributed(optimizer):
         raise UsageError(
             f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
             "its ranks: give the Trainer the plain optimizer, without DistributedOptimizer"
@@ -399,7 +401,7 @@ def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 def build(model: keras.Model, data: Any) -> int:
     """Create all variables of a compiled model for symbolic `data`; return the examples of a global batch."""
-    compat.symbolic_build(model, data)
+    symbolic_build(model, data)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return int(tf.nest.flatten(data)[0].shape[0])

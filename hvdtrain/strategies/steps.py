@@ -9,12 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras.variables import tf_variable
-from hvdtrain.metrics import read_state, write_state
+from hvdtrain.keras_internals.corrections import split_train_step
+from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.models import trains_by_keras
+from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.strategy import Logs
 
@@ -74,10 +76,10 @@ class RankSteps:
         self._share_value = 1.0
         self._weighted = workers > 1
         if self._weighted:
-            if (complaint := compat.needs_whole_batch(model)) is not None:
+            if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model, reducer)
-            reducer.share_is_in_loss = compat.trains_by_keras(model)
+            reducer.share_is_in_loss = trains_by_keras(model)
             reducer.adds_up = True
         self._synchronized = [
             layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
@@ -87,7 +89,7 @@ class RankSteps:
                 _require_jit(model)
             for layer in self._synchronized:
                 layer.share_weight = self._share
-        train = compat.split_train_step(model) if model.jit_compile else model.train_step
+        train = split_train_step(model) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(model.test_step)

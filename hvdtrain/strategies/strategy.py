@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, TypeAlias
 
 import keras
 
+from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Part, Share
-from hvdtrain.keras import compat
-from hvdtrain.metrics import as_value
+from hvdtrain.keras_internals.models import metrics_or_logs
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, require_built, write_model
@@ -115,7 +115,7 @@ class Strategy:
             step_logs: what the last step returned on this process.
             share: of the last step.
         """
-        values, _ = compat.metrics_or_logs(model, step_logs)
+        values, _ = metrics_or_logs(model, step_logs)
         return {name: as_value(value) for name, value in values.items()}
 
     def end_epoch(self, model: keras.Model) -> None:

@@ -19,7 +19,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import replicas as compat_replicas
+from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.replicas import ReplicaSteps, local_variables, require_plain
@@ -59,7 +59,7 @@ class TPU(ReplicaStrategy):
                 f"start one (hvdtrain run --strategy {NAME})"
             )
         self._strategy = connect(self._tpu)
-        compat_replicas.read_mirrored_scalars()
+        replica_scope.read_mirrored_scalars()
         self.workers = self._strategy.num_replicas_in_sync
         return rank
 
@@ -84,7 +84,7 @@ class TPU(ReplicaStrategy):
                 "the Trainer a new one"
             )
         with self.scope():
-            return compat_replicas.made_again(optimizer)
+            return replica_scope.made_again(optimizer)
 
     def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         assert self._strategy is not None

@@ -10,7 +10,7 @@ import keras
 from keras import callbacks as kc
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
+from hvdtrain.keras_internals.models import overrides
 from hvdtrain.trainer.learning_rate import WarmUp
 
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
@@ -100,4 +100,4 @@ def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
         return callback.save_freq != "epoch"
     if isinstance(callback, (*WRITERS, WarmUp)):
         return False
-    return any(compat.overrides(callback, method) for method in _BATCH_METHODS)
+    return any(overrides(callback, method) for method in _BATCH_METHODS)

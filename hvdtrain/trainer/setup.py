@@ -11,7 +11,8 @@ import keras
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
+from hvdtrain.keras_internals.models import compile_config
+from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.strategies.strategy import ModelSource
 
 
@@ -61,7 +62,7 @@ def compile_arguments(
         "loss_weights": loss_weights,
     }
     if model.compiled:
-        before = compat.compile_config(model)
+        before = compile_config(model)
         if optimizer is None:
             optimizer = model.optimizer
         given = {k: before.get(k) if v is None else v for k, v in given.items()}
@@ -69,7 +70,7 @@ def compile_arguments(
         optimizer = keras.optimizers.get("rmsprop" if optimizer is None else optimizer)
     except ValueError as error:
         raise UsageError(f"optimizer={optimizer!r}: {error}") from error
-    compat.refuse_several(compat.inner_of(optimizer))
+    refuse_several(inner_of(optimizer))
     return {"optimizer": optimizer, **given}
 
 

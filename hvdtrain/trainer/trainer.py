@@ -23,16 +23,16 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.agreement import any_rank, exchange, require_alike, require_equal
+from hvdtrain.collectives.agreement import any_rank, exchange, require_alike, require_equal
+from hvdtrain.collectives.metrics import check_additive, read_state, write_state
 from hvdtrain.data import Share, Source, is_batched, make_source, nested
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras.variables import seed_variables
-from hvdtrain.metrics import check_additive, read_state, write_state
+from hvdtrain.keras_internals.models import has_loss
+from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.runtime import engine_errors
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
 from hvdtrain.trainer.callback_ranks import (
@@ -159,7 +159,7 @@ class Trainer:
                 jit_compile=jit_compile,
                 run_eagerly=run_eagerly,
             )
-        if not compat.has_loss(self.model):
+        if not has_loss(self.model):
             raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
         self._predicting: Steps | None = (

@@ -13,16 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hvdtrain"
 # Links to the scripts that users copy are no part of the house.
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
-TRAIN = {"keras", "data", "metrics", "trainer", "runtime", "agreement"}
+TRAIN = {"keras", "keras_internals", "collectives", "data", "trainer", "runtime"}
 LAUNCH = {"launch"}
 GROUND = {"environment", "errors", "signals", "strategy_names", "tf_config", "worker"}
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
-    "keras": {"runtime", "agreement"},
-    "data": set(),
-    "metrics": {"keras"},
-    "agreement": set(),
     "runtime": set(),
+    "data": set(),
+    "keras_internals": set(),
+    "collectives": {"keras_internals"},
+    "keras": {"runtime", "collectives", "keras_internals"},
     "strategies": TRAIN - {"trainer"},
     "parallel": TRAIN - {"trainer"} | {"strategies"},
     "trainer": TRAIN | {"strategies", "parallel"},

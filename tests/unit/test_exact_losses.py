@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.strategies.losses import make_exact
 
 EXAMPLES = 12
@@ -28,7 +28,7 @@ MASK[:1] = False
 def predicted(rows: slice, masked: bool) -> tf.Tensor:
     tensor = tf.constant(PREDICTED[rows])
     if masked:
-        compat_graph.give_mask(tensor, tf.constant(MASK[rows]))
+        graph_internals.give_mask(tensor, tf.constant(MASK[rows]))
     return tensor
 
 
@@ -37,14 +37,14 @@ class Ignoring(keras.losses.Loss):
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = keras.ops.mean(keras.ops.square(y_true - y_pred), axis=-1)
-        compat_graph.give_mask(values, y_true[..., 0] > -0.3)
+        graph_internals.give_mask(values, y_true[..., 0] > -0.3)
         return values
 
 
 def compiled(loss: Any, shape: tuple[int | None, ...] = (None, 4, 3)) -> keras.Model:
     model = keras.Sequential([keras.layers.Input(shape[1:]), keras.layers.Dense(shape[-1])])
     model.compile(loss=loss)
-    compat_graph.build_compiled(model, model.outputs[0], keras.KerasTensor(shape), None)
+    graph_internals.build_compiled(model, model.outputs[0], keras.KerasTensor(shape), None)
     return model
 
 
@@ -58,7 +58,7 @@ def test_parts_add_up(reduction: str, kind: Any, masked: bool, weighted: bool) -
 
     def loss(rows: slice) -> Any:
         part = None if weight is None else weight[rows]
-        return compat_graph.compiled_loss(
+        return graph_internals.compiled_loss(
             model, Y[rows], predicted(rows, masked), part, track=False
         )
 
@@ -101,11 +101,11 @@ def test_losses_that_need_the_whole_batch() -> None:
         "compares every example": (keras.losses.Circle(), (None, 4)),
     }
     for words, (loss, shape) in refused.items():
-        complaint = compat.needs_whole_batch(compiled(loss, shape))
+        complaint = needs_whole_batch(compiled(loss, shape))
         assert complaint is not None and words in complaint
     allowed = [keras.losses.Dice(axis=(1, 2, 3)), keras.losses.Tversky(axis=[1, 2, 3]), "mse"]
     for loss in allowed:
-        assert compat.needs_whole_batch(compiled(loss, images)) is None
+        assert needs_whole_batch(compiled(loss, images)) is None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -116,7 +116,7 @@ def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(rank: int) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            compat_graph.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
+            graph_internals.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
     messages = [str(one.message) for one in seen]
     assert len(messages) == (1 if rank == 0 else 0)
     assert all("is taken for a mean over the examples" in message for message in messages)

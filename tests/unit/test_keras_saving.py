@@ -15,7 +15,7 @@ import pytest
 import hvdtrain.keras as hvd
 from hvdtrain import runtime
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import is_distributed
+from hvdtrain.keras_internals.optimizers import is_distributed
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)

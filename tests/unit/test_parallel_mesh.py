@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.shards import Shard
+from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.parallel import mesh as mesh_module
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh, Place

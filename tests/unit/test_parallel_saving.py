@@ -13,7 +13,7 @@ from thread_ranks import Ranks
 
 from hvdtrain.data import Part
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.shards import shard_of
+from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh, Position
 from hvdtrain.parallel.pieces import pieces_of

@@ -18,9 +18,9 @@ import pytest
 from keras import layers
 
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.keras.compat import files as compat_files
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras.shards import Shard, mark_shard
+from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.pieces import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.saving import DividedStrategy
 from hvdtrain.parallel.state import (
@@ -295,7 +295,7 @@ class OwnSGD(keras.optimizers.SGD):
 
 
 def test_a_plain_optimizer_of_the_users_own_class() -> None:
-    plain = compat_files.plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
+    plain = model_files.plain_optimizer(DistributedOptimizer(OwnSGD(0.2)))
     assert type(plain) is OwnSGD
     assert float(plain.learning_rate) == pytest.approx(0.2)
 
@@ -303,7 +303,7 @@ def test_a_plain_optimizer_of_the_users_own_class() -> None:
 def test_a_plain_optimizer_inside_loss_scaling() -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, momentum=0.9))
     DistributedOptimizer(scaled)
-    plain = compat_files.plain_optimizer(scaled)
+    plain = model_files.plain_optimizer(scaled)
     assert type(plain.inner_optimizer) is keras.optimizers.SGD
     assert plain.inner_optimizer.momentum == 0.9
     assert "hvdtrain_reducer" not in vars(plain.inner_optimizer)

@@ -11,7 +11,7 @@ import pytest
 from thread_ranks import Ranks
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.shards import Shard
+from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.parallel import state as travel
 from hvdtrain.parallel.state import Piece, State, gather, scatter
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.remote import (
+from hvdtrain.keras_internals.models import symbolic_build
+from hvdtrain.keras_internals.remote import (
     SplitVariable,
     StepVariable,
     in_step,
@@ -201,7 +201,7 @@ def test_a_step_whose_worker_dies_counts_once(
     x = np.random.default_rng(0).normal(size=(12, 2)).astype("float32")
     y = x[:, :1] - 1
     symbolic = (keras.KerasTensor((4, 2)), keras.KerasTensor((4, 1)))
-    compat.symbolic_build(model, symbolic)
+    symbolic_build(model, symbolic)
     update_where_variables_are(model.optimizer)
     coordinator = Coordinator(lost, repeated)
     watch = Watch(CONFIG, answering=lambda address: True, end=lambda problem: None)

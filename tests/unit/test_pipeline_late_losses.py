@@ -16,8 +16,8 @@ import tensorflow as tf
 from keras import layers
 
 from hvdtrain.data import Share
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.models import metric_names
 from hvdtrain.parallel.pipeline.exchange import Exchange
 from hvdtrain.parallel.pipeline.late_losses import are_late
 from hvdtrain.parallel.pipeline.stages import cut
@@ -100,17 +100,17 @@ def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, Pipe
     optimizer.build(stage.model.trainable_variables)
     names = ("loss", "flag_loss", "tags_loss", "flag_mae", "tags_accuracy")
     if stage.is_last:
-        symbolic = compat_graph.like_outputs(stage.whole, stage.whole.outputs)
+        symbolic = graph_internals.like_outputs(stage.whole, stage.whole.outputs)
         labels, weight = (
             {key: keras.KerasTensor((None, *v.shape[1:]), str(v.dtype)) for key, v in given.items()}
             for given in (LABELS, WEIGHT)
         )
         batch = (symbolic, labels, weight)
-        compat_graph.build_compiled(stage.model, *batch)
+        graph_internals.build_compiled(stage.model, *batch)
         assert are_late(stage.model, stage.whole.outputs, batch)
-        assert sorted(compat.metric_names(stage.model)) == sorted(names)
+        assert sorted(metric_names(stage.model)) == sorted(names)
     else:
-        compat_graph.drop_compiled(stage.model)
+        graph_internals.drop_compiled(stage.model)
     exchange = Exchange(stage, (0, 1, 2), Queues(index, queues))
     return stage.model, PipelineSteps(stage, exchange, reducer, 3, Measured(names, late=True))
 
@@ -172,5 +172,5 @@ def test_a_plain_mean_need_not_wait() -> None:
     model = keras.Sequential([layers.Input((3,)), layers.Dense(2)])
     model.compile("sgd", "mse")
     batch = (model.outputs[0], keras.KerasTensor((None, 2)), None)
-    compat_graph.build_compiled(model, *batch)
+    graph_internals.build_compiled(model, *batch)
     assert not are_late(model, model.outputs, batch)

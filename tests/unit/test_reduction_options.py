@@ -13,17 +13,12 @@ import keras
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
+from hvdtrain.collectives.compression import BF16Compressor
+from hvdtrain.collectives.names import InstanceName, in_this_graph, variables_name
+from hvdtrain.collectives.reduction import GradientReducer, Reduction
+from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compression import BF16Compressor
-from hvdtrain.keras.names import InstanceName, in_this_graph, variables_name
-from hvdtrain.keras.reduction import GradientReducer, Reduction
-from hvdtrain.keras.variables import (
-    broadcast_global_variables,
-    check_replicas,
-    fingerprints,
-    replicated_variables,
-    trained_variables,
-)
+from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
 SGD = keras.optimizers.SGD
 

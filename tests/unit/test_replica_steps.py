@@ -13,8 +13,8 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat import split_train_step
-from hvdtrain.keras.compat.replicas import ReplicaScope, made_again, pure_steps
+from hvdtrain.keras_internals.corrections import split_train_step
+from hvdtrain.keras_internals.replica_scope import ReplicaScope, made_again, pure_steps
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
 
 ROWS, REAL = 5, 3

@@ -11,8 +11,8 @@ import pytest
 from keras import layers
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat.variables import initialize, is_waiting, waiting_variables
-from hvdtrain.keras.shards import Shard, shard_of
+from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.shards import Shard, shard_of
 from hvdtrain.parallel.tensor.convert import convert
 from hvdtrain.parallel.tensor.dropout import PartDropout
 

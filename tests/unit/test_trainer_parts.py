@@ -17,10 +17,10 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 import hvdtrain
-from hvdtrain import agreement
+from hvdtrain.collectives import agreement
+from hvdtrain.collectives.metrics import check_additive, read_state, write_state
 from hvdtrain.data import Share, make_source
 from hvdtrain.errors import ReplicaError, UsageError
-from hvdtrain.metrics import check_additive, read_state, write_state
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank

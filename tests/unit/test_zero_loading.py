@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat.state import share_loaded
 from hvdtrain.keras.elastic import KerasState
+from hvdtrain.keras_internals.optimizer_state import share_loaded
 from hvdtrain.parallel import ShardedOptimizer
 
 

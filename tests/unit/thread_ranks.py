@@ -13,9 +13,8 @@ import horovod.tensorflow as hvd
 import pytest
 import tensorflow as tf
 
-from hvdtrain import agreement
+from hvdtrain.collectives import accumulated, agreement
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import accumulated
 from hvdtrain.parallel import state as travel
 from hvdtrain.parallel.zero import reducer
 

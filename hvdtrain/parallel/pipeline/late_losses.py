@@ -15,9 +15,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import graph as compat_graph
 from hvdtrain.keras.optimizer import OptimizerReducer
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.losses import compiled_losses
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.losses import make_exact
 
@@ -46,11 +46,11 @@ def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -
         outputs: the whole model's, symbolic, with their masks.
         batch: symbolic predictions, labels and sample weights.
     """
-    losses = compat.compiled_losses(model)
+    losses = compiled_losses(model)
     return bool(losses) and (
-        any(compat_graph.mask_of(tensor) is not None for tensor in outputs)
+        any(graph_internals.mask_of(tensor) is not None for tensor in outputs)
         or any(loss.reduction == "mean_with_sample_weight" for loss in losses)
-        or compat_graph.masks_itself(model, *batch)
+        or graph_internals.masks_itself(model, *batch)
     )
 
 
@@ -66,7 +66,9 @@ class LateLosses:
         self._model = stage.model
         self._whole = stage.whole
         self._ranks = reducer.reduction.process_set
-        self._masked = [compat_graph.mask_of(tensor) is not None for tensor in stage.whole.outputs]
+        self._masked = [
+            graph_internals.mask_of(tensor) is not None for tensor in stage.whole.outputs
+        ]
         # Of the function that is traced: what was counted so far, or the totals not yet asked for.
         self._counted: list[tf.Tensor] = []
         self._totals: list[tf.Tensor] | None = None
@@ -76,17 +78,17 @@ class LateLosses:
         """Return what the losses of a micro-batch need later; `outputs` carry their masks."""
         flat = keras.tree.flatten(outputs)
         masks = [
-            compat_graph.mask_of(tensor)
+            graph_internals.mask_of(tensor)
             for tensor, masked in zip(flat, self._masked, strict=True)
             if masked
         ]
         self._counted, self._totals = [], None
-        compat_graph.compiled_loss(self._model, y, outputs, weight, track=False)
+        graph_internals.compiled_loss(self._model, y, outputs, weight, track=False)
         # A function that returns its own argument has no gradient of it.
         return Made(
             [tf.identity(tensor) for tensor in flat],
             [tf.identity(mask) for mask in masks],
-            compat_graph.own_losses(self._model),
+            graph_internals.own_losses(self._model),
             tf.stack(self._counted) if self._counted else tf.zeros([0]),
         )
 
@@ -108,10 +110,10 @@ class LateLosses:
         flat = [tf.identity(tensor) for tensor in made.outputs]
         for tensor, masked in zip(flat, self._masked, strict=True):
             if masked:
-                compat_graph.give_mask(tensor, next(masks))
-        outputs = compat_graph.like_outputs(self._whole, flat)
+                graph_internals.give_mask(tensor, next(masks))
+        outputs = graph_internals.like_outputs(self._whole, flat)
         self._totals = tf.unstack(totals)
-        loss = compat_graph.compiled_loss(self._model, y, outputs, weight, track=True)
+        loss = graph_internals.compiled_loss(self._model, y, outputs, weight, track=True)
         assert not self._totals, "a loss counted and was not computed"
         return outputs, tf.add_n([loss, *(tf.cast(own, loss.dtype) for own in made.own)])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdtrain.keras.compat import graph as compat_graph
+from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.parallel.pipeline.exchange import tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses, Made
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
@@ -120,19 +120,19 @@ class Passes:
         """Return this stage's part of the loss, [] if it has none yet, and what the last stage found."""
         model = self._stage.model
         if not self._stage.is_last:
-            own = [tf.cast(loss, tf.float32) for loss in compat_graph.own_losses(model)]
+            own = [tf.cast(loss, tf.float32) for loss in graph_internals.own_losses(model)]
             losses = [tf.add_n(own)] if own else []
-            compat_graph.track_loss(model, losses[0] if losses else 0.0, examples)
+            graph_internals.track_loss(model, losses[0] if losses else 0.0, examples)
             return losses, []
         if self._late is not None:
             return [], self._late.count(outputs, y, weight)
-        loss = compat_graph.compute_loss(model, y, outputs, weight, training)
+        loss = graph_internals.compute_loss(model, y, outputs, weight, training)
         return [loss], self._logs(loss, outputs, y, weight, examples)
 
     def _logs(self, loss: Any, outputs: Any, y: Any, weight: Any, examples: int) -> list[Any]:
         """Count a micro-batch in the loss and metrics; return their values so far."""
         model = self._stage.model
-        compat_graph.track_loss(model, loss, examples)
+        graph_internals.track_loss(model, loss, examples)
         logs = model.compute_metrics(None, y, outputs, sample_weight=weight)
         return [logs[name] for name in self._names]
 
@@ -142,19 +142,19 @@ class Passes:
         arrived = _with_masks(tensors_of(stage.received), received)
         inputs = []
         if stage.own_inputs:
-            flat = compat_graph.flat_inputs(stage.whole, x)
+            flat = graph_internals.flat_inputs(stage.whole, x)
             inputs = [flat[place] for place in stage.own_inputs]
         inputs += [arrived[place] for place in stage.used]
         made = iter(tf.nest.flatten(stage.model(inputs, training=training)))
         outputs = [next(made) if place is None else arrived[place] for place in stage.passed]
         if stage.is_last:
-            return compat_graph.like_outputs(stage.whole, outputs), []
+            return graph_internals.like_outputs(stage.whole, outputs), []
         sent = []
         for crossing, tensor in zip(stage.sent, outputs, strict=True):
             # A function that returns its own argument has no gradient of it.
             sent.append(tf.identity(tensor))
             if crossing.masked:
-                sent.append(tf.identity(compat_graph.mask_of(tensor)))
+                sent.append(tf.identity(graph_internals.mask_of(tensor)))
         return None, sent
 
     def _function(self, key: Hashable, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def _with_masks(places: list[Any], received: list[Any]) -> list[Any]:
     tensors: list[Any] = []
     for (_, mask), value in zip(places, received, strict=True):
         if mask:
-            compat_graph.give_mask(tensors[-1], value)
+            graph_internals.give_mask(tensors[-1], value)
         else:
             tensors.append(value)
     return tensors

@@ -1,6 +1,6 @@
 """Cut a Sequential or functional model into stages.
 
-The calls of the model's graph stand in one order (see keras.compat.graph.calls_of); a stage is a run of them,
+The calls of the model's graph stand in one order (see keras_internals.graph.calls_of); a stage is a run of them,
 so data only flows towards later stages. What is made in one stage and used in a later one crosses all the cuts
 between them: skip connections travel through. What the user feeds in travels nowhere, for every rank reads it.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat import graph as compat_graph
-from hvdtrain.keras.compat.graph import Call
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.graph import Call
+from hvdtrain.keras_internals.models import overridden
 
 _METHODS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 """Of a model, which need all of it in one process."""
@@ -92,7 +92,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     """Return stage `index` of `count` of a model.
 
     Args:
-        model: functional or a built Sequential; may be without values (see keras.compat.variables).
+        model: functional or a built Sequential; may be without values (see keras_internals.deferred).
         begins: names, or regular expressions for the whole names, of the layers that begin the stages
             behind the first; None: stages of about equal cost.
 
@@ -100,7 +100,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
         UsageError: a model without a graph, patterns that fit no cut, a layer in several stages.
     """
     functional = require_graph(model)
-    calls = compat_graph.calls_of(functional)
+    calls = graph_internals.calls_of(functional)
     starts = (
         _balanced_starts(functional, calls, count)
         if begins is None
@@ -169,7 +169,7 @@ def balanced(
 
 def require_graph(model: keras.Model) -> Any:
     """Return the graph of a model that can be cut, or raise UsageError."""
-    functional = compat_graph.functional_of(model)
+    functional = graph_internals.functional_of(model)
     if functional is None:
         what = (
             "it has no keras.layers.Input, so it has no shapes yet: put one in front"
@@ -178,7 +178,7 @@ def require_graph(model: keras.Model) -> Any:
             "keras.Sequential or keras.Model(inputs, outputs)"
         )
         raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")
-    own = compat.overridden(model, *_METHODS)
+    own = overridden(model, *_METHODS)
     if own is not None:
         raise UsageError(
             f"Pipeline stages: the model {model.name!r} has a {own} of its own, which needs the whole model in one "
@@ -325,7 +325,7 @@ def _stage(
     elsewhere = [
         v for call, of in zip(calls, stage_of, strict=True) if of != index for v in call.variables
     ]
-    model = compat_graph.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
+    model = graph_internals.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
     if is_last:
         # Metrics of several outputs are named after them.
         model.output_names = list(functional.output_names)
@@ -334,9 +334,9 @@ def _stage(
         count=count,
         model=model,
         own_inputs=own_inputs,
-        received=tuple(Crossing(t, compat_graph.mask_of(t)) for t in received),
+        received=tuple(Crossing(t, graph_internals.mask_of(t)) for t in received),
         used=used,
-        sent=tuple(Crossing(t, compat_graph.mask_of(t)) for t in sent),
+        sent=tuple(Crossing(t, graph_internals.mask_of(t)) for t in sent),
         passed=tuple(places.get(id(t)) for t in outputs),
         others=tuple({id(v): v for v in elsewhere}.values()),
         whole=functional,

@@ -17,10 +17,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras.variables import tf_variable, unique
-from hvdtrain.metrics import state_variables
+from hvdtrain.keras_internals.variables import tf_variable, unique
 from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches

@@ -18,16 +18,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.agreement import exchange, require_equal
+from hvdtrain.collectives.agreement import exchange, require_equal
+from hvdtrain.collectives.clipping import NormSets
+from hvdtrain.collectives.metrics import as_value, merge_state
+from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.clipping import NormSets
-from hvdtrain.keras.compat import graph as compat_graph
-from hvdtrain.keras.compat.variables import initialize, waiting_variables
 from hvdtrain.keras.optimizer import reducer_of
-from hvdtrain.keras.statistics import fold_rank_into_seeds
-from hvdtrain.metrics import as_value, merge_state
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.deferred import initialize, waiting_variables
+from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.models import compile_alike, metric_names
 from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.mesh import Place
 from hvdtrain.parallel.pipeline.exchange import Exchange
@@ -64,8 +65,8 @@ class PipelineStrategy(TensorStrategy):
         for variable in self.stage.model.variables:
             initialize(variable)
         for variable in self.stage.others:
-            compat_graph.release(variable)
-        compat.compile_alike(self.stage.model, whole)
+            graph_internals.release(variable)
+        compile_alike(self.stage.model, whole)
         return self.stage.model
 
     def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
@@ -99,9 +100,9 @@ class PipelineStrategy(TensorStrategy):
                 "jit_compile=True does not work with pipeline stages, which send between the passes: leave it out"
             )
         if self.stage.is_last:
-            compat_graph.build_compiled(model, *self._symbolic_batch(data))
+            graph_internals.build_compiled(model, *self._symbolic_batch(data))
         else:
-            compat_graph.drop_compiled(model)
+            graph_internals.drop_compiled(model)
         self.build_optimizer(model)
         self.mark_state(model)
         facts = {
@@ -140,7 +141,7 @@ class PipelineStrategy(TensorStrategy):
             flat: list[np.ndarray] = []
         else:
             flat = keras.tree.flatten(gather_predictions(outputs, self.data_set))
-        return compat_graph.like_outputs(whole, self._from_last_stage(flat))
+        return graph_internals.like_outputs(whole, self._from_last_stage(flat))
 
     def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Give all stages the arrays of the last one. A collective of the ranks of one copy."""
@@ -174,15 +175,15 @@ class PipelineStrategy(TensorStrategy):
         """Return what the model predicts, labels and sample weights, for any number of examples."""
         _, y, weight = (*data, None, None)[:3]
         whole = self.stage.whole
-        outputs = compat_graph.like_outputs(whole, whole.outputs)
+        outputs = graph_internals.like_outputs(whole, whole.outputs)
         return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]
 
     def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
         """Return what the last stage alone knows of the losses and metrics. A collective."""
-        mine: dict[str, Any] = {"names": compat.metric_names(model)}
+        mine: dict[str, Any] = {"names": metric_names(model)}
         if self.stage.is_last:
             divided = self.part.count * self.layout.micro_batches > 1
-            mine["complaint"] = compat.needs_whole_batch(model) if divided else None
+            mine["complaint"] = needs_whole_batch(model) if divided else None
             mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
         last = exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
         if last["complaint"] is not None:

@@ -7,9 +7,9 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.graph import give_mask, mask_of
-from hvdtrain.keras.compat.variables import waiting_variables
+from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.graph import give_mask, mask_of
+from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import Group, copy_to_parts, gather_parts
 from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
 from hvdtrain.parallel.tensor.dropout import PartDropout
@@ -149,5 +149,5 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
         split_and_initialize(self, waiting)
 
 
-compat.adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)
-compat.adopt_names(HeadsParallelGroupedAttention, keras.layers.GroupQueryAttention)
+adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)
+adopt_names(HeadsParallelGroupedAttention, keras.layers.GroupQueryAttention)

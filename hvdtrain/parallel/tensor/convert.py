@@ -9,9 +9,10 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.variables import initialize, keep_part, waiting_variables
-from hvdtrain.keras.shards import mark_shard, shard_of
+from hvdtrain.keras_internals.deferred import initialize, keep_part, waiting_variables
+from hvdtrain.keras_internals.models import children, is_built
+from hvdtrain.keras_internals.optimizers import optimizer_slots
+from hvdtrain.keras_internals.shards import mark_shard, shard_of
 from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.mesh import Position
 from hvdtrain.parallel.tensor.attention import (
@@ -62,7 +63,7 @@ def convert(
     with waiting_variables() as waiting:
         made = model if isinstance(model, keras.Model) else model()
     if position.tensor_set.size() > 1:
-        if not compat.is_built(made):
+        if not is_built(made):
             raise UsageError(
                 f"Model {made.name!r} has layers without weights yet, which cannot be split: begin it with "
                 "keras.Input(shape), or call it once"
@@ -121,7 +122,7 @@ def split_optimizer(optimizer: Any, whole_shapes: Mapping[int, tuple[int, ...]])
     """
     if optimizer is None or not optimizer.built:
         return
-    for variable, slots in compat.optimizer_slots(optimizer):
+    for variable, slots in optimizer_slots(optimizer):
         shard = shard_of(variable)
         if shard is None:
             continue
@@ -132,7 +133,7 @@ def split_optimizer(optimizer: Any, whole_shapes: Mapping[int, tuple[int, ...]])
 
 def mark_optimizer(optimizer: Any) -> None:
     """Mark the state of a built optimizer for variables that are parts as parts."""
-    for variable, slots in compat.optimizer_slots(optimizer):
+    for variable, slots in optimizer_slots(optimizer):
         shard = shard_of(variable)
         if shard is None:
             continue
@@ -162,7 +163,7 @@ class Layers:
         graph = graph_of(owner)
         if graph is not None:
             self.graphs.append(graph)
-        for layer in compat.children(owner):
+        for layer in children(owner):
             if graph is None:
                 self.in_code.add(id(layer))
             path = f"{prefix}{layer.name}"

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.variables import waiting_variables
+from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import (
     Group,
     copy_to_parts,
@@ -124,6 +124,6 @@ class RowParallelEinsumDense(SplitLayer, keras.layers.EinsumDense):
         return x if self.activation is None else self.activation(x)
 
 
-compat.adopt_names(ColumnParallelDense, keras.layers.Dense)
-compat.adopt_names(RowParallelDense, keras.layers.Dense)
-compat.adopt_names(RowParallelEinsumDense, keras.layers.EinsumDense)
+adopt_names(ColumnParallelDense, keras.layers.Dense)
+adopt_names(RowParallelDense, keras.layers.Dense)
+adopt_names(RowParallelEinsumDense, keras.layers.EinsumDense)

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import compat
+from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.tensor.split import SplitLayer
 
 
@@ -41,4 +41,4 @@ class PartDropout(SplitLayer, keras.layers.Dropout):
         return inputs * tf.split(mask, parts, axis=axis)[self.group.index]
 
 
-compat.adopt_names(PartDropout, keras.layers.Dropout)
+adopt_names(PartDropout, keras.layers.Dropout)

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.variables import waiting_variables
+from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import Group, gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
@@ -96,5 +96,5 @@ class ColumnParallelEmbedding(_ParallelEmbedding):
         return gather_parts(vectors, self.group, self.collective)
 
 
-compat.adopt_names(VocabularyParallelEmbedding, keras.layers.Embedding)
-compat.adopt_names(ColumnParallelEmbedding, keras.layers.Embedding)
+adopt_names(VocabularyParallelEmbedding, keras.layers.Embedding)
+adopt_names(ColumnParallelEmbedding, keras.layers.Embedding)

@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.keras.compat.graph import Call, Functional, calls_of, functional_of
+from hvdtrain.keras_internals.graph import Call, Functional, calls_of, functional_of
 from hvdtrain.parallel.tensor.elementwise import is_elementwise
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.compat.variables import initialize, keep_part
-from hvdtrain.keras.shards import Shard
-from hvdtrain.keras.variables import variable_name
+from hvdtrain.keras_internals.deferred import initialize, keep_part
+from hvdtrain.keras_internals.shards import Shard
+from hvdtrain.keras_internals.variables import variable_name
 from hvdtrain.parallel.collectives import Group, sum_parts
 
 _numbers = itertools.count()

@@ -12,17 +12,17 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import keras
 
+from hvdtrain.collectives.clipping import NormSets
+from hvdtrain.collectives.reduction import Holders
+from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.data import Part
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.clipping import NormSets
-from hvdtrain.keras.elementwise import require_elementwise
 from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
-from hvdtrain.keras.reduction import Holders
-from hvdtrain.keras.shards import shard_of
-from hvdtrain.keras.variables import (
-    broadcast_variables,
-    check_replicas,
+from hvdtrain.keras_internals.elementwise import require_elementwise
+from hvdtrain.keras_internals.models import symbolic_call
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
+from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
     trained_variables,
@@ -69,13 +69,13 @@ class TensorStrategy(DividedStrategy):
         return converted
 
     def distribute(self, optimizer: Any) -> Any:
-        if compat.is_distributed(optimizer):
+        if is_distributed(optimizer):
             raise UsageError(
                 "The optimizer is distributed already; Trainer(layout=...) reduces each gradient over the ranks that "
                 "hold its variable: give it a plain optimizer"
             )
         if self.position.mesh.tensor > 1:
-            require_elementwise(compat.inner_of(optimizer), "cannot train split layers")
+            require_elementwise(inner_of(optimizer), "cannot train split layers")
         optimizer = self._wrap(optimizer, process_set=self.data_set)
         reducer = reducer_of(optimizer)
         reducer.everyone = self.position.everyone
@@ -92,7 +92,7 @@ class TensorStrategy(DividedStrategy):
         mark_optimizer(model.optimizer)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
-        compat.symbolic_call(model, inputs)
+        symbolic_call(model, inputs)
         self._broadcast(model.variables)
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)
 

@@ -25,13 +25,21 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.state import prepare_saving, slot_name, take_state
-from hvdtrain.keras.elementwise import require_elementwise
 from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
-from hvdtrain.keras.reduction import Reduction
-from hvdtrain.keras.variables import tf_variable, variable_name
+from hvdtrain.keras_internals.corrections import prepare_keras
+from hvdtrain.keras_internals.elementwise import require_elementwise
+from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
+from hvdtrain.keras_internals.optimizers import (
+    accumulators,
+    inner_of,
+    is_distributed,
+    optimizer_slots,
+    require_hooks,
+)
+from hvdtrain.keras_internals.overlay import adopt_names
+from hvdtrain.keras_internals.variables import tf_variable, variable_name
 from hvdtrain.parallel.zero.partition import Partition, bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
@@ -205,7 +213,7 @@ class _Sharded(_Distributed):
         reducer = self.hvdtrain_reducer
         if owner is None:
             variable.assign(value)
-        elif any(variable is each for each in compat.accumulators(self)):
+        elif any(variable is each for each in accumulators(self)):
             variable.assign(reducer.to_accumulate(np.asarray(value), owner))
         else:
             variable.assign(reducer.partition(owner).of(np.reshape(value, [-1])))
@@ -250,16 +258,12 @@ class _Sharded(_Distributed):
 
 def owners_of_state(optimizer: Any) -> dict[int, Any]:
     """Return the trained variable that each state variable belongs to, by id(): state of parts, and accumulators."""
-    return {
-        id(slot): variable
-        for variable, slots in compat.optimizer_slots(optimizer)
-        for slot in slots
-    }
+    return {id(slot): variable for variable, slots in optimizer_slots(optimizer) for slot in slots}
 
 
 def divided_state(optimizer: Any) -> dict[int, Partition]:
     """Return the partition of each state variable that is a part, by id(); accumulators are whole."""
-    accumulated = {id(v) for v in compat.accumulators(optimizer)}
+    accumulated = {id(v) for v in accumulators(optimizer)}
     return {
         state: optimizer.hvdtrain_reducer.partition(variable)
         for state, variable in owners_of_state(optimizer).items()
@@ -307,9 +311,9 @@ def ShardedOptimizer(
     Raises:
         UsageError: an optimizer that needs whole variables, or that is distributed already.
     """
-    if compat.is_distributed(optimizer):
+    if is_distributed(optimizer):
         raise UsageError("ShardedOptimizer: this optimizer is distributed already; wrap it once")
-    inner = compat.inner_of(optimizer)
+    inner = inner_of(optimizer)
     if not isinstance(inner, keras.optimizers.Optimizer):
         raise UsageError(
             f"ShardedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
@@ -330,13 +334,13 @@ def _bytes_of(variable: Any) -> int:
 def _shard(optimizer: Any, reduction: Reduction) -> None:
     """Make `optimizer` an instance of a sharded subclass of its class; state that it has is divided."""
     plain = type(optimizer)
-    compat.require_hooks(plain)
-    compat.prepare_keras()
+    require_hooks(plain)
+    prepare_keras()
     prepare_saving()
     variables, values = take_state(optimizer)
     body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
     sharded = type(plain.__name__, (_Sharded, plain), body)
-    compat.adopt_names(sharded, plain)
+    adopt_names(sharded, plain)
     optimizer.__class__ = sharded
     _begin(optimizer)
     if variables is not None:

@@ -1,7 +1,7 @@
 """Reduce-scatter of gradients and all-gather of weights, between the ranks that share out an optimizer.
 
 Each variable has its own two collectives, which Horovod's fusion buffer packs, so that a gradient travels
-as soon as the backward pass has made it. The rules of keras.reduction hold: names of our own, anchored
+as soon as the backward pass has made it. The rules of collectives.reduction hold: names of our own, anchored
 inputs, outputs that the update needs.
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdtrain.keras.clipping import NormSets, clip_by_norm
-from hvdtrain.keras.names import in_this_graph
+from hvdtrain.collectives.clipping import NormSets, clip_by_norm
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import Gradient, Reduction, anchored, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras.reduction import Gradient, Reduction, anchored, reduce_sparse
-from hvdtrain.keras.variables import tf_variable
+from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.parallel.zero.partition import Partition
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.state import is_in_parts
-from hvdtrain.keras.variables import tf_variable, variable_name
+from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizers import accumulators, inner_of
+from hvdtrain.keras_internals.variables import tf_variable, variable_name
 from hvdtrain.parallel.zero.optimizer import owners_of_state
 
 
@@ -41,7 +41,7 @@ def name_of_state(optimizer: Any, variable: Any) -> str | None:
     (adam_1); None if it is not in the optimizer's name scope.
     """
     path = variable_name(variable)
-    for scope in (f"{optimizer.name}/", f"{compat.inner_of(optimizer).name}/"):
+    for scope in (f"{optimizer.name}/", f"{inner_of(optimizer).name}/"):
         if path.startswith(scope):
             return path.removeprefix(scope)
     return None
@@ -57,13 +57,13 @@ def gathered_state(optimizer: Any, only_first: bool = False) -> dict[str, np.nda
         optimizer: built; plain, distributed or sharded, or a LossScaleOptimizer around one.
         only_first: rank 0 of the process set gets the arrays, the others {}: they hold one array at a time.
     """
-    inner = compat.inner_of(optimizer)
+    inner = inner_of(optimizer)
     names = state_names(optimizer)
     if not is_in_parts(optimizer):
         return {n: v.numpy() for n, v in zip(names, optimizer.variables, strict=True)}
     reducer = inner.hvdtrain_reducer
     owners = owners_of_state(inner)
-    accumulated = {id(v) for v in compat.accumulators(inner)}
+    accumulated = {id(v) for v in accumulators(inner)}
     keep = not only_first or inner.process_set.rank() == 0
     found = {}
     for index, (name, variable) in enumerate(zip(names, optimizer.variables, strict=True)):
@@ -93,7 +93,7 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     missing = [name for name in names if name not in state]
     if missing:
         raise UsageError(f"The optimizer's state lacks {missing[0]!r} ({len(missing)} in all)")
-    inner = compat.inner_of(optimizer)
+    inner = inner_of(optimizer)
     owners = owners_of_state(inner) if is_in_parts(optimizer) else {}
     for name, variable in zip(names, optimizer.variables, strict=True):
         shape = tuple(owners.get(id(variable), variable).shape)

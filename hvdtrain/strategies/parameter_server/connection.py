@@ -19,7 +19,7 @@ from tensorflow.python.eager import context
 
 from hvdtrain.environment import EXIT_FAILURE, TERMINAL
 from hvdtrain.errors import EngineError
-from hvdtrain.keras.compat.remote import kept_variables
+from hvdtrain.keras_internals.remote import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 from hvdtrain.worker.failure import Failure
 

@@ -23,16 +23,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.remote import (
+from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.keras_internals.models import own_non_trainable_variables
+from hvdtrain.keras_internals.remote import (
     arrival,
     in_step,
     make_step_variable,
     step_constants,
     tf_variables,
 )
-from hvdtrain.keras.variables import seed_variables, unique
-from hvdtrain.metrics import state_variables
+from hvdtrain.keras_internals.variables import seed_variables, unique
 
 Step = Callable[[Any], Any]
 
@@ -83,7 +83,7 @@ class StepFunctions:
         self.metrics = [make_step_variable(v) for v in state_variables(model.metrics)]
         self._zero = [v.value.numpy() for v in self.metrics]
         self.constants = [make_step_variable(v) for v in step_constants(model.optimizer)]
-        statistics = [*compat.own_non_trainable_variables(model), *seed_variables(model)]
+        statistics = [*own_non_trainable_variables(model), *seed_variables(model)]
         counted = {id(v) for v in self.metrics}
         self._statistics = [
             make_step_variable(v) for v in unique(statistics) if id(v) not in counted

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.remote import (
+from hvdtrain.keras_internals.optimizers import optimizer_slots
+from hvdtrain.keras_internals.remote import (
     SplitVariable,
     may_be_split,
     replace_value,
@@ -64,7 +64,7 @@ def move_to_servers(
     rate) stays here: it travels with the step.
     """
     trained = list(model.trainable_variables)
-    of_weight = {id(weight): slots for weight, slots in compat.optimizer_slots(optimizer)}
+    of_weight = {id(weight): slots for weight, slots in optimizer_slots(optimizer)}
     here = {id(v) for v in step_constants(optimizer)}
     here |= {id(slot) for slots in of_weight.values() for slot in slots}
     rest = [v for v in [*model.variables, *optimizer.variables] if id(v) not in here]

@@ -23,8 +23,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Share
-from hvdtrain.metrics import as_value
 from hvdtrain.strategies.parameter_server.connection import Watch, server_errors
 from hvdtrain.strategies.parameter_server.functions import StepFunctions, Ticket, Traced
 from hvdtrain.strategies.strategy import Logs

@@ -15,8 +15,9 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras import compat
-from hvdtrain.keras.compat.remote import look_up_rows
+from hvdtrain.keras_internals.models import symbolic_build, symbolic_call
+from hvdtrain.keras_internals.optimizers import is_distributed
+from hvdtrain.keras_internals.remote import look_up_rows
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.parameter_server.connection import Watch, connect, server_errors
@@ -78,7 +79,7 @@ class ParameterServer(Strategy):
         return rank
 
     def distribute(self, optimizer: Any) -> Any:
-        if compat.is_distributed(optimizer):
+        if is_distributed(optimizer):
             raise UsageError(
                 "strategy='parameter-server' takes a plain Keras optimizer, not one of DistributedOptimizer"
             )
@@ -91,12 +92,12 @@ class ParameterServer(Strategy):
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ServerSteps:
         _check(model)
-        compat.symbolic_build(model, data)
+        symbolic_build(model, data)
         return self._steps(model)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> ServerSteps:
         _check(model)
-        compat.symbolic_call(model, inputs)
+        symbolic_call(model, inputs)
         return self._steps(model)
 
     def _steps(self, model: keras.Model) -> ServerSteps:

@@ -1,0 +1,1 @@
+"""The one room that talks to Horovod: what travels between ranks, under which name, and how it is combined."""

@@ -1,0 +1,113 @@
+"""Clip gradients by norm where a rank holds only parts of the gradients.
+
+A norm is of a whole variable, or of all of the model's: the squares of parts are added up over the ranks that
+hold them, whichever way the parts were made (split layers, sharded optimizer state, stages of a pipeline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import anchored
+
+
+@dataclass(frozen=True)
+class NormSets:
+    """Over which ranks squares add up.
+
+    Args:
+        parts: for a variable: the process sets over which its parts lie; none: this rank holds all of it.
+        rest: the process sets over which the model's other variables lie.
+    """
+
+    parts: Callable[[Any], Sequence[hvd.ProcessSet]]
+    rest: Sequence[hvd.ProcessSet] = ()
+
+
+def squared_norms(
+    gradients: Sequence[Any], variables: Sequence[Any], sets: NormSets, name: str
+) -> list[tf.Tensor | None]:
+    """Return the squared norm of each whole gradient, float32 scalars; None for None. A collective.
+
+    Args:
+        gradients: this rank's parts: a tensor, IndexedSlices or None for each variable.
+        variables: the variables.
+        sets: over which ranks to add.
+        name: the first part of the collectives' names.
+    """
+    found: list[tf.Tensor | None] = [None if g is None else _square(g) for g in gradients]
+    over: dict[tuple[int, ...], tuple[Sequence[hvd.ProcessSet], list[int]]] = {}
+    for place, (square, variable) in enumerate(zip(found, variables, strict=True)):
+        wanted: Sequence[Any] = [s for s in sets.parts(variable) if s.size() > 1]
+        if square is not None and wanted:
+            key = tuple(s.process_set_id for s in wanted)
+            over.setdefault(key, (wanted, []))[1].append(place)
+    # Named by number: of the ranks of one set each may have further sets of its own.
+    for number, (wanted, places) in enumerate(over.values()):
+        # One small collective for all variables that lie over the same ranks.
+        together = tf.stack([found[place] for place in places])
+        total = _added(together, wanted, f"{name}_{number}")
+        for place, square in zip(places, tf.unstack(total, num=len(places)), strict=True):
+            found[place] = square
+    return found
+
+
+def clip_by_norm(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    limit: float,
+    together: bool,
+    sets: NormSets,
+    name: str,
+) -> list[Any]:
+    """Return `gradients`, shortened as Keras's clipnorm or global_clipnorm shortens whole gradients. A collective.
+
+    Args:
+        gradients, variables, sets, name: see `squared_norms`.
+        limit: the largest norm that is left alone.
+        together: clip by the norm of all gradients (global_clipnorm), not each by its own (clipnorm).
+    """
+    squares = squared_norms(gradients, variables, sets, name)
+    if not together:
+        return [
+            g if square is None else _times(g, limit / tf.maximum(tf.sqrt(square), limit))
+            for g, square in zip(gradients, squares, strict=True)
+        ]
+    own = [square for square in squares if square is not None]
+    total = tf.add_n(own) if own else tf.constant(0.0)
+    norm = tf.sqrt(_added(total, [s for s in sets.rest if s.size() > 1], f"{name}_rest"))
+    # As Keras: an inf or nan makes all gradients nan, rather than 0.
+    scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+    # As Keras, where slices become dense here, but not above: Adam squares slices of one index each.
+    return [None if g is None else _times(tf.convert_to_tensor(g), scale) for g in gradients]
+
+
+def _square(gradient: Any) -> tf.Tensor:
+    # As Keras: each slice counts alone, also where several have one index.
+    values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+    return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+
+
+def _times(gradient: Any, factor: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _times(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def _added(values: tf.Tensor, sets: Sequence[hvd.ProcessSet], name: str) -> tf.Tensor:
+    for number, process_set in enumerate(sets):
+        values = hvd.allreduce(
+            anchored(values),
+            op=hvd.Sum,
+            name=in_this_graph(f"{name}_{number}"),
+            ignore_name_scope=True,
+            process_set=process_set,
+        )
+    return values

@@ -1,0 +1,59 @@
+"""Per-rank state of a model that is not trained: moving statistics to average, seeds to keep apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras_internals.models import own_non_trainable_variables
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+
+SEED_STRIDE = 0x9E3779B1
+"""Odd, so that no two ranks' seeds meet; the 32-bit golden ratio spreads them."""
+
+
+def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
+    """Return the floating-point variables that training changes without a gradient (BatchNormalization).
+
+    Weights of a frozen layer are none: averaging them would hide that they differ.
+    """
+    left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model)]}
+    found = [
+        v for v in unique(own_non_trainable_variables(model)) if tf_variable(v).dtype.is_floating
+    ]
+    return [v for v in found if id(tf_variable(v)) not in left_out]
+
+
+def average_statistics(
+    model: keras.Model,
+    local: Iterable[Any] = (),
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+) -> None:
+    """Replace moving statistics by their average over the ranks of `process_set`. A collective.
+
+    Each rank's statistics come from its own examples: without this, replicas differ in evaluation.
+    """
+    targets = [tf_variable(v) for v in statistics_variables(model, local)]
+    if not targets or process_set.size() == 1:
+        return
+    flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float64) for t in targets], axis=0)
+    mean = hvd.allreduce(flat, op=hvd.Average, name="hvdtrain_statistics", process_set=process_set)
+    parts = tf.split(mean, [t.shape.num_elements() for t in targets])
+    for target, part in zip(targets, parts, strict=True):
+        target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
+
+
+def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:
+    """Give each rank its own random numbers (dropout masks) from seeds that are the same on all.
+
+    Rank 0 keeps the seeds, so one worker draws what plain Keras would.
+    """
+    for variable in seed_variables(model):
+        target = tf_variable(variable)
+        if rank:
+            offset = (rank * SEED_STRIDE) % 2**31
+            target.assign(tf.bitwise.bitwise_xor(target, tf.constant(offset, target.dtype)))

@@ -1,0 +1,180 @@
+"""Keras's files: where in a .keras file a model's variables are, and models made again from a configuration.
+
+Tested with Keras 3.15. A file names layers by their class and their place, not by their names, so models of
+the same structure fit each other's files.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import keras
+from keras.src.saving import saving_lib
+
+from hvdtrain.keras_internals.optimizers import inner_of
+
+OPTIMIZER = "optimizer"
+_VALUES = "vars"
+OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
+
+
+class _Places(saving_lib.H5IOStore):
+    """Takes what a model would write, and notes where."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def __bool__(self) -> bool:
+        return True
+
+    def make(self, path: str, metadata: Any = None) -> dict[str, Any]:
+        del metadata
+        return self.found.setdefault(path, {})
+
+
+def stored_variables(model: keras.Model) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Return place in a file -> (the variable or value that belongs there, its shape), of the model alone.
+
+    Works for variables without values, too.
+    """
+    store = _Places()
+    optimizer = getattr(model, "optimizer", None)
+    saving_lib._save_state(
+        model,
+        weights_store=store,
+        assets_store=None,
+        inner_path="",
+        visited_saveables={id(optimizer)},
+    )
+    return {
+        _place(group, key): (value, tuple(value.shape))
+        for group, values in store.found.items()
+        for key, value in values.items()
+    }
+
+
+def optimizer_places(optimizer: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    """Return the same for the state of a built optimizer."""
+    return {
+        _place(OPTIMIZER, str(number)): (variable, tuple(variable.shape))
+        for number, variable in enumerate(optimizer.variables)
+    }
+
+
+def _place(group: str, key: str) -> str:
+    return "/".join([*([group] if group else []), _VALUES, key])
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
+    """Open a .keras file; yield its shapes by place, and its configuration. Nothing in it is run.
+
+    Raises:
+        OSError, ValueError, KeyError, zipfile.BadZipFile: no such file.
+    """
+    with zipfile.ZipFile(path) as archive:
+        config = json.loads(saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME))
+        store = saving_lib.H5IOStore(saving_lib._VARS_FNAME_H5, archive=archive, mode="r")
+        try:
+            shapes: dict[str, tuple[int, ...]] = {}
+
+            def note(name: str, item: Any) -> None:
+                if hasattr(item, "shape"):
+                    shapes[name] = tuple(item.shape)
+
+            store.h5_file.visititems(note)
+            yield shapes, config
+        finally:
+            store.close()
+
+
+def load_values(model: keras.Model, path: Path, optimizer_too: bool) -> None:
+    """Read the variables of a built model, and of its built optimizer, as keras.Model.load_weights does.
+
+    Raises:
+        ValueError: the file does not fit.
+    """
+    skipped = [] if optimizer_too else [model.optimizer]
+    saving_lib.load_weights_only(model, str(path), objects_to_skip=skipped)
+
+
+def optimizer_class(config: dict[str, Any]) -> str | None:
+    """Return the class of the optimizer that a file's model was compiled with; inside loss scaling, the inner."""
+    found = (config.get("compile_config") or {}).get("optimizer")
+    while isinstance(found, dict):
+        inner = (found.get("config") or {}).get("inner_optimizer")
+        if inner is None:
+            return str(found.get("class_name"))
+        found = inner
+    return found
+
+
+# Models and optimizers made again.
+
+
+def plain_class(optimizer: Any) -> type:
+    """Return the class of an optimizer before it was made distributed or sharded."""
+    return next(
+        c
+        for c in type(optimizer).__mro__
+        if issubclass(c, keras.optimizers.Optimizer) and not hasattr(c, "hvdtrain_reduction")
+    )
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """Return a new optimizer of the same configuration, without state, neither distributed nor sharded."""
+    inner = inner_of(optimizer)
+    classes = [plain_class(inner), plain_class(optimizer), type(inner._learning_rate)]
+    config = keras.saving.serialize_keras_object(optimizer)
+    return _made(config, {c.__name__: c for c in classes})
+
+
+def model_config(model: keras.Model) -> tuple[dict[str, Any], dict[str, type]]:
+    """Return a model's configuration without how it was compiled, and the classes of its layers by name."""
+    config = keras.saving.serialize_keras_object(model)
+    config.pop("compile_config", None)
+    custom = [
+        type(layer)
+        for layer in [model, *model._flatten_layers()]
+        if not type(layer).__module__.startswith("keras.")
+    ]
+    return config, {c.__name__: c for c in custom}
+
+
+def model_again(config: dict[str, Any], custom: dict[str, type]) -> keras.Model:
+    """Return a new model of a configuration that this process made; Python draws no random numbers for it.
+
+    The names of layers are in the configuration; those of variables depend on how a model is built.
+    """
+    state = random.getstate()
+    try:
+        return _made(config, custom)
+    finally:
+        random.setstate(state)
+
+
+def _made(config: dict[str, Any], custom: dict[str, type]) -> Any:
+    # The configuration is this process's own, not a file's: what it names may be run.
+    return keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
+
+
+def rename(variable: Any, path: str) -> None:
+    """Give a Keras variable another path, which the optimizer's names for its state follow."""
+    variable._path = path
+
+
+def give_value(variable: Any, value: Any) -> None:
+    """Give a variable that waits its value, on the device of the scope."""
+    variable._initialize(value)
+
+
+def compile_like(model: keras.Model, other: keras.Model, optimizer: Any) -> None:
+    """Compile `model` as `other` was, with another optimizer."""
+    config = dict(other._compile_config.config) | {"optimizer": optimizer}
+    model.compile(**config)

@@ -1,0 +1,195 @@
+"""The graph of a Keras model: its calls in order, and models of a part of them. Tested with Keras 3.15.
+
+A Sequential or functional model is a graph of calls: a layer (or an operation of keras.ops) is called on
+tensors and makes tensors. A layer that is called twice has two calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src import backend, tree
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.models.functional import Functional
+
+from hvdtrain.keras_internals.losses import compiled_losses
+
+Tensor = Any
+"""A keras.KerasTensor: symbolic, told from others by its identity."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a layer or operation.
+
+    Attributes:
+        operation: what is called.
+        inputs: the tensors that it is called on.
+        outputs: the tensors that it makes.
+    """
+
+    operation: Any
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return str(self.operation.name)
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the layer, those of the layers inside it and of its random generators included."""
+        return list(getattr(self.operation, "variables", ()))
+
+
+def functional_of(model: keras.Model) -> Functional | None:
+    """Return the graph inside a functional or a built Sequential model; None if it has none."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    return model if isinstance(model, Functional) else None
+
+
+def calls_of(functional: Functional) -> list[Call]:
+    """Return the calls of a graph, each behind those whose outputs it takes.
+
+    The order is depth first from the outputs, an operation's first input first: what belongs together
+    (a tower, a residual branch) stays together, and code that reads from top to bottom comes out in its order.
+    """
+    nodes = {node for level in functional._nodes_by_depth.values() for node in level}
+    done: set[Any] = set()
+    ordered: list[Call] = []
+    waiting = [(_node_of(tensor), False) for tensor in reversed(functional.outputs)]
+    while waiting:
+        node, ready = waiting.pop()
+        if node in done or node.is_input or node not in nodes:
+            continue
+        if ready:
+            done.add(node)
+            ordered.append(Call(node.operation, tuple(node.input_tensors), tuple(node.outputs)))
+            continue
+        waiting.append((node, True))
+        waiting += [(_node_of(tensor), False) for tensor in reversed(node.input_tensors)]
+    return ordered
+
+
+def _node_of(tensor: Tensor) -> Any:
+    history = tensor._keras_history
+    return history.operation._inbound_nodes[history.node_index]
+
+
+def part_of(
+    whole: keras.Model, inputs: Sequence[Tensor], outputs: Sequence[Tensor], name: str
+) -> keras.Model:
+    """Return the model of the calls of `whole` from `inputs` to `outputs`: the same layers, under the same names."""
+    histories = [tensor._keras_history for tensor in inputs]
+    model = keras.Model(inputs=list(inputs), outputs=list(outputs), name=name)
+    # By it Keras decides on loss scaling; not by the setter, which would quantize.
+    model._dtype_policy = whole.dtype_policy
+    # Keras counts the whole model's inputs as made again, and could not write its configuration then.
+    for tensor, history in zip(inputs, histories, strict=True):
+        tensor._keras_history = history
+    # Its layers have given the outputs their masks; those of the inputs are no one else's.
+    model.supports_masking = True
+    model.compute_mask = lambda inputs, previous_mask: None
+    return model
+
+
+def like_outputs(functional: Functional, flat: Sequence[Any]) -> Any:
+    """Return `flat` in the structure in which the model returns its outputs."""
+    packed = tree.pack_sequence_as(functional._outputs_struct, list(flat))
+    return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
+
+
+def flat_inputs(functional: Functional, x: Any) -> list[Any]:
+    """Return a user's `x` as the flat list of the graph's inputs, of their dtypes and ranks."""
+    return list(functional._standardize_inputs(x))
+
+
+def mask_of(tensor: Any) -> Any:
+    """Return the mask of padding that a tensor carries, symbolic or computed, or None."""
+    return get_keras_mask(tensor)
+
+
+def give_mask(tensor: Any, mask: Any) -> None:
+    """Make `tensor` carry a mask of padding."""
+    set_keras_mask(tensor, mask)
+
+
+def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training: bool) -> Any:
+    """Return the compiled loss plus the model's own losses."""
+    return model._compute_loss(x=None, y=y, y_pred=y_pred, sample_weight=weight, training=training)
+
+
+def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: bool) -> Any:
+    """Return the compiled loss alone; `track`: count it in the running means of several outputs' losses."""
+    compiled = model._compile_loss
+    means = compiled._metrics
+    if not track:
+        compiled._metrics = [None] * len(means)
+    try:
+        return compiled(y, y_pred, weight)
+    finally:
+        compiled._metrics = means
+
+
+def own_losses(model: keras.Model) -> list[Any]:
+    """Return what the layers add to the loss, penalties and add_loss, as scalars."""
+    return [model._aggregate_additional_loss(loss) for loss in model.losses]
+
+
+def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
+    """Count `loss`, of so many examples, in the running mean that the logs call "loss"."""
+    model._loss_tracker.update_state(loss, sample_weight=examples)
+
+
+def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None:
+    """Create the states of a compiled model's loss and metrics from symbolic predictions, labels and sample weights."""
+    if model._compile_metrics is not None and not model._compile_metrics.built:
+        backend.compute_output_spec(model.compute_metrics, None, y, y_pred, sample_weight=weight)
+    if model._compile_loss is not None and not model._compile_loss.built:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+
+
+def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
+    """Whether a loss of a built compiled model masks what it finds (ignore_class); from symbolic tensors."""
+    masked: list[bool] = []
+    losses = compiled_losses(model)
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any) -> Any:
+            values = call(*args)
+            masked.append(get_keras_mask(values) is not None)
+            return values
+
+        return watched
+
+    for loss in losses:
+        loss.call = watch(loss.call)
+    try:
+        backend.compute_output_spec(model._compute_loss, None, y, y_pred, weight, training=False)
+    finally:
+        for loss in losses:
+            del loss.call
+    return any(masked)
+
+
+def drop_compiled(model: keras.Model) -> None:
+    """Leave a compiled model no loss and no metrics but its running mean, to which `track_loss` adds."""
+    model._compile_loss = model._compile_metrics = None
+
+
+def release(variable: Any) -> None:
+    """Forget the value of a Keras variable, and its memory with it; shape and name stay."""
+    if variable._value is not None:
+        variable._initializer = keras.initializers.Zeros()
+        variable._value = None
+
+
+def make_again(variable: Any) -> None:
+    """Make the variable inside a Keras variable anew, with its value, on the device of this moment."""
+    if variable._value is not None:
+        variable._initialize(variable._value.numpy())

@@ -1,0 +1,56 @@
+"""What hvdtrain needs of the inside of compiled losses. Tested with Keras 3.15."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend import get_keras_mask
+from keras.src.losses.loss import apply_mask
+
+
+def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
+    """Return the Loss objects of a compiled and built model, each once."""
+    compiled = getattr(model, "_compile_loss", None)
+    found = [entry.loss for entry in (compiled._flat_losses or [])] if compiled else []
+    return list({id(loss): loss for loss in found if isinstance(loss, keras.losses.Loss)}.values())
+
+
+def mask_in_loss(y_pred: Any, own_mask: Any) -> Any:
+    """Return which entries count in a loss: by the mask of `y_pred` and that of the values it found; None: all."""
+    masks = [mask for mask in (get_keras_mask(y_pred), own_mask) if mask is not None]
+    return functools.reduce(operator.and_, masks) if masks else None
+
+
+def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.Tensor | None:
+    """Return the entries whose sum `loss` divides by, where that is not the number of entries; else None."""
+    if loss.reduction == "mean_with_sample_weight":
+        if mask is None and sample_weight is None:
+            return None
+        weights = None if sample_weight is None else tf.cast(sample_weight, loss.dtype)
+        return apply_mask(weights, mask, dtype=loss.dtype, reduction=loss.reduction)
+    return None if mask is None else tf.cast(mask, tf.float32)
+
+
+def needs_whole_batch(model: keras.Model) -> str | None:
+    """Return what is to be said of a loss of Keras's that parts of a batch cannot make; None if there is none."""
+    for loss in compiled_losses(model):
+        function = getattr(loss, "fn", None)
+        if function is keras.losses.circle:
+            return (
+                f"The loss {loss.name!r} compares every example with all others of the batch, and a worker has only "
+                "its share of them: train on one worker"
+            )
+        if function in (keras.losses.dice, keras.losses.tversky):
+            axis = loss._fn_kwargs.get("axis")
+            if axis is None or 0 in np.atleast_1d(axis):
+                return (
+                    f"The loss {loss.name!r} is made from sums over all examples of the batch, and a worker has only "
+                    "its share of them: give it an axis without the first one, such as axis=(1, 2, 3) for images, so "
+                    "that there is a value for each example; or train on one worker"
+                )
+    return None

@@ -1,0 +1,90 @@
+"""An optimizer's state in parts: what that needs of Keras's inside. Tested with Keras 3.15.
+
+An optimizer that holds parts has the methods `whole_values()` (raises UsageError outside of the block in which
+the parts are gathered) and `load_whole_values(values)`, for its `variables` in order, and `share_loaded()`, which
+gives all ranks what the first one has loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.legacy.saving import legacy_h5_format
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.optimizers import inner_of
+
+
+def slot_name(variable: Any, name: str) -> str:
+    """Return Keras's name for the optimizer state `name` of a Keras variable or tf.Variable."""
+    if hasattr(variable, "path"):
+        return f"{variable.path.replace('/', '_')}_{name}"
+    sanitised = str(variable.name).replace("/", "_").replace(":", "_")
+    return f"{sanitised}_{name}"
+
+
+def is_in_parts(optimizer: Any) -> bool:
+    """Whether the state of `optimizer`, or of the one inside its loss scaling, lies in parts on several ranks."""
+    return hasattr(inner_of(optimizer), "whole_values")
+
+
+def share_loaded(optimizer: Any) -> None:
+    """Give all ranks what the first has loaded into an optimizer in parts; nothing for others. A collective."""
+    if is_in_parts(optimizer):
+        inner_of(optimizer).share_loaded()
+
+
+def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
+    """Make a built optimizer one that is not built; return its trained variables and its state's values.
+
+    One that is not built is left as it is: (None, []).
+    """
+    if not optimizer.built:
+        return None, []
+    values = [variable.numpy() for variable in optimizer.variables]
+    trained = list(optimizer._trainable_variables)
+    for variable in optimizer.variables:
+        if variable is not optimizer._iterations and variable is not optimizer._learning_rate:
+            optimizer._untrack_variable(variable)
+    optimizer._trainable_variables_indices = {}
+    optimizer.built = False
+    return trained, values
+
+
+def prepare_saving() -> None:
+    """Correct what saves an optimizer by its variables; calling again changes nothing."""
+    correct(keras.optimizers.LossScaleOptimizer, "save_own_variables", _save_scaled)
+    correct(keras.optimizers.LossScaleOptimizer, "load_own_variables", _load_scaled)
+    correct(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", _save_in_hdf5)
+
+
+def _save_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
+    """The file of a LossScaleOptimizer holds the inner optimizer's state, too."""
+    if not hasattr(self.inner_optimizer, "whole_values"):
+        original(self, store)
+        return
+    own = [variable.numpy() for variable in self._variables]
+    for index, value in enumerate([*own, *self.inner_optimizer.whole_values()]):
+        store[str(index)] = value
+
+
+def _load_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
+    values = [store[key] for key in sorted(store.keys(), key=int)]
+    if not hasattr(self.inner_optimizer, "load_whole_values") or len(values) != len(self.variables):
+        original(self, store)
+        return
+    own = self._variables
+    for variable, value in zip(own, values, strict=False):
+        variable.assign(value)
+    self.inner_optimizer.load_whole_values(values[len(own) :])
+
+
+def _save_in_hdf5(original: Callable[..., Any], group: Any, optimizer: Any) -> None:
+    if is_in_parts(optimizer):
+        raise UsageError(
+            "An .h5 file cannot take an optimizer's state that lies on several ranks: save a .keras file"
+        )
+    original(group, optimizer)

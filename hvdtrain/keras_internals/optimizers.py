@@ -1,0 +1,157 @@
+"""What hvdtrain needs of the inside of Keras's optimizers. Tested with Keras 3.15."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+from keras.src.legacy.saving.legacy_h5_format import load_optimizer_weights_from_hdf5_group
+
+from hvdtrain.errors import EngineError, UsageError
+
+OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable_index")
+
+
+def require_hooks(optimizer_class: type) -> None:
+    """Raise EngineError if this Keras no longer has the methods that the reduction hooks into."""
+    missing = [name for name in OPTIMIZER_HOOKS if not hasattr(optimizer_class, name)]
+    if missing:
+        raise EngineError(
+            f"Keras {keras.__version__} has no {missing[0]} in {optimizer_class.__name__}: gradients could not "
+            "be reduced. hvdtrain was tested with Keras 3.15: install that, or wrap a keras.optimizers.Optimizer."
+        )
+
+
+def refuse_several(optimizer: Any) -> None:
+    """Raise UsageError for Keras's MultiOptimizer, which leaves all work to optimizers inside it."""
+    if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
+        raise UsageError(
+            "MultiOptimizer hands the gradients to other optimizers, past the place where the workers' gradients are "
+            "added up: give one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
+            "take the gradients from hvdtrain.keras.DistributedGradientTape"
+        )
+
+
+class AppliesByKeras:
+    """Lies over an optimizer whose update is made inside Keras's `apply`: one of its own must lead there.
+
+    (A wrapper of another optimizer may apply the gradients by that one, and several workers' would never meet.)
+    """
+
+    hvdtrain_applied = 0
+    """How often Keras's `apply` was reached."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        before = self.hvdtrain_applied
+        result = super().apply(grads, trainable_variables)  # type: ignore[misc]
+        if self.hvdtrain_applied == before and any(g is not None for g in grads):
+            raise UsageError(
+                f"The optimizer {type(self).__name__} has an apply of its own, which does not pass the gradients on to "
+                "keras.optimizers.Optimizer.apply, where those of all workers become one update: let it call "
+                "super().apply(grads, trainable_variables), or give the optimizer that it holds instead"
+            )
+        return result
+
+    def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
+        # Keras's apply calls this for any gradient.
+        object.__setattr__(self, "hvdtrain_applied", self.hvdtrain_applied + 1)
+        return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
+
+
+def inner_of(optimizer: Any) -> Any:
+    """Return the optimizer inside a LossScaleOptimizer, or `optimizer` itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
+def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
+    """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
+    inner = inner_of(optimizer)
+    trained = list(getattr(inner, "_trainable_variables", ()))
+    lists = [
+        value
+        for name, value in vars(inner).items()
+        if name not in ("_variables", "_trainable_variables")
+        and isinstance(value, list)
+        and len(value) == len(trained)
+        and all(slot is None or isinstance(slot, keras.Variable) for slot in value)
+    ]
+    return [
+        (variable, [slots[i] for slots in lists if slots[i] is not None])
+        for i, variable in enumerate(trained)
+    ]
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """Return the sums of gradients that wait for the next update: each rank has its own."""
+    inner = inner_of(optimizer)
+    return [v for v in getattr(inner, "_accumulated_gradients", None) or () if v is not None]
+
+
+def optimizer_values_in_hdf5(path: str) -> list[Any]:
+    """Return the optimizer state in a model's .h5 file, in the order of `optimizer.variables`; [] if none."""
+    with h5py.File(path, "r") as file:
+        if "optimizer_weights" not in file:
+            return []
+        return [np.array(value) for value in load_optimizer_weights_from_hdf5_group(file)]
+
+
+def velocities(optimizer: Any) -> list[Any] | None:
+    """Return the momenta v = m v - lr g of an optimizer, [] if it has none, None if that is not known.
+
+    Muon's and Adam's momenta hold gradients, not steps.
+    """
+    inner = inner_of(optimizer)
+    if isinstance(inner, keras.optimizers.SGD):
+        return list(inner.momentums)
+    if isinstance(inner, keras.optimizers.RMSprop):
+        return list(inner._momentums)
+    known = not getattr(inner, "momentum", 0) or isinstance(inner, keras.optimizers.Muon)
+    return [] if known else None
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Whether DistributedOptimizer made this optimizer, or a loss-scaling one around or inside it."""
+    return hasattr(optimizer, "hvdtrain_reducer") or hasattr(
+        getattr(optimizer, "inner_optimizer", None), "hvdtrain_reducer"
+    )
+
+
+@contextlib.contextmanager
+def gradients_taken(
+    optimizer: Any, take: Callable[[list[tuple[Any, Any]]], bool]
+) -> Iterator[None]:
+    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is told to apply, whichever way.
+
+    It returns whether it took them; else the optimizer applies them.
+    """
+
+    def apply_gradients(grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        return None if take(pairs) else type(optimizer).apply_gradients(optimizer, pairs)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        known = optimizer._trainable_variables
+        variables = known if trainable_variables is None else trainable_variables
+        taken = take(list(zip(grads, variables, strict=True)))
+        return None if taken else type(optimizer).apply(optimizer, grads, trainable_variables)
+
+    object.__setattr__(optimizer, "apply_gradients", apply_gradients)
+    object.__setattr__(optimizer, "apply", apply)
+    try:
+        yield
+    finally:
+        object.__delattr__(optimizer, "apply_gradients")
+        object.__delattr__(optimizer, "apply")
+
+
+def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> None:
+    """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
+    if model.trainable_variables and not handed_out:
+        raise UsageError(
+            f"The train_step of {type(model).__name__} gave self.optimizer no gradient, so there is nothing to add up "
+            "over the workers: let it call self.optimizer.apply(gradients, self.trainable_variables)"
+        )

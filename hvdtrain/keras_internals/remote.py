@@ -1,0 +1,354 @@
+"""Keras variables whose values lie in other processes. Knows Keras's inside; tested with Keras 3.15.
+
+`StepVariable`  its value can be a tensor while a step is traced, so that the step returns what it would assign;
+`SplitVariable` its rows lie on several devices, and it looks like one variable to layers and optimizers;
+`update_where_variables_are` an optimizer that computes each update on the variable's device, part by part;
+`look_up_rows` Embedding layers that read the rows they need. (Keras reads the whole table.)
+
+Both kinds of variables are made in place, of variables that exist: layers, optimizers and user code keep the
+objects that they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.keras_internals.elementwise import ELEMENTWISE
+from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots
+from hvdtrain.keras_internals.overlay import adopt_names
+
+
+class StepVariable(keras.Variable):
+    """A Keras variable that a traced step can read and assign without touching its value.
+
+    Attributes:
+        in_step: the value inside the step that is being traced; None outside.
+    """
+
+    in_step: Any = None
+
+    @property
+    def value(self) -> Any:
+        if self.in_step is not None:
+            return self._maybe_autocast(self.in_step)
+        return super().value
+
+    def assign(self, value: Any) -> Any:
+        if self.in_step is None:
+            return super().assign(value)
+        self.in_step = tf.ensure_shape(
+            self._convert_to_tensor(value, dtype=self._dtype), self.shape
+        )
+        return self.in_step
+
+
+@contextlib.contextmanager
+def in_step(variables: Sequence[StepVariable], values: Sequence[Any]) -> Iterator[None]:
+    """Inside, `variables` are `values`, and assignments change only what they are inside."""
+    for variable, value in zip(variables, values, strict=True):
+        variable.in_step = value
+    try:
+        yield
+    finally:
+        for variable in variables:
+            variable.in_step = None
+
+
+class SplitVariable(StepVariable):
+    """A Keras variable whose first axis is divided into parts.
+
+    To read it is to put the parts together. The gradient is that of the whole variable, dense or IndexedSlices: it
+    flows to `anchor`, a scalar that every reading takes along, and which stands for the variable
+    where a gradient is asked for.
+
+    Attributes:
+        parts: tf.Variables, in the order of the rows.
+        anchor: a tf.Variable.
+        chosen: number of the part that it stands for while an optimizer updates that part.
+    """
+
+    parts: Sequence[tf.Variable]
+    anchor: tf.Variable
+    chosen: int | None = None
+
+    @property
+    def value(self) -> Any:
+        if self.chosen is not None:
+            return self.parts[self.chosen]
+        if self.in_step is not None:
+            return self._maybe_autocast(self.in_step)
+        whole = _joined(self.anchor, *[part.read_value() for part in self.parts])
+        return self._maybe_autocast(tf.ensure_shape(whole, self._shape))
+
+    @property
+    def handle(self) -> Any:
+        return self.anchor.handle
+
+    @property
+    def shape(self) -> Any:
+        return tf.TensorShape(self._shape) if self.chosen is None else self.parts[self.chosen].shape
+
+    def rows(self, indices: tf.Tensor) -> tf.Tensor:
+        """Return the rows with these numbers; only they travel."""
+        found = tf.compat.v1.nn.embedding_lookup(
+            list(self.parts), indices, partition_strategy="div"
+        )
+        return _looked_up(self.anchor, found, indices, tuple(self._shape))
+
+    def pieces(self, gradient: Any) -> list[Any]:
+        """Return the gradient of each part, from that of the whole."""
+        sizes = [int(part.shape[0]) for part in self.parts]
+        if not isinstance(gradient, tf.IndexedSlices):
+            return tf.split(gradient, sizes)
+        pieces, begin = [], 0
+        for part, size in zip(self.parts, sizes, strict=True):
+            inside = (gradient.indices >= begin) & (gradient.indices < begin + size)
+            values = tf.boolean_mask(gradient.values, inside)
+            indices = tf.boolean_mask(gradient.indices, inside) - begin
+            pieces.append(
+                tf.IndexedSlices(values, indices, tf.constant(part.shape.as_list(), tf.int64))
+            )
+            begin += size
+        return pieces
+
+    def _direct_assign(self, value: Any) -> None:
+        pieces = tf.split(tf.cast(value, self._dtype), [int(part.shape[0]) for part in self.parts])
+        for part, piece in zip(self.parts, pieces, strict=True):
+            part.assign(piece)
+
+
+def _joined(anchor: tf.Variable, *parts: tf.Tensor) -> tf.Tensor:
+    @tf.custom_gradient
+    def join(anchor_value: tf.Tensor, *pieces: tf.Tensor) -> Any:
+        return tf.concat(pieces, 0), lambda upstream: (upstream, *([None] * len(pieces)))
+
+    return join(anchor.read_value(), *parts)
+
+
+def _looked_up(
+    anchor: tf.Variable, rows: tf.Tensor, indices: tf.Tensor, shape: tuple[int, ...]
+) -> tf.Tensor:
+    @tf.custom_gradient
+    def take(anchor_value: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> Any:
+        def gradient(upstream: tf.Tensor) -> Any:
+            values = tf.reshape(upstream, [-1, *shape[1:]])
+            slices = tf.IndexedSlices(
+                values, tf.reshape(indices, [-1]), tf.constant(shape, tf.int64)
+            )
+            return slices, None, None
+
+        return tf.identity(rows), gradient
+
+    return take(anchor.read_value(), rows, indices)
+
+
+def make_step_variable(variable: Any) -> StepVariable:
+    """Make a Keras variable a StepVariable."""
+    if not isinstance(variable, StepVariable):
+        variable.__class__ = StepVariable
+    return variable
+
+
+def replace_value(variable: Any, value: tf.Variable) -> None:
+    """Let a Keras variable hold another tf.Variable."""
+    variable._value = value
+    make_step_variable(variable)
+
+
+@contextlib.contextmanager
+def kept_variables() -> Iterator[None]:
+    """Inside, TensorFlow may connect this process to others; Keras's variables come out with their values.
+
+    A tf.Variable that was made before can still be read then, but what is assigned to it is lost: each gets a
+    new one. Keras keeps no list of its variables, so all objects are looked through, once.
+    """
+    found = [v for v in gc.get_objects() if issubclass(type(v), keras.Variable)]
+    values = [(v, v._value.numpy()) for v in found if isinstance(v._value, tf.Variable)]
+    yield
+    for variable, value in values:
+        variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
+
+
+def split_value(variable: Any, parts: Sequence[tf.Variable], anchor: tf.Variable) -> None:
+    """Make a Keras variable a SplitVariable of these parts."""
+    variable.__class__ = SplitVariable
+    variable.parts, variable.anchor = tuple(parts), anchor
+    variable._value = None
+
+
+def tf_variables(variable: Any) -> list[tf.Variable]:
+    """Return the tf.Variables that hold a Keras variable's value."""
+    return list(variable.parts) if isinstance(variable, SplitVariable) else [variable._value]
+
+
+class _UpdatesWhereVariablesAre(AppliesByKeras):
+    """Methods that lie over those of an optimizer's class."""
+
+    owners: dict[Any, tuple[Any, int]]
+    """Part of a SplitVariable (by its identity in TensorFlow) -> the variable, the part's number."""
+    arrival: tf.Operation | None
+    """Of the last step that was traced: it runs once all gradients are where their variables are."""
+
+    def _var_key(self, variable: Any) -> Any:
+        if isinstance(variable, SplitVariable):
+            variable = variable.parts[0]
+        return super()._var_key(variable)  # type: ignore[misc]
+
+    def _backend_update_step(
+        self, grads: Any, trainable_variables: Any, learning_rate: Any
+    ) -> None:
+        gradients: list[Any] = []
+        variables: list[Any] = []
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            if isinstance(variable, SplitVariable) and gradient is not None:
+                gradients += variable.pieces(gradient)
+                variables += variable.parts
+            elif not isinstance(variable, SplitVariable):
+                gradients.append(gradient)
+                variables.append(variable)
+        pairs = zip(gradients, variables, strict=True)
+        gradients = [_beside(variable, gradient) for gradient, variable in pairs]
+        # No variable is changed before every device has all that it needs: a process that dies while it
+        # computes or sends gradients has changed nothing.
+        arrival = tf.group(*[g for g in gradients if g is not None])
+        object.__setattr__(self, "arrival", arrival)
+        with tf.control_dependencies([arrival]):
+            self._decay(trainable_variables)
+            super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
+
+    def _distributed_tf_update_step(self, _: Any, grads_and_vars: Any, learning_rate: Any) -> None:
+        for gradient, variable in grads_and_vars:
+            with self._standing_for(variable), tf.device(variable.device):
+                self.update_step(gradient, variable, learning_rate)  # type: ignore[attr-defined]
+
+    def _apply_weight_decay(self, variables: Any) -> None:
+        """Not yet: see `_backend_update_step`."""
+
+    def _decay(self, variables: Any) -> None:
+        plain = super()._apply_weight_decay  # type: ignore[misc]
+        if plain.__func__ is not keras.optimizers.Optimizer._apply_weight_decay:
+            # Muon has its own, which reads and assigns.
+            before = [variable.value for variable in variables]
+            with in_step(variables, before):
+                plain(variables)
+                after = [variable.in_step for variable in variables]
+            for variable, old, new in zip(variables, before, after, strict=True):
+                if new is not old:
+                    variable.value.assign_add(new - old)
+            return
+        if self.weight_decay is None:  # type: ignore[attr-defined]
+            return
+        for variable in variables:
+            for part in tf_variables(variable):
+                if self._use_weight_decay(part):  # type: ignore[attr-defined]
+                    with tf.device(part.device):
+                        rate = tf.cast(self.learning_rate, part.dtype)  # type: ignore[attr-defined]
+                        part.assign_sub(part * tf.cast(self.weight_decay, part.dtype) * rate)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _standing_for(self, part: tf.Variable) -> Iterator[None]:
+        """Inside, the state that belongs to a part's variable is that of the part."""
+        owner, number = self.owners.get(part._unique_id, (None, 0))
+        index = None if owner is None else self._get_variable_index(owner)  # type: ignore[attr-defined]
+        slots = [] if index is None else optimizer_slots(self)[index][1]
+        for slot in slots:
+            slot.chosen = number
+        try:
+            yield
+        finally:
+            for slot in slots:
+                slot.chosen = None
+
+
+def _beside(variable: Any, gradient: Any) -> Any:
+    """Bring a gradient to the device of its variable, Keras's or TensorFlow's."""
+    if gradient is None:
+        return None
+    held = variable.value if isinstance(variable, keras.Variable) else variable
+    with tf.device(held.device):
+        if not isinstance(gradient, tf.IndexedSlices):
+            return tf.identity(gradient)
+        values, indices = tf.identity(gradient.values), tf.identity(gradient.indices)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def arrival(optimizer: Any) -> list[tf.Operation]:
+    """Return the operation after which the step that is being traced updates weights; [] if it does not."""
+    found = getattr(optimizer, "arrival", None)
+    if found is None or found.graph is not tf.compat.v1.get_default_graph():
+        return []
+    return [found]
+
+
+def update_where_variables_are(optimizer: Any) -> None:
+    """Make a built optimizer update each of its variables on its device, once these were replaced or split."""
+    if not isinstance(optimizer, _UpdatesWhereVariablesAre):
+        plain = type(optimizer)
+        subclass = type(
+            plain.__name__, (_UpdatesWhereVariablesAre, plain), {"__doc__": plain.__doc__}
+        )
+        adopt_names(subclass, plain)
+        optimizer.__class__ = subclass
+    owners: dict[Any, tuple[Any, int]] = {}
+    indices: dict[Any, int] = {}
+    for index, variable in enumerate(optimizer._trainable_variables):
+        for number, part in enumerate(tf_variables(variable)):
+            indices[part._unique_id] = index
+            if isinstance(variable, SplitVariable):
+                owners[part._unique_id] = (variable, number)
+    # Not through Keras's __setattr__, which would track (and save) what they hold.
+    object.__setattr__(optimizer, "owners", owners)
+    object.__setattr__(optimizer, "arrival", None)
+    object.__setattr__(optimizer, "_trainable_variables_indices", indices)
+
+
+def may_be_split(optimizer: Any) -> bool:
+    """Whether an optimizer can update a variable part by part."""
+    return type(optimizer) in ELEMENTWISE and not optimizer.use_ema
+
+
+def step_constants(optimizer: Any) -> list[Any]:
+    """Return the variables of an optimizer that belong to a step, not to a weight: its number, its rate."""
+    found = [optimizer._iterations]
+    if isinstance(optimizer._learning_rate, keras.Variable):
+        found.append(optimizer._learning_rate)
+    return found
+
+
+class _LooksUpRows:
+    """The call of an Embedding that reads the rows that it needs."""
+
+    def call(self, inputs: Any) -> Any:
+        if isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):
+            return super().call(inputs)  # type: ignore[misc]
+        variable = self._embeddings  # type: ignore[attr-defined]
+        indices = tf.cast(tf.convert_to_tensor(inputs), tf.int64)
+        size = self.input_dim  # type: ignore[attr-defined]
+        indices = tf.where(indices < 0, indices + size, indices)
+        if isinstance(variable, SplitVariable):
+            found = variable.rows(indices)
+        else:
+            found = tf.nn.embedding_lookup(variable._value, indices)
+        return tf.cast(found, self.compute_dtype)  # type: ignore[attr-defined]
+
+
+def look_up_rows(model: keras.Model) -> None:
+    """Let the Embedding layers of a built model read only the rows that they need."""
+    for layer in model._flatten_layers():
+        plain = type(layer)
+        if (
+            isinstance(layer, keras.layers.Embedding)
+            and not isinstance(layer, _LooksUpRows)
+            and plain.call is keras.layers.Embedding.call
+            and not layer.lora_enabled
+            and layer.quantization_mode is None
+        ):
+            subclass = type(plain.__name__, (_LooksUpRows, plain), {"__doc__": plain.__doc__})
+            adopt_names(subclass, plain)
+            layer.__class__ = subclass

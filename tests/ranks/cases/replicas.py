@@ -1,0 +1,483 @@
+"""Trainer with several replicas in this process, or a stand-in for a TPU, against plain Keras with the whole batch."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import stand_in
+import tensorflow as tf
+from against_keras import (
+    BATCH,
+    EPOCHS,
+    PADDED,
+    RNG,
+    SOME_IGNORED,
+    WEIGHT,
+    Y,
+    apart,
+    inputs,
+    mixed_model,
+    momentum,
+    one_process,
+    relative,
+    tagging_model,
+    vector_model,
+    vectors,
+)
+from small import crossentropy, difference, layers, optimizers, weights
+from trainer_exact import (
+    SGD,
+    Activity,
+    custom_model,
+    guide_model,
+)
+from trainer_exact import case_adam as case_adam
+from trainer_exact import case_sgd as case_sgd
+
+import hvdtrain
+from hvdtrain import runtime
+from hvdtrain.errors import UsageError
+from hvdtrain.keras import DistributedOptimizer, SyncBatchNormalization
+from hvdtrain.keras_internals.replica_scope import current_replica, pure_steps
+from hvdtrain.strategies.central_storage import CentralStorage
+from hvdtrain.strategies.replicas import Found, ReplicaSteps, build
+from hvdtrain.strategies.rows import place
+from hvdtrain.strategy_names import REPLICAS as REPLICAS_VARIABLE
+from hvdtrain.strategy_names import STRATEGY
+
+ON_TPU = os.environ[STRATEGY] == "tpu"
+EVEN = 5 * BATCH
+"""Examples of 5 full batches."""
+
+
+stand_in.install()
+
+
+def even() -> tuple[np.ndarray, np.ndarray]:
+    x, y = vectors()
+    return x[:EVEN], y[:EVEN]
+
+
+def trained(
+    make: Callable[[], keras.Model],
+    optimizer: Callable[[], Any],
+    data: tuple,
+    compiled: Callable[[], dict[str, Any]],
+    fit: dict[str, Any] | None = None,
+    reference: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> dict[str, float]:
+    """How far weights and history of the Trainer are from plain Keras; `apart` also evaluates and predicts."""
+    x, y, *weight = data
+    model, wanted = one_process(make, optimizer(), data, fit or {}, compiled() | (reference or {}))
+    trainer = trainer_of(make, optimizer=optimizer(), **compiled() | arguments)
+    history = trainer.fit(
+        x, y, *weight, **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
+    ).history
+    return {
+        "weights": difference(weights(trainer.model), weights(model)),
+        "history": max(relative(history[n], wanted[n]) for n in wanted),
+    }
+
+
+def vector(
+    optimizer: Callable[[], Any] = momentum, data: tuple = (), make: Any = vector_model, **more: Any
+) -> dict[str, float]:
+    compiled = {"loss": "mse"} | (
+        {} if make in (custom_model, guide_model) else {"metrics": ["mae"]}
+    )
+    return trained(make, optimizer, data or vectors(), lambda: compiled, **more)
+
+
+def case_losses() -> dict[str, Any]:
+    """Reductions that do not average over examples, masks."""
+    found = {}
+    for reduction in ("sum", "mean_with_sample_weight"):
+        loss = crossentropy(reduction=reduction)
+        found[reduction] = trained(
+            mixed_model, lambda: SGD(0.003), (inputs(), Y, WEIGHT), lambda loss=loss: {"loss": loss}
+        )
+    found["ignore_class"] = trained(
+        mixed_model,
+        momentum,
+        (inputs(), SOME_IGNORED),
+        lambda: {"loss": crossentropy(ignore_class=-1)},
+    )
+    labels = RNG.integers(0, 5, PADDED.shape)
+    by_word = np.repeat(WEIGHT[:, None], PADDED.shape[1], axis=1)
+    found["mask, weights"] = apart(
+        tagging_model,
+        lambda: SGD(0.5),
+        (PADDED, labels, by_word),
+        compiled=lambda: {
+            "loss": crossentropy(reduction="mean_with_sample_weight"),
+            "metrics": ["accuracy"],
+            "weighted_metrics": ["accuracy"],
+        },
+    )
+    return found
+
+
+def two_outputs(extra: bool) -> Callable[[], keras.Model]:
+    def make() -> keras.Model:
+        words = layers.Input((6,), dtype="int32")
+        word = layers.Embedding(20, 4, mask_zero=True)(words)
+        tags, again = layers.Dense(5, name="tags")(word), layers.Dense(5, name="again")(word)
+        mean = layers.GlobalAveragePooling1D()(word)
+        if extra:
+            mean = Activity()(mean)
+        flag = layers.Dense(1, activation="sigmoid", name="flag")(mean)
+        return keras.Model(words, {"tags": tags, "again": again, "flag": flag})
+
+    return make
+
+
+def case_two_outputs() -> dict[str, Any]:
+    """Loss weights, one loss object for two masked outputs, metrics with many counters, add_loss."""
+
+    def compiled() -> dict[str, Any]:
+        shared = crossentropy()
+        counters = [keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="precision")]
+        return {
+            "loss": {"tags": shared, "again": shared, "flag": "binary_crossentropy"},
+            "loss_weights": {"tags": 1.0, "again": 0.5, "flag": 2.0},
+            "metrics": {"flag": counters, "tags": ["accuracy"]},
+        }
+
+    labels = {
+        "tags": RNG.integers(0, 5, PADDED.shape),
+        "again": RNG.integers(0, 5, PADDED.shape),
+        "flag": RNG.integers(0, 2, (len(PADDED), 1)),
+    }
+    # Keras weighs each output's loss by the batch's size only where the size is known; eagerly it is.
+    eager: dict[str, Any] = {"reference": {"run_eagerly": True}, "fit": {"epochs": 2}}
+    uneven = apart(two_outputs(False), momentum, (PADDED, labels), compiled=compiled, **eager)
+    first = {name: value[:EVEN] for name, value in labels.items()}
+    added = trained(two_outputs(True), momentum, (PADDED[:EVEN], first), compiled, **eager)
+    return {"uneven": uneven, "add_loss": added}
+
+
+def constrained() -> keras.Model:
+    return keras.Sequential(
+        [
+            layers.Input((3,)),
+            layers.Dense(4, activation="tanh", kernel_constraint=keras.constraints.MaxNorm(0.5)),
+            layers.Dense(1, kernel_regularizer="l2"),
+        ]
+    )
+
+
+def decaying() -> Any:
+    optimizer = optimizers.AdamW(1e-2, weight_decay=0.5)
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def case_optimizers() -> dict[str, Any]:
+    """What comes between gradients and weights: it must see the whole batch's gradients."""
+    halves = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    average = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 4}
+    found = {
+        "clipping, moving average, scheduler": vector(
+            lambda: SGD(0.5, momentum=0.9, clipnorm=0.05, **average), fit={"callbacks": [halves]}
+        ),
+        "accumulation": vector(
+            lambda: SGD(0.05, momentum=0.9, global_clipnorm=0.1, gradient_accumulation_steps=3)
+        ),
+        "decay, constraint, penalty": vector(decaying, make=constrained),
+        "decay of its own": vector(
+            lambda: optimizers.Muon(0.01, weight_decay=0.1, adam_weight_decay=0.5),
+            fit={"epochs": 2},
+        ),
+    }
+    # One example whose gradient overflows once it is scaled: its batch is left out, and the scale halved.
+    x, y = vectors()
+    far = np.where(np.arange(len(y))[:, None] == 20, np.float32(1e18), y)
+    found["loss scaling"] = vector(
+        lambda: optimizers.LossScaleOptimizer(
+            SGD(0.05, momentum=0.9), initial_scale=2.0**80, dynamic_growth_steps=3
+        ),
+        (x, far),
+    )
+    return found
+
+
+def case_ways_of_running() -> dict[str, Any]:
+    found = {
+        "three steps at once": vector(steps_per_execution=3),
+        "own train_step": vector(make=custom_model, data=even(), steps_per_execution=2),
+        "own train_step, by the guide": vector(make=guide_model, data=even()),
+    }
+    if not ON_TPU:
+        found["run_eagerly"] = vector(run_eagerly=True, fit={"epochs": 1})
+    return found
+
+
+def trainer_of(make: Any, loss: Any = "mse", **arguments: Any) -> hvdtrain.Trainer:
+    optimizer = arguments.pop("optimizer", None) or SGD(0.1)
+    return hvdtrain.Trainer(
+        make, optimizer, loss, **{"global_batch_size": BATCH, "seed": 1} | arguments
+    )
+
+
+class Seen(layers.Layer):
+    """Notes where it computes, and on how many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def call(self, x: Any) -> Any:
+        if current_replica() is not None:
+            device = tf.identity(x).device
+            self.seen.add((x.shape[0], device.rsplit("/", 1)[-1]))
+        return x
+
+
+def case_division() -> dict[str, Any]:
+    """Each replica computes half of the rows, of the tail as well, on its device."""
+    seen = Seen()
+    trainer = trainer_of(
+        lambda: keras.Sequential([layers.Input((3,)), seen, layers.Dense(1)]),
+        optimizer=optimizers.Adam(),
+        metrics=["mae"],
+    )
+    trainer.fit(*vectors(), verbose=0)
+    trainer.evaluate(*vectors())
+    trainer.predict(vectors()[0])
+    held = [v.value for v in (*trainer.model.variables, *trainer.model.optimizer.variables)]
+    copies = [getattr(v, "values", (v,)) for v in held]
+    counted = [v.value for m in trainer.model.metrics for v in m.variables]
+    return {
+        "seen": sorted(seen.seen),
+        "workers": trainer.strategy.workers,
+        "copies": sorted({len(c) for c in copies}),
+        "copies of metrics": sorted({len(getattr(v, "values", (v,))) for v in counted}),
+        "first": sorted({c[0].device.rsplit("/", 1)[-1] for c in copies}),
+        "replicas agree": max(
+            float(np.abs(one.numpy() - c[0].numpy()).max()) for c in copies for one in c
+        ),
+    }
+
+
+def case_one_program() -> dict[str, Any]:
+    """A step, its all-reduce and its update included, compiles as one XLA program, for filled-up rows as well."""
+    x, y = vectors()
+    real = 5
+    model, _ = one_process(
+        constrained, SGD(0.1, momentum=0.9), (x[:real], y[:real]), {"epochs": 1}, {"loss": "mse"}
+    )
+    keras.utils.set_random_seed(1)
+    compiled = constrained()
+    compiled.compile(SGD(0.1, momentum=0.9), "mse", metrics=["mae"], jit_compile=False)
+    build(compiled, (keras.KerasTensor((BATCH, 3)), keras.KerasTensor((BATCH, 1))))
+    steps = ReplicaSteps(compiled, tf.distribute.get_strategy(), BATCH, parameter_device=None)
+    states = [tf.convert_to_tensor(v.value) for m in compiled.metrics for v in m.variables]
+
+    @tf.function(jit_compile=True, autograph=False)
+    def program(rows: Any, mask: Any, states: Any) -> Any:
+        with pure_steps(compiled):
+            one = tf.constant(1.0)
+            return steps.on_replica(
+                "train_step", rows, [mask], one, tf.reduce_sum(mask), states, Found()
+            )
+
+    placement = place(real, 1, BATCH)
+    rows = tuple(tf.constant(part[placement.rows[0]]) for part in (x, y))
+    program(rows, tf.constant(placement.mask[0]), states)
+    return {"weights": difference(weights(compiled), weights(model))}
+
+
+def normalized(**arguments: Any) -> Callable[[], keras.Model]:
+    return lambda: keras.Sequential(
+        [layers.Input((3,)), layers.BatchNormalization(**arguments), layers.Dense(1)]
+    )
+
+
+def case_normalization() -> dict[str, Any]:
+    """Synchronized statistics are those of the whole batch; others are the average of the replicas'."""
+    model, _ = one_process(normalized(), momentum(), even(), {}, {"loss": "mse"})
+    synced = trainer_of(normalized(synchronized=True), optimizer=momentum())
+    synced.fit(*even(), epochs=EPOCHS, shuffle=False, verbose=0)
+    # Momentum 0 keeps the last batch only: a tail of 1 on the second replica, the first one's rows all filled up.
+    x = np.concatenate([np.zeros((4, 3)), [[1, 2, 3]]]).astype("float32")
+    x[:4, 0] = [0, 1, 2, 3]
+    means = {}
+    for examples in (4, 5):
+        own = trainer_of(normalized(momentum=0.0), global_batch_size=4)
+        own.fit(x[:examples], x[:examples, :1], shuffle=False, verbose=0)
+        means[str(examples)] = [float(v) for v in own.model.layers[0].moving_mean.numpy()]
+        means[f"{examples}, variance"] = [
+            float(v) for v in own.model.layers[0].moving_variance.numpy()
+        ]
+    return {
+        "synchronized": difference(
+            [v.numpy() for v in synced.model.weights], [v.numpy() for v in model.weights]
+        ),
+        **means,
+    }
+
+
+def case_seeds() -> dict[str, Any]:
+    """Two rows of ones, one on each replica, through dropout: replicas with equal masks would never disagree."""
+
+    def make() -> keras.Model:
+        return keras.Sequential(
+            [
+                layers.Input((64,)),
+                layers.Dropout(0.5, seed=1),
+                layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
+
+    trainer = trainer_of(make, optimizer=SGD(1.0), global_batch_size=2)
+    trainer.fit(np.ones((2, 64), "float32"), np.ones((2, 1), "float32"), verbose=0)
+    (weight,) = weights(trainer.model)
+    before = trainer.model.layers[0].seed_generator.state.numpy().tolist()
+    trainer.fit(np.ones((2, 64), "float32"), np.ones((2, 1), "float32"), verbose=0)
+    after = trainer.model.layers[0].seed_generator.state.numpy().tolist()
+    return {"steps": sorted({round(float(w), 3) for w in weight[:, 0]}), "seeds": [before, after]}
+
+
+def case_precision() -> dict[str, Any]:
+    found = {}
+    for precision in ("mixed_bfloat16", "mixed_float16"):
+        try:
+            trainer = trainer_of(vector_model, optimizer=SGD(0.05), precision=precision)
+            compute = trainer.model.layers[0].compute_dtype
+            trainer.fit(*vectors(), epochs=2, shuffle=False, verbose=0)
+            predicted = trainer.predict(vectors()[0])
+            model, _ = one_process(
+                vector_model, SGD(0.05), vectors(), {"epochs": 2}, {"loss": "mse"}
+            )
+        finally:
+            keras.config.set_dtype_policy("float32")
+        found[precision] = {
+            "compute": compute,
+            "weights": difference(weights(trainer.model), weights(model)),
+            "predictions": len(predicted),
+            "optimizer": type(trainer.model.optimizer).__name__,
+        }
+    return found
+
+
+def case_saved_model() -> dict[str, Any]:
+    """The file goes on in plain Keras and in another Trainer, with the optimizer's state; float() reads scalars."""
+    x, y = vectors()
+    trainer = trainer_of(vector_model, optimizer=optimizers.Adam(0.01))
+    trainer.fit(x, y, epochs=2, shuffle=False, verbose=0)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save(Path(folder) / "model.keras")
+        loaded = keras.saving.load_model(Path(folder) / "model.keras")
+        again = trainer_of(vector_model, optimizer=optimizers.Adam(0.5))
+        again.load(Path(folder) / "model.keras")
+    outputs = difference([trainer.predict(x)], [loaded.predict(x, verbose=0)])
+    trainer.fit(x, y, epochs=1, shuffle=False, verbose=0)
+    again.fit(x, y, epochs=1, shuffle=False, verbose=0)
+    loaded.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    held = [[*t.model.variables, *t.model.optimizer.variables] for t in (trainer, again)]
+    rate = trainer.model.optimizer.learning_rate
+    return {
+        "outputs": outputs,
+        "went on": difference(weights(trainer.model), weights(loaded)),
+        "another Trainer": difference(*[[v.numpy() for v in each] for each in held]),
+        "iterations": [int(m.optimizer.iterations.numpy()) for m in (trainer.model, loaded)],
+        "rate": float(rate),
+    }
+
+
+class Counting(keras.metrics.Metric):
+    """Counts batches, whatever the weights."""
+
+    def __init__(self) -> None:
+        super().__init__(name="counting")
+        self.total = self.add_variable((), "zeros", name="total")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(1.0)
+
+    def result(self) -> Any:
+        return self.total
+
+
+class Measuring(layers.Layer):
+    """Has a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = keras.metrics.Mean(name="level")
+
+    def call(self, x: Any) -> Any:
+        self.level.update_state(x)
+        return x
+
+
+def scalar(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y_true - y_pred))
+
+
+def case_refusals() -> dict[str, Any]:
+    """What cannot be right, in words; `even` tells that the same works where no batch is filled up."""
+    active = lambda: keras.Sequential(  # noqa: E731
+        [layers.Input((3,)), layers.Dense(1, activity_regularizer="l2")]
+    )
+    measuring = lambda: keras.Sequential(  # noqa: E731
+        [layers.Input((3,)), Measuring(), layers.Dense(1)]
+    )
+    filled = {
+        "layer's metric": lambda: trainer_of(measuring),
+        "own step": lambda: trainer_of(custom_model),
+        "added loss": lambda: trainer_of(active),
+        "scalar loss": lambda: trainer_of(vector_model, scalar),
+        "scalar metric": lambda: trainer_of(vector_model, metrics=[scalar]),
+        "metric that ignores weights": lambda: trainer_of(vector_model, metrics=[Counting()]),
+    }
+    found: dict[str, Any] = {"even": {}}
+    for name, make in filled.items():
+        found[name] = refusal(lambda make=make: make().fit(*vectors(), verbose=0))
+        history = make().fit(*even(), verbose=0).history
+        found["even"][name] = bool(np.isfinite(history["loss"][0]))
+    none = keras.losses.MeanSquaredError(reduction="none")
+    found["reduction"] = refusal(lambda: trainer_of(vector_model, none).fit(*even(), verbose=0))
+    dice = keras.losses.Dice()
+    found["whole batch"] = refusal(lambda: trainer_of(vector_model, dice).fit(*even(), verbose=0))
+    os.environ[REPLICAS_VARIABLE] = "3"
+    found["devices in use"] = refusal(lambda: runtime.init(whole_machine=True))
+    os.environ[REPLICAS_VARIABLE] = "2"
+    found["Horovod's optimizer"] = refusal(
+        lambda: trainer_of(vector_model, optimizer=DistributedOptimizer(SGD(0.1)))
+    )
+    found["Horovod's layer"] = refusal(
+        lambda: trainer_of(
+            lambda: keras.Sequential([layers.Input((3,)), SyncBatchNormalization()])
+        ).fit(*even(), verbose=0)
+    )
+    found["one device"] = refusal(lambda: CentralStorage(["CPU:1"]).start(0))
+    found["no device"] = refusal(lambda: CentralStorage(["CPU:0", "/device:CPU:7"]).start(0))
+    if ON_TPU:
+        found["eager"] = refusal(
+            lambda: trainer_of(vector_model, run_eagerly=True).fit(*even(), verbose=0)
+        )
+        found["built model"] = refusal(lambda: trainer_of(vector_model()))
+        used = SGD(0.1)
+        used.build([keras.Variable([1.0])])
+        found["used optimizer"] = refusal(lambda: trainer_of(vector_model, optimizer=used))
+    else:
+        found["jit"] = refusal(
+            lambda: trainer_of(vector_model, jit_compile=True).fit(*even(), verbose=0)
+        )
+    return found
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UsageError as error:
+        return str(error)
+    return "no error"

@@ -1,0 +1,160 @@
+"""A model in stages on several ranks, and the same in plain Keras on rank 0 with the whole global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from small import RANK, crossentropy, difference, layers
+
+from hvdtrain import Trainer
+from hvdtrain.collectives.agreement import exchange
+from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.mesh import Mesh
+
+BATCH = 16
+EXAMPLES = 5 * BATCH + 1
+"""The last of 6 batches has a single example: all copies of the model but one are idle."""
+EPOCHS = 5
+TOKENS = 12
+RNG = np.random.default_rng(3)
+WORDS = RNG.integers(1, TOKENS, (EXAMPLES, 6))
+FACTS = RNG.normal(size=(EXAMPLES, 3)).astype("float32")
+Y = RNG.integers(0, 5, EXAMPLES)
+WEIGHT = RNG.uniform(0.2, 2, EXAMPLES).astype("float32")
+X = {"words": WORDS, "facts": FACTS}
+
+
+def transformer(
+    dropout: float = 0.0, penalty: float = 0.0, attention_bias: bool = True
+) -> keras.Model:
+    """Two blocks; the embedding's output and a second input are used in the last stage, too."""
+    l2 = keras.regularizers.L2(penalty) if penalty else None
+    words = layers.Input((6,), dtype="int32", name="words")
+    facts = layers.Input((3,), name="facts")
+    x = first = layers.Embedding(TOKENS, 8, name="embedding")(words)
+    for block in range(2):
+        attended = layers.MultiHeadAttention(
+            2, 4, use_bias=attention_bias, name=f"attention_{block}"
+        )(x, x)
+        x = layers.LayerNormalization(name=f"norm_{block}")(
+            layers.Add(name=f"skip_{block}")([x, attended])
+        )
+        z = layers.Dense(12, activation="relu", kernel_regularizer=l2, name=f"up_{block}")(x)
+        z = layers.Dropout(dropout, name=f"dropout_{block}")(
+            layers.Dense(8, name=f"down_{block}")(z)
+        )
+        x = layers.Add(name=f"sum_{block}")([x, z])
+    pooled = layers.GlobalAveragePooling1D(name="pool")(layers.Concatenate(name="wide")([x, first]))
+    joined = layers.Concatenate(name="join")([pooled, layers.Dense(4, name="facts_up")(facts)])
+    return keras.Model({"words": words, "facts": facts}, layers.Dense(5, name="out")(joined))
+
+
+def plain(
+    make: Callable[[], keras.Model], optimizer: Any, data: Sequence[Any], fit: Any, compiled: Any
+) -> tuple[keras.Model, dict[str, list[float]]]:
+    keras.utils.set_random_seed(1)
+    model = make()
+    model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
+    options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    x, y, weight = (*data, None)[:3]
+    return model, model.fit(x, y, sample_weight=weight, **options | fit).history
+
+
+def trainer_of(
+    make: Any,
+    optimizer: Any,
+    *,
+    pipeline: int = 2,
+    tensor: int = 1,
+    split: Any = None,
+    stages: Sequence[str] | None = None,
+    micro_batches: int = 4,
+    **options: Any,
+) -> Trainer:
+    mesh = Mesh(pipeline=pipeline, tensor=tensor)
+    layout = Layout(mesh, split=split or {}, stages=stages, micro_batches=micro_batches)
+    return Trainer(
+        make,
+        optimizer,
+        **{"loss": crossentropy(), "global_batch_size": BATCH, "seed": 1} | options,
+        layout=layout,
+    )
+
+
+def weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    """The weights of all stages by path, whole; a collective."""
+    mine = {
+        v.path: (getattr(shard_of(v), "axis", None), v.numpy().tolist())
+        for v in trainer.model.trainable_variables
+    }
+    found: dict[str, np.ndarray] = {}
+    # The ranks of the first copy; those of a tensor set follow each other.
+    copy = trainer.strategy.position.mesh.size // trainer.strategy.position.mesh.data
+    for part in exchange(mine, "weights")[:copy]:
+        for path, (axis, value) in part.items():
+            if axis is None or path not in found:
+                found[path] = np.asarray(value)
+            else:
+                found[path] = np.concatenate([found[path], value], axis=axis)
+    return found
+
+
+def apart(
+    make: Callable[[], keras.Model],
+    optimizer: Callable[[], Any],
+    data: Sequence[Any],
+    fit: Any = None,
+    compiled: Callable[[], Any] = dict,
+    *,
+    weights_only: bool = False,
+    reference: Any = None,
+    model: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0.
+
+    `reference` are compile's arguments for plain Keras alone; `model` is for the Trainer what `make` makes.
+    """
+    fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
+    trainer = trainer_of(model or make, optimizer(), **compiled(), **options)
+    history = trainer.fit(*data, **fit).history
+    found = weights(trainer)
+    result: dict[str, Any] = {
+        "histories": history,
+        "held": sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables),
+    }
+    if not weights_only:
+        evaluated = trainer.evaluate(*data)
+        predicted = keras.tree.flatten(trainer.predict(data[0]))
+        result |= {
+            "evaluated": evaluated,
+            "predicted": float(sum(np.abs(p).sum() for p in predicted)),
+        }
+    if RANK:
+        return result
+    model, wanted = plain(make, optimizer(), data, fit, compiled() | (reference or {}))
+    assert set(history) == set(wanted), (history, wanted)
+    assert found.keys() == {v.path for v in model.trainable_variables}
+    result |= {
+        "weights": max(difference([found[v.path]], [v.numpy()]) for v in model.trainable_variables),
+        "history": max(relative(history[name], wanted[name]) for name in wanted),
+        "whole": model.count_params(),
+    }
+    if weights_only:
+        return result
+    x, y, weight = (*data, None)[:3]
+    expected = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
+    answers = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    return result | {
+        "evaluation": max(relative(evaluated[name], expected[name]) for name in expected),
+        "predictions": difference(predicted, answers),
+    }
+
+
+def relative(a: Any, b: Any) -> float:
+    a, b = np.asarray(a, float), np.asarray(b, float)
+    return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)))

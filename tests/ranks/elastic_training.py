@@ -1,0 +1,79 @@
+"""An elastic training with Keras, for test_keras_elastic.py: `elastic_training.py EVENTS`.
+
+Each worker appends lines of JSON to the file EVENTS. The first worker on 127.0.0.1 kills itself in epoch 2.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain.keras as hvd
+from hvdtrain.collectives.replicas import fingerprints
+from hvdtrain.keras_internals.variables import replicated_variables
+
+EVENTS = Path(sys.argv[1])
+EPOCHS = 6
+X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def say(**event: Any) -> None:
+    with EVENTS.open("a") as events:
+        events.write(
+            json.dumps({"pid": os.getpid(), "host": os.environ["HOROVOD_HOSTNAME"], **event}) + "\n"
+        )
+
+
+class Killed(keras.callbacks.Callback):
+    """SIGKILL of one worker in the middle of a step's batches."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1" and state.epoch == 2 and batch == 2:
+            say(what="dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+hvd.init()
+keras.utils.set_random_seed(hvd.rank())
+model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.01)), "mse", jit_compile=False)
+state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+
+
+@hvd.elastic.run
+def train(state: Any) -> str:
+    say(
+        what="trains",
+        size=hvd.size(),
+        epoch=state.epoch,
+        iterations=int(model.optimizer.iterations),
+        bits=fingerprints(replicated_variables(model)).tobytes().hex(),
+    )
+    model.fit(
+        X[hvd.rank() :: hvd.size()],
+        Y[hvd.rank() :: hvd.size()],
+        batch_size=8,
+        epochs=EPOCHS - state.epoch,
+        verbose=0,
+        callbacks=[
+            Killed(),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+        ],
+    )
+    return "finished"
+
+
+say(
+    what=train(state),
+    size=hvd.size(),
+    epoch=state.epoch,
+    iterations=int(model.optimizer.iterations),
+)
