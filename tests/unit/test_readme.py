@@ -66,7 +66,7 @@ def test_the_two_commands_are_there_and_ci_runs_the_second() -> None:
     assert commands()[:2] == [["./scripts/quickstart.sh"], ["./scripts/test.sh"]]
     for (script,) in commands()[:2]:
         assert os.access(ROOT / script, os.X_OK)
-    assert "scripts/test.sh" in (ROOT / ".ci" / "run").read_text()
+    assert "exec scripts/test.sh --all" in (ROOT / ".ci" / "run").read_text()
 
 
 @pytest.mark.parametrize("command", commands(), ids=shlex.join)
@@ -141,10 +141,10 @@ def test_name(word: str) -> None:
 
 def test_options() -> None:
     known = set(long_options(main))
-    setup = (ROOT / "scripts" / "setup.sh").read_text()
+    scripts = "".join((ROOT / "scripts" / name).read_text() for name in ("setup.sh", "test.sh"))
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
     assert named >= {"--dry-run", "--gpu"}
-    unknown = named - known - set(re.findall(r"--[a-z-]+", setup))
+    unknown = named - known - set(re.findall(r"--[a-z-]+", scripts))
     assert unknown == {"--epochs"}  # of the user's script
 
 

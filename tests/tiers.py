@@ -1,0 +1,76 @@
+"""Run the tests tier by tier, and end with one line for all of them: `python tests/tiers.py [--all]`.
+
+Unit tests share out the cores file by file. Tests on ranks and on clusters fill the cores by themselves, and some
+measure time: they run one after the other.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as xml
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+# At most four processes: each that imports TensorFlow takes 0.6 GB.
+UNIT = ["tests/unit", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
+RANKS = ["tests/ranks"]
+CLUSTER = ["tests/cluster"]
+TIERS = (UNIT, [*RANKS, "-m", "not slow"])
+ALL_TIERS = (UNIT, RANKS, CLUSTER)
+NO_TESTS = 5
+"""Of pytest: nothing was collected, which is no failure of a tier."""
+
+
+def run(arguments: list[str], report: Path) -> tuple[Counter[str], list[str]]:
+    """Run one tier; return how many tests passed, failed and were skipped, and the names of those that failed."""
+    command = [sys.executable, "-m", "pytest", *arguments, f"--junitxml={report}"]
+    status = subprocess.run(command, cwd=ROOT, check=False).returncode
+    counted, failed = read(report) if report.exists() else (Counter(), [])
+    if status not in (0, NO_TESTS) and not failed:
+        # It broke off: a usage error, a crash, Ctrl-C.
+        counted["failed"] += 1
+        failed = [f"pytest {' '.join(arguments)}: exit code {status}"]
+    return counted, failed
+
+
+def read(report: Path) -> tuple[Counter[str], list[str]]:
+    """Return the same of pytest's report in JUnit's format."""
+    counted: Counter[str] = Counter()
+    failed: dict[str, None] = {}
+    for case in xml.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        if kinds & {"failure", "error"}:
+            # Once, also if both the test and what cleans up after it failed.
+            failed[f"{case.get('classname')}::{case.get('name')}"] = None
+        else:
+            counted["skipped" if "skipped" in kinds else "passed"] += 1
+    counted["failed"] = len(failed)
+    return counted, list(failed)
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--all"]):
+        print("usage: python tests/tiers.py [--all]", file=sys.stderr)
+        return 2
+    start = time.monotonic()
+    total: Counter[str] = Counter()
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, tier in enumerate(ALL_TIERS if arguments else TIERS):
+            counted, names = run(tier, Path(folder) / f"{number}.xml")
+            total += counted
+            failed += names
+    print()
+    for name in failed:
+        print(f"FAILED {name}")
+    kinds = [f"{total[kind]} {kind}" for kind in ("failed", "passed", "skipped")]
+    print(f"{', '.join(kinds)} in {time.monotonic() - start:.0f}s")
+    return 1 if failed or not total["passed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""tests/tiers.py: what is counted, and what makes the whole fail."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "tiers.py"
+TESTS = """
+import pytest
+
+@pytest.fixture
+def broken_end():
+    yield
+    assert False
+
+def test_good(): pass
+def test_bad(): assert False
+def test_bad_twice(broken_end): assert False
+def test_bad_end(broken_end): pass
+def test_skipped(): pytest.skip("not here")
+"""
+
+
+@pytest.fixture
+def tiers() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiers", SOURCE)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_test_counts_once(
+    tiers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_none.py").write_text("")
+    parts = [["test_some.py"], ["test_none.py"], ["--no-such-option"]]
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    monkeypatch.setattr(tiers, "TIERS", parts)
+    assert tiers.main([]) == 1
+    *_, bad, twice, end, option, last = capfd.readouterr().out.splitlines()
+    assert [bad, twice, end] == [
+        f"FAILED test_some::test_{n}" for n in ("bad", "bad_twice", "bad_end")
+    ]
+    assert option == "FAILED pytest --no-such-option: exit code 4"
+    assert last.startswith("4 failed, 1 passed, 1 skipped in ")
+
+
+def test_nothing_but_good_tests_is_success(
+    tiers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_some.py").write_text("def test_good(): pass\n")
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    monkeypatch.setattr(tiers, "TIERS", [["test_some.py"]])
+    assert tiers.main([]) == 0
+    monkeypatch.setattr(tiers, "TIERS", [])
+    assert tiers.main([]) == 1
+    assert tiers.main(["--alll"]) == 2
