@@ -1,6 +1,6 @@
 """Ranks tell each other small facts, and stop together when they disagree.
 
-Facts travel as JSON in Horovod's allgather, never pickled.
+Facts travel in Horovod's allgather, never pickled: see encoding.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.errors import ReplicaError, UsageError
 
 
@@ -20,29 +21,36 @@ def exchange(value: Any, name: str) -> list[Any]:
     """Return every rank's `value`, in the order of ranks. A collective.
 
     Args:
-        value: this rank's: numbers, texts, None, and lists and dicts of them. As in JSON a tuple arrives as a
-            list, and keys as texts; a number of NumPy as Python's.
+        value: this rank's; what `encoding.encode` takes. It arrives exactly as it was.
         name: of the collective, the same on all ranks and not in use at the same time.
 
     Raises:
-        UsageError: a value that cannot travel; before anything is sent.
+        UsageError: on all ranks: the value of one cannot travel.
     """
     try:
-        text = json.dumps(value, default=_number)
-    except (TypeError, ValueError) as error:
-        raise UsageError(
-            f"{name}: this cannot be sent to the other ranks: {error}. Send numbers, texts, lists and dicts "
-            "(array.tolist())"
-        ) from None
-    if hvd.size() == 1:
-        return [json.loads(text)]
-    sent = np.frombuffer(text.encode(), np.uint8)
-    lengths = hvd.allgather(tf.constant([sent.size]), name=f"hvdtrain_{name}_lengths").numpy()
-    everything = hvd.allgather(tf.constant(sent), name=f"hvdtrain_{name}_texts").numpy()
-    ends = np.cumsum(lengths)
+        sent, fine = encode(value), True
+    except UsageError as error:
+        sent, fine = str(error).encode(), False
+    everyone = [(sent, fine)] if hvd.size() == 1 else _gather_bytes(sent, fine, name)
+    for rank, (data, fine) in enumerate(everyone):
+        if not fine:
+            raise UsageError(
+                f"{name}: rank {rank} cannot send this to the other ranks: {data.decode()}. Send numbers, texts, "
+                "bytes, None, NumPy arrays, and lists, tuples, sets and dicts of them"
+            )
+    return [decode(data) for data, _ in everyone]
+
+
+def _gather_bytes(sent: bytes, fine: bool, name: str) -> list[tuple[bytes, bool]]:
+    """Return what every rank gives."""
+    facts = tf.constant([[len(sent), int(fine)]], tf.int64)
+    known = hvd.allgather(facts, name=f"hvdtrain_{name}_lengths").numpy()
+    bits = tf.constant(np.frombuffer(sent, np.uint8))
+    everything = hvd.allgather(bits, name=f"hvdtrain_{name}_values").numpy().tobytes()
+    ends = np.cumsum(known[:, 0])
     return [
-        json.loads(everything[end - length : end].tobytes())
-        for end, length in zip(ends, lengths, strict=True)
+        (everything[end - length : end], bool(fine))
+        for end, (length, fine) in zip(ends, known, strict=True)
     ]
 
 
@@ -99,7 +107,7 @@ def _alike(ours: list[float | str], theirs: list[float | str]) -> bool:
 
 
 def on_first(is_first: bool, work: Callable[[], Any], name: str) -> Any:
-    """Let rank 0 do `work`, and return its result, which JSON can hold, on all ranks. A collective.
+    """Let rank 0 do `work`, and return its result, which can be sent (`exchange`), on all ranks. A collective.
 
     Raises:
         UsageError: on all ranks, if `work` raised one.
@@ -122,13 +130,6 @@ def any_rank(flag: bool, name: str) -> bool:
         return flag
     vote = hvd.allreduce(tf.constant(int(flag)), op=hvd.Max, name=f"hvdtrain_{name}")
     return bool(vote.numpy())
-
-
-def _number(value: Any) -> Any:
-    """Return a number of NumPy as Python's; the reason that json.dumps gives for anything else."""
-    if isinstance(value, np.generic):
-        return value.item()
-    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 Beyond Horovod: `init` sets the stall check, the collectives work inside a tf.function, take Keras
 variables and bfloat16, and `allreduce` knows `Compression.bf16`. `broadcast_object` and
-`allgather_object` carry what JSON can hold: Horovod's unpickle what they read from the network.
+`allgather_object` never unpickle what they read from the network, as Horovod's do.
 
 Inside a tf.function use what a collective returns: TensorFlow drops an operation that nothing needs,
 and the other ranks would wait for it.
@@ -185,12 +185,21 @@ def reducescatter(value: Any, name: str | None = None, op: Any = Average) -> tf.
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return the `obj` of rank `root_rank`: anything that JSON can hold; tuples come back as lists."""
+    """Return the `obj` of rank `root_rank`, exactly as it was.
+
+    Args:
+        obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of them.
+        root_rank: whose object counts.
+        name: of the collective.
+
+    Raises:
+        UsageError: on all ranks, if anything else is in it.
+    """
     return allgather_object(obj if hvd.rank() == root_rank else None, name)[root_rank]
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's `obj`, anything that JSON can hold; tuples come back as lists."""
+    """Return every rank's `obj`, exactly as it was; see broadcast_object."""
     return exchange(obj, f"object_{name or ''}")
 
 

@@ -13,7 +13,7 @@
     train(state)
 
 Start with `horovodrun --min-np ... --host-discovery-script ...`; Gloo only. Unlike Horovod's, whose KerasState does not
-work with Keras 3: numbers given to KerasState travel as JSON, never pickled; an error that is not Horovod's is
+work with Keras 3: values given to KerasState are never pickled; an error that is not Horovod's is
 raised, where Horovod's `run` may swallow it and return None; and the training step is traced anew for a new number of
 workers, which is a constant inside it.
 """
@@ -56,7 +56,7 @@ class KerasState(ObjectState):
     Args:
         model: a built model.
         optimizer: default the one that the model was compiled with.
-        kwargs: attributes to keep, anything that JSON can hold.
+        kwargs: attributes to keep; what `broadcast_object` takes.
 
     Raises:
         UsageError: the model is not built, or has no optimizer.

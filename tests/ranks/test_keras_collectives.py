@@ -14,6 +14,8 @@ def test_eager_collectives(results: Results) -> None:
     scattered = [rank.pop("scatter") for rank in ranks], [rank.pop("scatter sum") for rank in ranks]
     assert scattered == ([[[0.5]], [[10.5]]], [[[1.0]], [[21.0]]])
     assert ranks[0] == ranks[1]
+    refused = ranks[0].pop("one rank cannot send")
+    assert "rank 0 cannot send this to the other ranks: it is a builtins.module" in refused
     assert ranks[0] == {
         "average": [0.5, 1.0],
         "sum": 6,
@@ -35,6 +37,7 @@ def test_eager_collectives(results: Results) -> None:
         "broadcast bool": True,
         "object": {"epoch": 1, "name": "a"},
         "objects": [[0], [1]],
+        "object as it was": "{0: [1, (2, b'3')], None: array([0, 1])}",
     }
 
 

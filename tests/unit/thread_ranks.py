@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.collectives import accumulated, agreement
+from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel import state as travel
 from hvdtrain.parallel.zero import reducer
@@ -79,7 +79,7 @@ class Ranks:
         return total if op == hvd.Sum else total / process_set.size()
 
     def _exchange(self, value: Any, name: str) -> list[Any]:
-        return [json.loads(json.dumps(v)) for v in self._all(value, name)]
+        return [decode(encode(v)) for v in self._all(value, name)]
 
     def run(self, work: Callable[[int], Any]) -> list[Any]:
         """Return what `work` returns, or raises, on each rank."""

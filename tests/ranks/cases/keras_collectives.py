@@ -51,6 +51,8 @@ def case_eager_collectives() -> dict[str, Any]:
         "scatter sum": hvd.reducescatter([[rank], [rank + 10]], op=hvd.Sum).numpy().tolist(),
         "object": hvd.broadcast_object({"epoch": hvd.rank(), "name": "a"}, root_rank=1),
         "objects": hvd.allgather_object([hvd.rank()]),
+        "object as it was": repr(hvd.broadcast_object({0: [1, (2, b"3")], None: np.arange(2)})),
+        "one rank cannot send": error_of(lambda: hvd.allgather_object([hvd, 1][hvd.rank()])),
     }
 
 

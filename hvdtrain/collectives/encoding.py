@@ -1,0 +1,118 @@
+"""Python objects as bytes that travel between ranks, and come back as they were. Never pickled.
+
+The bytes are the length of a text of JSON, the text, and behind it what is binary, piece by piece. In the text numbers,
+texts, None and lists stand for themselves; everything else is a dict of one entry, its kind:
+
+    {"tuple": [1, 2]}    {"dict": [[key, value], ...]}    {"bytes": length}    {"array": [dtype, shape]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.errors import UsageError
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_LENGTH_BYTES = 8
+
+
+def encode(value: Any) -> bytes:
+    """Return `value` as bytes.
+
+    Args:
+        value: None, bool, int, float, str, bytes, arrays and scalars of NumPy, and lists, tuples, sets and dicts of
+            them. Of exactly these types: a subclass would come back as something else.
+
+    Raises:
+        UsageError: anything else is in it; says what and where.
+    """
+    blobs: list[bytes] = []
+    try:
+        text = json.dumps(_to_tree(value, "", blobs)).encode()
+    except RecursionError:
+        raise UsageError("it is nested too deeply, or contains itself") from None
+    except ValueError as error:  # Integers of more than 4300 digits, among others.
+        raise UsageError(str(error)) from None
+    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *blobs])
+
+
+def decode(data: bytes) -> Any:
+    """Return the value that `encode` was given."""
+    end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
+    return _Decoder(data, end).value(json.loads(data[_LENGTH_BYTES:end]))
+
+
+def _to_tree(value: Any, place: str, blobs: list[bytes]) -> Any:
+    """Return what stands in the text for `value`, which is at `place`, and append what is binary to `blobs`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_to_tree(v, f"{place}[{n}]", blobs) for n, v in enumerate(value)]
+    if kind is dict:
+        items = [
+            [_to_tree(k, f"{place} key {k!r}", blobs), _to_tree(v, f"{place}[{k!r}]", blobs)]
+            for k, v in value.items()
+        ]
+        return {"dict": items}
+    for name, sequence in _SEQUENCES.items():
+        if kind is sequence:
+            return {name: [_to_tree(v, f"{place}[{n}]", blobs) for n, v in enumerate(value)]}
+    if kind is bytes:
+        blobs.append(value)
+        return {"bytes": len(value)}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        blobs.append(value.tobytes())
+        name = "array" if kind is np.ndarray else "scalar"
+        return {name: [_dtype_name(value.dtype, place), list(value.shape)]}
+    raise UsageError(f"{_found(place)} a {kind.__module__}.{kind.__qualname__}")
+
+
+def _dtype_name(dtype: np.dtype, place: str) -> str:
+    """Return a text from which NumPy makes `dtype` again."""
+    for name in (dtype.str, dtype.name):  # The name, for bfloat16 and its like.
+        try:
+            if np.dtype(name) == dtype and not dtype.hasobject:
+                return name
+        except TypeError:
+            continue
+    raise UsageError(f"{_found(place)} an array of dtype {dtype}")
+
+
+def _found(place: str) -> str:
+    return f"{place.strip()} is" if place else "it is"
+
+
+class _Decoder:
+    """Takes values off a text's tree, and their binary parts off what lies behind it, in the order of `encode`."""
+
+    def __init__(self, data: bytes, position: int) -> None:
+        self._data = data
+        self._position = position
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(part) for part in tree]
+        if not isinstance(tree, dict):
+            return tree
+        ((kind, content),) = tree.items()
+        if kind == "dict":
+            return {self.value(key): self.value(value) for key, value in content}
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.value(part) for part in content)
+        if kind == "bytes":
+            return self._take(content)
+        name, shape = content
+        dtype = np.dtype(name)
+        bits = self._take(dtype.itemsize * math.prod(shape))
+        array = np.frombuffer(bits, dtype).reshape(shape).copy()
+        return array if kind == "array" else array[()]
+
+    def _take(self, length: int) -> bytes:
+        start, self._position = self._position, self._position + length
+        return self._data[start : self._position]
