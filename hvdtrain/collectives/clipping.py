@@ -6,28 +6,15 @@ hold them, whichever way the parts were made (split layers, sharded optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdtrain.collectives.divided import NormSets
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import anchored
-
-
-@dataclass(frozen=True)
-class NormSets:
-    """Over which ranks squares add up.
-
-    Args:
-        parts: for a variable: the process sets over which its parts lie; none: this rank holds all of it.
-        rest: the process sets over which the model's other variables lie.
-    """
-
-    parts: Callable[[Any], Sequence[hvd.ProcessSet]]
-    rest: Sequence[hvd.ProcessSet] = ()
 
 
 def squared_norms(

@@ -32,6 +32,7 @@ from hvdtrain.collectives.compression import (
     Compression,
     bf16_sum,
 )
+from hvdtrain.collectives.divided import Divided
 from hvdtrain.collectives.names import InstanceName, in_this_graph
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
@@ -56,6 +57,10 @@ class Reduction:
     scale_local_gradients: bool = True
     postscale_factor: float = 1.0
     """Every reduced gradient is multiplied by this (backward_passes_per_step without averaging)."""
+    weighted: bool = False
+    """The gradients of a step are weighted by the ranks' shares, so that what the ranks accumulate adds up."""
+    divided: Divided = field(default_factory=Divided)
+    """Which ranks hold what, where the model is divided."""
 
     def __post_init__(self) -> None:
         if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
@@ -86,29 +91,12 @@ class Reduction:
             raise UsageError("op=Adasum needs the MPI controller: start with --controller mpi")
 
 
-@dataclass(frozen=True)
-class Holders:
-    """The ranks over which one variable's gradient is reduced, where those are not all of the reduction's.
-
-    Args:
-        process_set: the ranks.
-        copies: how many of them have computed each example.
-    """
-
-    process_set: hvd.ProcessSet
-    copies: int = 1
-
-
 class GradientReducer:
     """Reduces gradients over the ranks of a process set.
 
     Args:
         reduction: how.
         prefix: makes the first part of the collectives' names from the variables.
-
-    Attributes:
-        holders: for a variable, the ranks that hold it, if those are others than the reduction's.
-        everyone: the ranks that hold parts of the model; default those of the reduction.
     """
 
     def __init__(
@@ -117,8 +105,6 @@ class GradientReducer:
         self.reduction = reduction
         self._prefix = prefix or InstanceName(reduction.name or "gradient")
         self._local: dict[int, Any] = {}
-        self.holders: Callable[[Any], Holders | None] | None = None
-        self.everyone: hvd.ProcessSet | None = None
 
     @property
     def local_variables(self) -> list[Any]:
@@ -134,7 +120,7 @@ class GradientReducer:
 
         With `everyone`, over those too that hold other parts of the model.
         """
-        ranks = self.everyone if everyone else None
+        ranks = self.reduction.divided.everyone if everyone else None
         return hvd.allreduce(
             anchored(tensor),
             op=op,
@@ -195,7 +181,7 @@ class GradientReducer:
         reduction = self.reduction
         if weighted:
             reduction = replace(reduction, op=hvd.Sum, gradient_predivide_factor=1.0)
-        holders = self.holders(variable) if self.holders is not None else None
+        holders = reduction.divided.holders(variable)
         if holders is None:
             return reduction
         factor = reduction.postscale_factor

@@ -21,11 +21,11 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import tensorflow as tf
 
-from hvdtrain.collectives.clipping import NormSets, clip_by_norm
+from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
+from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.optimizers import (
@@ -35,54 +35,39 @@ from hvdtrain.keras_internals.optimizers import (
     refuse_several,
     require_hooks,
 )
-from hvdtrain.keras_internals.overlay import adopt_names
+from hvdtrain.keras_internals.overlay import overlay
 
 
 class OptimizerReducer(GradientReducer):
     """The reducer of one optimizer.
 
     Attributes:
-        share: set by the Trainer: this rank's examples / global examples of the step, so that uneven
-            batches are averaged exactly. None: all ranks count the same.
-        share_is_in_loss: the Trainer's training step passes the loss through `scale_loss`, where the
-            share costs nothing; otherwise the gradients are multiplied by it.
-        adds_up: set by the Trainer: steps are weighted by shares, so what the ranks accumulate adds up.
-        norms: where this rank holds only parts of the gradients: over which ranks their squares add up.
+        pending: the variables of the update that is being made: Keras calls the hooks below without them.
+        reduced: whether their gradients have been reduced.
     """
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__(reduction)
-        self.share: tf.Variable | None = None
-        self.share_is_in_loss = False
-        self.norms: NormSets | None = None
-        self.adds_up = False
         self.pending: list[Any] = []
         self.reduced = False
-
-    def weigh_loss(self, loss: tf.Tensor) -> tf.Tensor:
-        """Return `loss` times this rank's share, if the share belongs there."""
-        if self.share is None or not self.share_is_in_loss:
-            return loss
-        return loss * tf.cast(self.share, loss.dtype)
-
-    def weigh_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Return `gradients` times this rank's share, unless it is in the loss."""
-        if self.share is None or self.share_is_in_loss:
-            return gradients
-        # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
-        return [scaled(g, self.share, no_nan=True) for g in gradients]
 
     def reduce(self, gradients: list[Any], optimizer: Any) -> list[Any]:
         """Return the gradients of the variables in `pending`, combined over the ranks."""
         self.reduced = True
         positions = [optimizer._get_variable_index(v) for v in self.pending]
-        return self(gradients, self.pending, positions, weighted=self.share is not None)
+        return self(gradients, self.pending, positions, weighted=current_step() is not None)
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank has only parts of the reduced gradients, whose norms it cannot know alone."""
+        return self.reduction.divided.norms is not None
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`."""
-        assert self.norms is not None
+        norms = self.reduction.divided.norms
+        assert norms is not None
         name = f"{self._prefix(())}_norm"
-        return clip_by_norm(gradients, self.pending, limit, together, self.norms, name)
+        return clip_by_norm(gradients, self.pending, limit, together, norms, name)
 
 
 class _Distributed(AppliesByKeras):
@@ -117,13 +102,14 @@ class _Distributed(AppliesByKeras):
         self.hvdtrain_reducer.register_local(var)
 
     def scale_loss(self, loss: Any) -> Any:
-        return super().scale_loss(self.hvdtrain_reducer.weigh_loss(loss))  # type: ignore[misc]
+        step = current_step()
+        return super().scale_loss(loss if step is None else step.weigh_loss(loss))  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         reducer = self.hvdtrain_reducer
         reducer.pending, reducer.reduced = list(trainable_variables), False
         # Before they are accumulated: the steps between two updates may have other shares.
-        grads = reducer.weigh_gradients(list(grads))
+        grads = _weighed(list(grads))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
         if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -136,7 +122,7 @@ class _Distributed(AppliesByKeras):
         reducer = self.hvdtrain_reducer
         reduced = reducer.reduce(list(grads), self)
         limit = self.clipnorm or self.global_clipnorm  # type: ignore[attr-defined]
-        if reducer.norms is not None and limit:
+        if reducer.holds_parts and limit:
             return reducer.clip(reduced, limit, together=not self.clipnorm)  # type: ignore[attr-defined]
         return super()._clip_gradients(reduced)  # type: ignore[misc]
 
@@ -152,24 +138,47 @@ class _Distributed(AppliesByKeras):
         return super()._overwrite_variables_directly_with_gradients(grads, vars)
 
 
-def _distribute(optimizer: Any, reduction: Reduction) -> None:
-    """Make `optimizer` an instance of a distributed subclass of its class."""
-    plain = type(optimizer)
-    require_hooks(plain)
+def _weighed(gradients: list[Any]) -> list[Any]:
+    """Return `gradients` times this rank's share of the step, unless the share is in the loss."""
+    step = current_step()
+    if step is None or step.share_in_loss:
+        return gradients
+    # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
+    return [scaled(g, step.share, no_nan=True) for g in gradients]
+
+
+def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:
+    """Return a Keras optimizer, or the one inside its loss scaling, that may be made distributed.
+
+    Raises:
+        UsageError: it is distributed already, it is none of Keras's, or it holds several.
+    """
+    if is_distributed(optimizer):
+        raise UsageError("The optimizer is distributed already: wrap it once")
+    inner = inner_of(optimizer)
+    refuse_several(inner)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise UsageError(
+            f"The optimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
+        )
+    require_hooks(type(inner))
+    return inner
+
+
+def distribute(optimizer: Any, reduction: Reduction) -> Any:
+    """Make a plain Keras optimizer, or the one inside its loss scaling, reduce its gradients; return `optimizer`."""
+    inner = require_plain(optimizer)
     prepare_keras()
-    body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
-    distributed = type(plain.__name__, (_Distributed, plain), body)
-    adopt_names(distributed, plain)
-    optimizer.__class__ = distributed
+    overlay(inner, _Distributed, hvdtrain_reduction=reduction)
     # Not through Keras's __setattr__, which would track (and save) what it holds.
-    object.__setattr__(optimizer, "hvdtrain_reducer", OptimizerReducer(reduction))
+    object.__setattr__(inner, "hvdtrain_reducer", OptimizerReducer(reduction))
+    return optimizer
 
 
 def _distributed_copy(file: Any, reduction: Reduction) -> Any:
     """Return the optimizer in `file` (written by Keras's __reduce__), distributed."""
     optimizer = keras.optimizers.Optimizer._unpickle_model(file)
-    _distribute(optimizer, reduction)
-    return optimizer
+    return distribute(optimizer, reduction)
 
 
 def DistributedOptimizer(
@@ -212,20 +221,10 @@ def DistributedOptimizer(
     Raises:
         UsageError: arguments that exclude each other, an optimizer that is distributed already, MultiOptimizer.
     """
-    if is_distributed(optimizer):
-        raise UsageError(
-            "DistributedOptimizer: this optimizer is distributed already; wrap it once"
-        )
+    inner = require_plain(optimizer)
     if num_groups:
         warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    inner = inner_of(optimizer)
-    refuse_several(inner)
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"DistributedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
-        )
-    _accumulate(inner, backward_passes_per_step)
     summed = backward_passes_per_step > 1 and not average_aggregated_gradients
     reduction = Reduction(
         name=name,
@@ -240,8 +239,8 @@ def DistributedOptimizer(
         scale_local_gradients=scale_local_gradients,
         postscale_factor=float(backward_passes_per_step) if summed else 1.0,
     )
-    _distribute(inner, reduction)
-    return optimizer
+    _accumulate(inner, backward_passes_per_step)
+    return distribute(optimizer, reduction)
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

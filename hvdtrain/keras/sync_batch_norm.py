@@ -20,6 +20,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.names import InstanceName, in_this_graph
 from hvdtrain.collectives.reduction import anchored
+from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import UsageError
 
 
@@ -33,10 +34,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     Args:
         fused: Horovod's; False.
         kwargs: all arguments of keras.layers.BatchNormalization but `synchronized`.
-
-    Attributes:
-        share_weight: set by the Trainer, not saved: 0 means that this rank's batch is only a filler.
     """
+
+    hvdtrain_synchronized = True
+    """Its statistics are those of all ranks, in every training step."""
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
@@ -47,7 +48,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             )
         super().__init__(**kwargs)
         self.supports_jit = False
-        self.share_weight: tf.Variable | None = None
         self._collective = InstanceName("sync_batch_norm")
 
     def get_config(self) -> dict[str, Any]:
@@ -60,8 +60,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
         if not hvd.is_initialized() or hvd.size() == 1:
             return super()._moments(inputs, mask)
         count, mean, variance = local_moments(inputs, mask, self._reduction_axes)
-        if self.share_weight is not None:
-            count *= tf.cast(self.share_weight > 0, count.dtype)
+        if (step := current_step()) is not None:
+            count = tf.where(step.is_idle(), tf.zeros_like(count), count)
         name = in_this_graph(self._collective(()))
         combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
         mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))

@@ -14,6 +14,7 @@ from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.names import variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.keras.optimizer import layers_of
+from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable
 
 
@@ -93,8 +94,7 @@ def DistributedGradientTape(
         process_set=hvd.global_process_set if process_set is None else process_set,
         scale_local_gradients=scale_local_gradients,
     )
-    plain = type(gradtape)
-    gradtape.__class__ = type(plain.__name__, (_DistributedTape, plain), {"__doc__": plain.__doc__})
+    overlay(gradtape, _DistributedTape)
     gradtape.hvdtrain_reducer = GradientReducer(reduction, variables_name)
     return gradtape
 

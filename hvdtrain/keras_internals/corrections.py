@@ -50,8 +50,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
 
 def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
     """Keras's loss scaling does not pass the loss on to the optimizer inside it."""
-    reducer = getattr(self.inner_optimizer, "hvdtrain_reducer", None)
-    return original(self, loss if reducer is None else reducer.weigh_loss(loss))
+    return original(self, self.inner_optimizer.scale_loss(loss))
 
 
 def _make_train_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:

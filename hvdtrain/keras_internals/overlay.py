@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from keras.src import api_export
 from keras.src.saving import object_registration
 
@@ -16,3 +18,20 @@ def adopt_names(subclass: type, parent: type) -> None:
     registered = object_registration.GLOBAL_CUSTOM_NAMES.get(parent)
     if registered is not None:
         object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
+
+
+def overlay(instance: Any, mixin: type, **attributes: Any) -> None:
+    """Make `instance` one of a subclass of its class, in which the methods of `mixin` come first.
+
+    One that has `mixin` already is left as it is. In place, so that `isinstance`, state and references stay; files
+    name the original class.
+
+    Args:
+        attributes: of the new class.
+    """
+    if isinstance(instance, mixin):
+        return
+    plain = type(instance)
+    subclass = type(plain.__name__, (mixin, plain), {"__doc__": plain.__doc__} | attributes)
+    adopt_names(subclass, plain)
+    instance.__class__ = subclass

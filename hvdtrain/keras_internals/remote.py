@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots
-from hvdtrain.keras_internals.overlay import adopt_names
+from hvdtrain.keras_internals.overlay import overlay
 
 
 class StepVariable(keras.Variable):
@@ -288,13 +288,7 @@ def arrival(optimizer: Any) -> list[tf.Operation]:
 
 def update_where_variables_are(optimizer: Any) -> None:
     """Make a built optimizer update each of its variables on its device, once these were replaced or split."""
-    if not isinstance(optimizer, _UpdatesWhereVariablesAre):
-        plain = type(optimizer)
-        subclass = type(
-            plain.__name__, (_UpdatesWhereVariablesAre, plain), {"__doc__": plain.__doc__}
-        )
-        adopt_names(subclass, plain)
-        optimizer.__class__ = subclass
+    overlay(optimizer, _UpdatesWhereVariablesAre)
     owners: dict[Any, tuple[Any, int]] = {}
     indices: dict[Any, int] = {}
     for index, variable in enumerate(optimizer._trainable_variables):
@@ -341,14 +335,10 @@ class _LooksUpRows:
 def look_up_rows(model: keras.Model) -> None:
     """Let the Embedding layers of a built model read only the rows that they need."""
     for layer in model._flatten_layers():
-        plain = type(layer)
         if (
             isinstance(layer, keras.layers.Embedding)
-            and not isinstance(layer, _LooksUpRows)
-            and plain.call is keras.layers.Embedding.call
+            and type(layer).call is keras.layers.Embedding.call
             and not layer.lora_enabled
             and layer.quantization_mode is None
         ):
-            subclass = type(plain.__name__, (_LooksUpRows, plain), {"__doc__": plain.__doc__})
-            adopt_names(subclass, plain)
-            layer.__class__ = subclass
+            overlay(layer, _LooksUpRows)

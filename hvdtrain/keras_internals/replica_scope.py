@@ -28,7 +28,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, gradients_taken, inner_of
-from hvdtrain.keras_internals.overlay import adopt_names
+from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable
 
 EVEN = (
@@ -363,25 +363,15 @@ def made_again(optimizer: Any) -> Any:
 def update_on_each_replica(optimizer: Any) -> None:
     """Let `optimizer`, or the one inside a LossScaleOptimizer as well, update each replica's copy."""
     inner = getattr(optimizer, "inner_optimizer", None)
-    _overlay(optimizer, _OnEachReplica if inner is None else _ScaleOnEachReplica)
+    overlay(optimizer, _OnEachReplica if inner is None else _ScaleOnEachReplica)
     if inner is not None:
-        _overlay(inner, _OnEachReplica)
+        overlay(inner, _OnEachReplica)
 
 
 def count_each_example_once(model: keras.Model) -> None:
     """Make the losses and metrics of a built, compiled model exact over replicas; elsewhere they stay as they are."""
     for loss in compiled_losses(model):
-        _overlay(loss, _WholeLoss)
+        overlay(loss, _WholeLoss)
     metrics = getattr(model, "_compile_metrics", None)
     if isinstance(metrics, CompileMetrics):
-        _overlay(metrics, _MetricsOfRealRows)
-
-
-def _overlay(instance: Any, mixin: type) -> None:
-    """Make `instance` one of a subclass of its class, which files know by its parent's name."""
-    plain = type(instance)
-    if isinstance(instance, mixin):
-        return
-    subclass = type(plain.__name__, (mixin, plain), {"__doc__": plain.__doc__})
-    adopt_names(subclass, plain)
-    instance.__class__ = subclass
+        overlay(metrics, _MetricsOfRealRows)

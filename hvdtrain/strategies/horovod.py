@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,7 @@ from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.optimizer import distribute, reducer_of
 from hvdtrain.keras_internals.models import (
     metric_names,
     metrics_or_logs,
@@ -39,7 +40,7 @@ class HorovodStrategy(Strategy):
     """Each rank computes its share of the global batch; the gradients are reduced by Horovod.
 
     Args:
-        wrap: makes a Keras optimizer reduce its gradients: DistributedOptimizer, or one that shards its state.
+        wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state.
 
     Attributes:
         data_set: the ranks between which the global batch is divided.
@@ -47,7 +48,7 @@ class HorovodStrategy(Strategy):
 
     name: ClassVar[str] = "horovod"
 
-    def __init__(self, wrap: Callable[..., Any] = DistributedOptimizer) -> None:
+    def __init__(self, wrap: Callable[[Any, Reduction], Any] = distribute) -> None:
         super().__init__()
         self._wrap = wrap
         self.data_set: hvd.ProcessSet = hvd.global_process_set
@@ -61,8 +62,10 @@ class HorovodStrategy(Strategy):
 
     def distribute(self, optimizer: Any) -> Any:
         if not is_distributed(optimizer):
-            optimizer = self._wrap(optimizer)
-        _check_reduction(reducer_of(optimizer).reduction)
+            return self._wrap(optimizer, Reduction(weighted=self.adds_up))
+        reducer = reducer_of(optimizer)
+        _check_reduction(reducer.reduction)
+        reducer.reduction = replace(reducer.reduction, weighted=self.adds_up)
         return optimizer
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> Steps:

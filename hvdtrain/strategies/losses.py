@@ -17,9 +17,8 @@ original.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -27,14 +26,11 @@ import tensorflow as tf
 
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import anchored
+from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
-from hvdtrain.keras_internals.overlay import adopt_names
-
-Total: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
-"""Returns the sum over the global batch of what a loss divides by in this part of it, both float32 scalars."""
+from hvdtrain.keras_internals.overlay import overlay
 
 
 @dataclass(frozen=True)
@@ -42,13 +38,11 @@ class TotalOfRanks:
     """Asks the other ranks, by an allreduce in the step that computes the loss.
 
     Attributes:
-        reducer: of the model's optimizer.
-        name: of the loss, in the collective's.
+        ranks: that compute the parts.
         in_xla: the step is compiled by XLA.
     """
 
-    reducer: OptimizerReducer
-    name: str
+    ranks: hvd.ProcessSet
     in_xla: bool
 
     def __call__(self, divisor: tf.Tensor) -> tf.Tensor:
@@ -61,17 +55,15 @@ class TotalOfRanks:
         return hvd.allreduce(
             anchored(divisor),
             op=hvd.Sum,
-            name=in_this_graph(f"hvdtrain_divisor_{self.name}"),
+            name=in_this_graph("hvdtrain_divisor"),
             ignore_name_scope=True,
-            process_set=self.reducer.reduction.process_set,
+            process_set=self.ranks,
         )
 
 
 class _ExactLoss:
     """Lays the factor c over the __call__ of a keras.losses.Loss."""
 
-    hvdtrain_reducer: OptimizerReducer
-    hvdtrain_total: Total
     hvdtrain_mask: Any = None
     """Of what `call` has just found: entries that the loss itself leaves out."""
     hvdtrain_warned = False
@@ -79,13 +71,12 @@ class _ExactLoss:
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
         self.hvdtrain_mask = graph_internals.mask_of(values)
-        if getattr(values, "shape", ()) == () and self.hvdtrain_reducer.share is not None:
+        if getattr(values, "shape", ()) == () and current_step() is not None:
             self._warn_of_scalar()
         return values
 
     def _warn_of_scalar(self) -> None:
-        first = self.hvdtrain_reducer.reduction.process_set.rank() == 0
-        if first and not self.hvdtrain_warned:
+        if hvd.rank() == 0 and not self.hvdtrain_warned:
             self.hvdtrain_warned = True
             kind = "sum" if self.reduction == "sum" else "mean"  # type: ignore[attr-defined]
             warnings.warn(
@@ -98,46 +89,26 @@ class _ExactLoss:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
         own_mask, self.hvdtrain_mask = self.hvdtrain_mask, None
-        share = self.hvdtrain_reducer.share
-        if share is None:
+        step = current_step()
+        if step is None:
             return loss
         if self.reduction == "sum":  # type: ignore[attr-defined]
-            return _over_share(loss, share)
+            return _over_share(loss, step.share)
         mask = mask_in_loss(y_pred, own_mask)
         weights = loss_weights(self, mask, sample_weight)
         if weights is None:
             return loss
-        # A filler example of an idle rank does not count.
         divisor = tf.stop_gradient(tf.cast(tf.reduce_sum(weights), tf.float32))
-        divisor *= tf.cast(share > 0, tf.float32)
-        total = self.hvdtrain_total(divisor)
-        part = tf.cast(tf.math.divide_no_nan(divisor, total), loss.dtype)
-        return _over_share(tf.math.multiply_no_nan(loss, part), share)
+        divisor = tf.where(step.is_idle(), 0.0, divisor)
+        part = tf.cast(tf.math.divide_no_nan(divisor, step.total(divisor)), loss.dtype)
+        return _over_share(tf.math.multiply_no_nan(loss, part), step.share)
 
 
 def _over_share(value: tf.Tensor, share: tf.Variable) -> tf.Tensor:
     return tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
 
 
-def make_exact(model: keras.Model, reducer: OptimizerReducer, total: Total | None = None) -> None:
-    """Give the losses of a built, compiled model the factor that they need.
-
-    While `reducer.share` is None they are what they were.
-
-    Args:
-        model: whose losses.
-        reducer: of its optimizer.
-        total: of what a loss divides by; default: the sum over the reducer's ranks.
-    """
-    for index, loss in enumerate(compiled_losses(model)):
-        _overlay(loss)
-        loss.hvdtrain_reducer = reducer
-        loss.hvdtrain_total = total or TotalOfRanks(reducer, str(index), model.jit_compile)
-
-
-def _overlay(loss: Any) -> None:
-    plain = type(loss)
-    if not isinstance(loss, _ExactLoss):
-        exact = type(plain.__name__, (_ExactLoss, plain), {"__doc__": plain.__doc__})
-        adopt_names(exact, plain)
-        loss.__class__ = exact
+def make_exact(model: keras.Model) -> None:
+    """Give the losses of a built, compiled model the factor that they need in a step; elsewhere they are Keras's."""
+    for loss in compiled_losses(model):
+        overlay(loss, _ExactLoss)

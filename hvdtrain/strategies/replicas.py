@@ -371,7 +371,7 @@ def require_plain(optimizer: Any, strategy: str) -> None:
 
 def _require_own_collectives(model: keras.Model) -> None:
     for layer in model._flatten_layers():
-        if hasattr(layer, "share_weight"):
+        if getattr(layer, "hvdtrain_synchronized", False):
             raise UsageError(
                 f"Layer {layer.name!r} ({type(layer).__name__}) communicates through Horovod, and the replicas of one "
                 "process are not its ranks: use keras.layers.BatchNormalization(synchronized=True)"

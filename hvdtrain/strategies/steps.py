@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import read_state, write_state
+from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import OptimizerReducer
@@ -17,7 +18,7 @@ from hvdtrain.keras_internals.corrections import split_train_step
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.variables import tf_variable
-from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.strategy import Logs
 
 
@@ -71,24 +72,22 @@ class RankSteps:
 
     def __init__(self, model: keras.Model, reducer: OptimizerReducer, workers: int) -> None:
         self._model = model
-        self._reducer = reducer
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
-        self._weighted = workers > 1
-        if self._weighted:
+        self._step: Step | None = None
+        if workers > 1:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
-            make_exact(model, reducer)
-            reducer.share_is_in_loss = trains_by_keras(model)
-            reducer.adds_up = True
-        self._synchronized = [
-            layer for layer in model._flatten_layers() if hasattr(layer, "share_weight")
-        ]
-        if self._weighted:
+            make_exact(model)
             if model.jit_compile:
                 _require_jit(model)
-            for layer in self._synchronized:
-                layer.share_weight = self._share
+            total = TotalOfRanks(reducer.reduction.process_set, model.jit_compile)
+            self._step = Step(self._share, total, share_in_loss=trains_by_keras(model))
+        self._synchronized = [
+            layer
+            for layer in model._flatten_layers()
+            if getattr(layer, "hvdtrain_synchronized", False)
+        ]
         train = split_train_step(model) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
@@ -132,17 +131,14 @@ class RankSteps:
         """Nothing is in flight: each step returns when it is done."""
 
     def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        if not self._weighted:
+        if self._step is None:
             return step(share.data)
         value = share.examples / share.global_examples
         if value != self._share_value:
             self._share.assign(value)
             self._share_value = value
-        self._reducer.share = self._share
-        try:
+        with in_step(self._step):
             return step(share.data) if share.examples else self._run_idle(step, share)
-        finally:
-            self._reducer.share = None
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Take part in the collectives on a filler example, then forget what it did to this rank's state."""

@@ -60,12 +60,10 @@ def make_strategy(
 
 
 def _horovod_strategy(layout: Layout | Mesh | None, shard_optimizer: bool) -> Strategy:
-    from hvdtrain.keras.optimizer import DistributedOptimizer
+    from hvdtrain.keras.optimizer import distribute
     from hvdtrain.strategies.horovod import HorovodStrategy
 
-    wrap = DistributedOptimizer
-    if shard_optimizer:
-        wrap = _load("hvdtrain.parallel.zero:ShardedOptimizer")
+    wrap = _load("hvdtrain.parallel.zero.optimizer:shard") if shard_optimizer else distribute
     if layout is None and not shard_optimizer:
         return HorovodStrategy(wrap)
     if layout is None:

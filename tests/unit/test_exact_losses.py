@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -11,8 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.collectives.step import Step, Total, in_step
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.strategies import losses
 from hvdtrain.strategies.losses import make_exact
 
 EXAMPLES = 12
@@ -63,32 +64,31 @@ def test_parts_add_up(reduction: str, kind: Any, masked: bool, weighted: bool) -
         )
 
     wanted = float(loss(slice(None)))
-    reducer = SimpleNamespace(share=None)
+    make_exact(model)
     counted: list[Any] = []
 
     def count(divisor: tf.Tensor) -> tf.Tensor:
         counted.append(divisor)
         return divisor
 
-    total = 0.0
-    # First all parts count, then each knows the total.
-    for phase in ("count", "use"):
-        known = tf.add_n(counted) if counted else None
-        make_exact(model, reducer, count if phase == "count" else lambda _, known=known: known)
-        total = 0.0
+    def added(total: Total) -> float:
+        found = 0.0
         for begin, end in PARTS:
-            reducer.share = tf.constant((end - begin) / EXAMPLES)
-            total += float(loss(slice(begin, end)) * reducer.share)
+            share = tf.constant((end - begin) / EXAMPLES)
+            with in_step(Step(share, total, share_in_loss=True)):
+                found += float(loss(slice(begin, end)) * share)
+        return found
+
+    # First all parts count, then each knows the total.
+    added(count)
     assert len(counted) in (0, len(PARTS))
-    assert total == pytest.approx(wanted, rel=1e-5)
+    assert added(lambda _: tf.add_n(counted)) == pytest.approx(wanted, rel=1e-5)
     # A filler counts nothing and adds nothing.
     counted.clear()
-    make_exact(model, reducer, count)
-    reducer.share = tf.constant(0.0)
-    assert float(loss(slice(0, 3)) * reducer.share) == 0.0
+    with in_step(Step(tf.constant(0.0), count, share_in_loss=True)):
+        assert float(loss(slice(0, 3)) * 0.0) == 0.0
     assert [float(one) for one in counted] in ([], [0.0])
-    # And without a share it is Keras's loss again, of its own class.
-    reducer.share = None
+    # And outside of a step it is Keras's loss again, of its own class.
     assert float(loss(slice(None))) == wanted
 
 
@@ -109,11 +109,14 @@ def test_losses_that_need_the_whole_batch() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(rank: int) -> None:
+def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = compiled(lambda y_true, y_pred: keras.ops.mean(keras.ops.square(y_true - y_pred)))
-    ranks = SimpleNamespace(process_set=SimpleNamespace(rank=lambda: rank))
-    make_exact(model, SimpleNamespace(share=tf.constant(0.5), reduction=ranks))
-    with warnings.catch_warnings(record=True) as seen:
+    monkeypatch.setattr(losses.hvd, "rank", lambda: rank)
+    make_exact(model)
+    step = Step(tf.constant(0.5), lambda divisor: divisor, share_in_loss=True)
+    with warnings.catch_warnings(record=True) as seen, in_step(step):
         warnings.simplefilter("always")
         for _ in range(2):
             graph_internals.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)

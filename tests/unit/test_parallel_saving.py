@@ -12,7 +12,7 @@ from keras import layers
 from thread_ranks import Ranks
 
 from hvdtrain.data import Part
-from hvdtrain.keras.optimizer import DistributedOptimizer
+from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh, Position
@@ -20,7 +20,7 @@ from hvdtrain.parallel.pieces import pieces_of
 from hvdtrain.parallel.pipeline.strategy import PipelineStrategy
 from hvdtrain.parallel.state import State, local_state
 from hvdtrain.parallel.tensor.strategy import TensorStrategy
-from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.parallel.zero.optimizer import shard
 from hvdtrain.runtime import init
 
 RANKS = 4
@@ -84,7 +84,7 @@ def rank_of(
     place = mesh.place(rank)
     groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
     sets: Any = [Set(group(rank), rank) for group in groups]
-    wrap = ShardedOptimizer if sharded else DistributedOptimizer
+    wrap = shard if sharded else distribute
     strategy = (PipelineStrategy if mesh.pipeline > 1 else TensorStrategy)(layout, wrap)
     strategy.position = Position(
         mesh,

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
+from hvdtrain.collectives.step import current_step
 from hvdtrain.data import Share
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.models import metric_names
@@ -82,19 +83,17 @@ class Queues:
 class Weighing(keras.optimizers.SGD):
     """Weighs losses, as a distributed optimizer alone."""
 
-    reducer: Any
-
     def scale_loss(self, loss: Any) -> Any:
-        return super().scale_loss(loss * self.reducer.share)
+        step = current_step()
+        assert step is not None
+        return super().scale_loss(step.weigh_loss(loss))
 
 
 def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, PipelineSteps]:
     whole = tagger(padded)
     stage = cut(whole, index, 3, BEGINS)
-    alone = SimpleNamespace(process_set=SimpleNamespace(size=lambda: 1))
-    reducer: Any = SimpleNamespace(share=None, share_is_in_loss=False, reduction=alone)
+    alone: Any = SimpleNamespace(size=lambda: 1)
     optimizer = Weighing(0.1, momentum=0.9)
-    object.__setattr__(optimizer, "reducer", reducer)
     options = compiled(padded) if stage.is_last else {}
     stage.model.compile(optimizer, jit_compile=False, **options)
     optimizer.build(stage.model.trainable_variables)
@@ -112,7 +111,7 @@ def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, Pipe
     else:
         graph_internals.drop_compiled(stage.model)
     exchange = Exchange(stage, (0, 1, 2), Queues(index, queues))
-    return stage.model, PipelineSteps(stage, exchange, reducer, 3, Measured(names, late=True))
+    return stage.model, PipelineSteps(stage, exchange, alone, 3, Measured(names, late=True))
 
 
 def shares() -> list[Share]:

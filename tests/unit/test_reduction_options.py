@@ -17,6 +17,7 @@ from hvdtrain.collectives.compression import BF16Compressor
 from hvdtrain.collectives.names import InstanceName, in_this_graph, variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
+from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
@@ -101,12 +102,13 @@ def test_accumulated_gradients_have_each_the_share_of_its_step(eager: bool) -> N
     weight = keras.Variable([0.0])
     optimizer = hvd.DistributedOptimizer(SGD(1.0, gradient_accumulation_steps=2))
     optimizer.build([weight])
-    share = optimizer.hvdtrain_reducer.share = tf.Variable(1.0)
+    share = tf.Variable(1.0)
     apply = lambda: optimizer.apply([tf.ones(1)], [weight])  # noqa: E731
     step = apply if eager else tf.function(apply, autograph=False)
-    step()
-    share.assign(0.25)
-    step()
+    with in_step(Step(share, lambda divisor: divisor, share_in_loss=False)):
+        step()
+        share.assign(0.25)
+        step()
     assert float(weight[0]) == -(1 + 0.25) / 2
 
 

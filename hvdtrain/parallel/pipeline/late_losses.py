@@ -15,11 +15,9 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses
 from hvdtrain.parallel.pipeline.stages import Stage
-from hvdtrain.strategies.losses import make_exact
 
 
 class Made(NamedTuple):
@@ -59,20 +57,19 @@ class LateLosses:
 
     Args:
         stage: the last; its model is compiled.
-        reducer: of the model's optimizer, over the ranks that hold the stage.
+        ranks: that hold the stage.
     """
 
-    def __init__(self, stage: Stage, reducer: OptimizerReducer) -> None:
+    def __init__(self, stage: Stage, ranks: hvd.ProcessSet) -> None:
         self._model = stage.model
         self._whole = stage.whole
-        self._ranks = reducer.reduction.process_set
+        self._ranks = ranks
         self._masked = [
             graph_internals.mask_of(tensor) is not None for tensor in stage.whole.outputs
         ]
         # Of the function that is traced: what was counted so far, or the totals not yet asked for.
         self._counted: list[tf.Tensor] = []
         self._totals: list[tf.Tensor] | None = None
-        make_exact(stage.model, reducer, self._total)
 
     def count(self, outputs: Any, y: Any, weight: Any) -> Made:
         """Return what the losses of a micro-batch need later; `outputs` carry their masks."""
@@ -117,7 +114,7 @@ class LateLosses:
         assert not self._totals, "a loss counted and was not computed"
         return outputs, tf.add_n([loss, *(tf.cast(own, loss.dtype) for own in made.own)])
 
-    def _total(self, divisor: tf.Tensor) -> tf.Tensor:
+    def total(self, divisor: tf.Tensor) -> tf.Tensor:
         """Count `divisor`, or return the total of the one that was counted at this place.
 
         Both phases compute the losses in the same order.

@@ -185,7 +185,7 @@ def require_graph(model: keras.Model) -> Any:
             f"process: leave it out, or train without pipeline stages"
         )
     for layer in model._flatten_layers():
-        if hasattr(layer, "share_weight"):
+        if getattr(layer, "hvdtrain_synchronized", False):
             raise UsageError(
                 f"Pipeline stages: layer {layer.name!r} ({type(layer).__name__}) synchronizes over ranks within a "
                 "step, which micro-batches do not: use BatchNormalization or LayerNormalization"

@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
-from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.variables import tf_variable, unique
 from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses
@@ -65,7 +66,7 @@ class PipelineSteps:
     Args:
         stage: this rank's; its model is compiled.
         exchange: with its neighbours.
-        reducer: of the model's optimizer, over the ranks that hold the same stage.
+        ranks: that hold the same stage.
         count: micro-batches of a share.
         measured: by the last stage.
     """
@@ -74,24 +75,24 @@ class PipelineSteps:
         self,
         stage: Stage,
         exchange: Exchange,
-        reducer: OptimizerReducer,
+        ranks: hvd.ProcessSet,
         count: int,
         measured: Measured,
     ) -> None:
         self._stage = stage
         self._exchange = exchange
-        self._reducer = reducer
         self._count = count
         self._names = list(measured.names)
         self._share = tf.Variable(1.0, trainable=False)
         self._schedule = all_forward_then_backward if measured.late else one_forward_one_backward
         self._late: LateLosses | None = None
         if stage.is_last and measured.late:
-            self._late = LateLosses(stage, reducer)
-        elif stage.is_last:
-            make_exact(stage.model, reducer)
+            self._late = LateLosses(stage, ranks)
+        total = _none_asked if self._late is None else self._late.total
+        self._step = Step(self._share, total, share_in_loss=True)
+        if stage.is_last:
+            make_exact(stage.model)
         self._passes = Passes(stage, self._names, self._late)
-        reducer.share_is_in_loss = reducer.adds_up = True
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, one after the other; return the running logs of this copy, on its first stage."""
@@ -241,13 +242,14 @@ class PipelineSteps:
         model = self._stage.model
         kept = [] if share.examples else _state(model)
         values = [tf_variable(v).numpy() for v in kept]
-        self._reducer.share = self._share
-        try:
+        with in_step(self._step):
             yield
-        finally:
-            self._reducer.share = None
         for variable, value in zip(kept, values, strict=True):
             tf_variable(variable).assign(value)
+
+
+def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
+    raise AssertionError("a loss divides by what was not known to be needed")
 
 
 def _state(model: keras.Model) -> list[Any]:

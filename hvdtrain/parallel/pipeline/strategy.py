@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import exchange, require_equal
-from hvdtrain.collectives.clipping import NormSets
+from hvdtrain.collectives.divided import NormSets
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.data import Share
@@ -82,10 +82,8 @@ class PipelineStrategy(TensorStrategy):
             if named(pattern, self.stage.model) or not named(pattern, whole)
         }
 
-    def distribute(self, optimizer: Any) -> Any:
-        optimizer = super().distribute(optimizer)
-        reducer_of(optimizer).norms = NormSets(self._sets_of_parts, (self.position.pipeline_set,))
-        return optimizer
+    def norms(self) -> NormSets:
+        return NormSets(self._sets_of_parts, (self.position.pipeline_set,))
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> PipelineSteps:
         self.build_variables(model, data, what)
@@ -166,7 +164,7 @@ class PipelineStrategy(TensorStrategy):
         return PipelineSteps(
             self.stage,
             Exchange(self.stage, ranks, make_transport(pairs)),
-            reducer_of(model.optimizer),
+            reducer_of(model.optimizer).reduction.process_set,
             self.layout.micro_batches,
             measured,
         )

@@ -12,12 +12,12 @@ from typing import Any, ClassVar
 import horovod.tensorflow as hvd
 import keras
 
-from hvdtrain.collectives.clipping import NormSets
-from hvdtrain.collectives.reduction import Holders
+from hvdtrain.collectives.divided import Divided, Holders, NormSets
+from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.data import Part
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import DistributedOptimizer, reducer_of
+from hvdtrain.keras.optimizer import distribute, reducer_of
 from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.models import symbolic_call
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
@@ -42,13 +42,13 @@ class TensorStrategy(DividedStrategy):
 
     Args:
         layout: the mesh, and which layers are split how.
-        wrap: makes a Keras optimizer distributed.
+        wrap: makes a plain Keras optimizer distributed.
     """
 
     name: ClassVar[str] = "tensor"
     position: Position
 
-    def __init__(self, layout: Layout, wrap: Callable[..., Any] = DistributedOptimizer) -> None:
+    def __init__(self, layout: Layout, wrap: Callable[[Any, Reduction], Any] = distribute) -> None:
         super().__init__(wrap)
         self.layout = layout
 
@@ -76,12 +76,13 @@ class TensorStrategy(DividedStrategy):
             )
         if self.position.mesh.tensor > 1:
             require_elementwise(inner_of(optimizer), "cannot train split layers")
-        optimizer = self._wrap(optimizer, process_set=self.data_set)
-        reducer = reducer_of(optimizer)
-        reducer.everyone = self.position.everyone
-        reducer.holders = self._holders
-        reducer.norms = NormSets(self._sets_of_parts)
-        return optimizer
+        divided = Divided(self._holders, self.position.everyone, self.norms())
+        reduction = Reduction(process_set=self.data_set, weighted=self.adds_up, divided=divided)
+        return self._wrap(optimizer, reduction)
+
+    def norms(self) -> NormSets:
+        """Return over which ranks the squares of gradients add up."""
+        return NormSets(self._sets_of_parts)
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         super().build_variables(model, data, what)

@@ -21,24 +21,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import horovod.tensorflow as hvd
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import DistributedOptimizer, _Distributed
+from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.optimizers import (
     accumulators,
-    inner_of,
-    is_distributed,
     optimizer_slots,
-    require_hooks,
 )
-from hvdtrain.keras_internals.overlay import adopt_names
+from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable, variable_name
 from hvdtrain.parallel.zero.partition import Partition, bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
@@ -311,18 +307,17 @@ def ShardedOptimizer(
     Raises:
         UsageError: an optimizer that needs whole variables, or that is distributed already.
     """
-    if is_distributed(optimizer):
-        raise UsageError("ShardedOptimizer: this optimizer is distributed already; wrap it once")
-    inner = inner_of(optimizer)
-    if not isinstance(inner, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"ShardedOptimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
-        )
-    require_elementwise(inner, "cannot be sharded")
     process_set = hvd.global_process_set if process_set is None else process_set
-    if process_set.size() == 1:
-        return DistributedOptimizer(optimizer, name=name, process_set=process_set)
-    _shard(inner, Reduction(name=name, process_set=process_set))
+    return shard(optimizer, Reduction(name=name, process_set=process_set))
+
+
+def shard(optimizer: Any, reduction: Reduction) -> Any:
+    """Make a plain Keras optimizer keep its state in parts, over the ranks of `reduction`; return `optimizer`."""
+    inner = require_plain(optimizer)
+    require_elementwise(inner, "cannot be sharded")
+    if reduction.process_set.size() == 1:
+        return distribute(optimizer, reduction)
+    _shard(inner, reduction)
     return optimizer
 
 
@@ -333,15 +328,10 @@ def _bytes_of(variable: Any) -> int:
 
 def _shard(optimizer: Any, reduction: Reduction) -> None:
     """Make `optimizer` an instance of a sharded subclass of its class; state that it has is divided."""
-    plain = type(optimizer)
-    require_hooks(plain)
     prepare_keras()
     prepare_saving()
     variables, values = take_state(optimizer)
-    body = {"__doc__": plain.__doc__, "hvdtrain_reduction": reduction}
-    sharded = type(plain.__name__, (_Sharded, plain), body)
-    adopt_names(sharded, plain)
-    optimizer.__class__ = sharded
+    overlay(optimizer, _Sharded, hvdtrain_reduction=reduction)
     _begin(optimizer)
     if variables is not None:
         optimizer.build(variables)

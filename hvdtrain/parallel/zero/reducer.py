@@ -13,7 +13,8 @@ from typing import Any
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdtrain.collectives.clipping import NormSets, clip_by_norm
+from hvdtrain.collectives.clipping import clip_by_norm
+from hvdtrain.collectives.divided import NormSets
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import Gradient, Reduction, anchored, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
@@ -32,8 +33,11 @@ class ShardedReducer(OptimizerReducer):
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__(reduction)
-        self.norms = NormSets(lambda _: ())
         self.own_state: list[Any] = []
+
+    @property
+    def holds_parts(self) -> bool:
+        return True
 
     @property
     def local_variables(self) -> list[Any]:
@@ -102,8 +106,7 @@ class ShardedReducer(OptimizerReducer):
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
-        assert self.norms is not None
-        further = self.norms
+        further = self.reduction.divided.norms or NormSets()
 
         def parts(variable: Any) -> list[hvd.ProcessSet]:
             if self.is_local(variable) and not together:
@@ -147,7 +150,7 @@ class ShardedReducer(OptimizerReducer):
         """Return what the ranks have accumulated of the gradient of `variable`, as one process would have it."""
         if self.is_local(variable):
             return tensor
-        how = self._how(variable, self.adds_up)
+        how = self._how(variable, self.reduction.weighted)
         wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
         combined = hvd.allreduce(
             wire,
@@ -161,7 +164,7 @@ class ShardedReducer(OptimizerReducer):
 
     def to_accumulate(self, value: Any, variable: Any) -> Any:
         """Return this rank's part of what one process would have accumulated: see `accumulated`."""
-        if self.is_local(variable) or not self.adds_up:
+        if self.is_local(variable) or not self.reduction.weighted:
             return value
         how = self._how(variable, True)
         return value / (how.process_set.size() * how.postscale_factor)

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.replicas import fingerprints
+from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables
 
@@ -152,14 +153,14 @@ def case_sync_batch_norm_moments() -> dict[str, float]:
         idle = kwargs.get("idle", -1)
         layer = hvd.SyncBatchNormalization(axis=axis, momentum=0.0)
         layer.build(data.shape)
-        if idle >= 0:
-            layer.share_weight = tf.Variable(0.0 if hvd.rank() == idle else 0.3)
         cut = 1 if len(data) > 1 else 0
         rows = [slice(0, cut), slice(cut, None)][hvd.rank()]
         if idle >= 0:
             rows = slice(0, 1) if hvd.rank() == idle else slice(None)
         part = None if mask is None else tf.constant(mask[rows])
-        layer(tf.constant(data[rows]), training=True, mask=part)
+        share = 0.0 if hvd.rank() == idle else 0.3
+        with in_step(Step(tf.constant(share), lambda total: total, True) if idle >= 0 else None):
+            layer(tf.constant(data[rows]), training=True, mask=part)
         flat = np.moveaxis(data, axis, -1).reshape(-1, data.shape[axis]).astype("float64")
         if mask is not None:
             flat = flat[mask.ravel()]
