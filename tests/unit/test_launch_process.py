@@ -68,7 +68,7 @@ def test_what_a_command_leaves_behind_is_ended(seen: Seen) -> None:
 
 
 def test_after_a_failure_the_command_must_end(seen: Seen) -> None:
-    ending = in_time(10, lambda: seen.run("sleep 600", has_failed=lambda: True))
+    ending = in_time(10, lambda: seen.run("sleep 20", has_failed=lambda: True))
     assert ending == Ending(-signal.SIGTERM, None)
 
 
@@ -82,11 +82,22 @@ def test_a_deaf_command_is_killed(seen: Seen) -> None:
     assert processes_of(seen.id) == []
 
 
+def test_a_second_signal_kills_at_once(seen: Seen) -> None:
+    def again(received: signal.Signals) -> None:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    deaf = "trap '' INT TERM; while true; do sleep 0.1; done"
+    ending = in_time(8, lambda: seen.run(deaf, on_signal=again))
+    assert ending == Ending(-signal.SIGKILL, signal.SIGINT, at_once=True)
+
+
 def test_a_second_signal_leaves_a_callback_that_waits(seen: Seen) -> None:
     def halted(stream: Stream, data: bytes) -> None:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(600)
+        time.sleep(20)
 
     ending = in_time(8, lambda: seen.run("echo out; sleep 600", on_output=halted))
     assert ending == Ending(-signal.SIGKILL, signal.SIGTERM, at_once=True)

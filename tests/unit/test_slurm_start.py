@@ -97,6 +97,23 @@ def test_a_killed_srun_is_told_as_shells_do(tmp_path: Path) -> None:
     assert process.wait(60) == 128 + signal.SIGTERM
 
 
+EARLY = """
+import os, signal, subprocess, sys
+from hvdtrain.start import srun
+popen = subprocess.Popen
+def late(*arguments, **settings):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return popen(*arguments, **settings)
+subprocess.Popen = late
+sys.exit(srun._run(["sleep", "20"], dict(os.environ)))
+"""
+
+
+def test_a_signal_before_srun_is_there_goes_on_to_it() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], timeout=60)
+    assert done.returncode == 128 + signal.SIGTERM
+
+
 def test_no_srun(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain.start.srun", "--", "-np", "1", "--gloo", "-H", "a:1", "no-srun"],

@@ -10,17 +10,20 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-# `run` is the launcher; `Lost` stands for keepers whose host is cut off after a moment.
+# `run` is the launcher; `Told` stands for keepers of other hosts, `Lost` for those whose host is cut off.
 CODE = """
 import os, signal, sys, time
 from hvdtrain.start import supervise
 from hvdtrain.start.keepers import Keepers, Reach
 supervise.ENDING_SECONDS = 1.0
 supervise.listen_for_warnings()
-class Lost(Keepers):
+class Told(Keepers):
+    def warn(self):
+        print("other hosts warned", flush=True)
+class Lost(Told):
     def lost(self):
         return ["b"]
-kind = Lost if sys.argv[1] == "lost" else Keepers
+kind = Lost if sys.argv[1] == "lost" else Told
 keepers = kind([], "id", Reach(sys.executable, {}, None, None, 5))
 def run():
     if sys.argv[1] == "code":
@@ -68,9 +71,9 @@ def test_sigterm_is_passed_on_and_its_effect_awaited(how: str, code: int) -> Non
         assert process.poll() is None
         process.terminate()
         started = time.monotonic()
-        process.communicate(timeout=20)
+        stdout, _ = process.communicate(timeout=20)
         assert time.monotonic() - started < 5
-    assert process.returncode == code
+    assert (process.returncode, stdout) == (code, "other hosts warned\n")
 
 
 def test_under_nohup_a_hangup_means_nothing() -> None:
