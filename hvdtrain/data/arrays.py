@@ -158,7 +158,23 @@ def convert(data: tuple) -> tuple:
     Raises:
         UsageError: names the part that is no array.
     """
-    return tuple(_convert(tree, name) for name, tree in zip(nested.PARTS, data, strict=False))
+    parts = [_convert(tree, name) for name, tree in zip(nested.PARTS, data[:2], strict=False)]
+    if len(data) == 3:
+        weights = _filled(data[2], nested.count_examples(tuple(parts), "the data"))
+        parts.append(_convert(weights, nested.PARTS[2]))
+    return tuple(parts)
+
+
+def _filled(weights: Any, examples: int) -> Any:
+    """Return `weights` with 1 for each example in place of None: an output whose examples count alike."""
+    if weights is None:
+        return np.ones(examples, np.float32)
+    if isinstance(weights, dict):
+        return {key: _filled(item, examples) for key, item in weights.items()}
+    if isinstance(weights, list | tuple) and not _is_numbers(weights):
+        filled = [_filled(item, examples) for item in weights]
+        return filled if isinstance(weights, list) else tuple(filled)
+    return weights
 
 
 def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple, tuple]:

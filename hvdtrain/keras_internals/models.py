@@ -78,6 +78,11 @@ def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> tuple[dict[str,
     return logs, False
 
 
+def values_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
+    """Return the values of an evaluation as Keras does: a list in its order; one value by itself."""
+    return model._flatten_metrics_in_order(logs)
+
+
 def children(owner: Any) -> list[Any]:
     """Return the layers directly in a layer or model, in its order."""
     return list(owner._flatten_layers(include_self=False, recursive=False))

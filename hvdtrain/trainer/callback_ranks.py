@@ -16,7 +16,8 @@ from hvdtrain.trainer.learning_rate import WarmUp
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
 """They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
 
-_BATCH_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+TRAIN_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")
 
 
 def on_this_rank(
@@ -80,13 +81,19 @@ class _SavedTogether:
         return getattr(self._model, name)
 
 
-def need_global_batches(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+def need_global_batches(
+    callbacks: Sequence[keras.callbacks.Callback], methods: Sequence[str]
+) -> bool:
     """Whether a callback looks at single steps, so that each step's logs must be those of all workers.
 
     Costs two small collectives a step (about 2 ms). The same answer on every rank: it is asked of the
     user's whole list.
+
+    Args:
+        callbacks: the user's.
+        methods: that are called for each step, TRAIN_METHODS or TEST_METHODS.
     """
-    return any(_looks_at_batches(callback) for callback in callbacks)
+    return any(_looks_at_batches(callback, methods) for callback in callbacks)
 
 
 def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
@@ -95,9 +102,9 @@ def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
     return any(callback.save_freq != "epoch" for callback in saving)
 
 
-def _looks_at_batches(callback: keras.callbacks.Callback) -> bool:
+def _looks_at_batches(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:
     if isinstance(callback, kc.ModelCheckpoint):
-        return callback.save_freq != "epoch"
+        return methods is TRAIN_METHODS and callback.save_freq != "epoch"
     if isinstance(callback, (*WRITERS, WarmUp)):
         return False
-    return any(overrides(callback, method) for method in _BATCH_METHODS)
+    return any(overrides(callback, method) for method in methods)

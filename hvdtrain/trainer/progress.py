@@ -1,4 +1,4 @@
-"""What rank 0 shows while it trains: Keras's progress bar, or one line an epoch, with examples a second."""
+"""What rank 0 shows while it works: Keras's progress bar, or one line an epoch, with examples a second."""
 
 from __future__ import annotations
 
@@ -26,27 +26,34 @@ def resolve_verbose(verbose: str | int, rank: Rank) -> int:
 
 
 class Progress:
-    """The progress of one epoch. Examples a second are those of all workers together."""
+    """The progress of one pass over data. Examples a second are those of all workers together.
 
-    def __init__(self, verbose: int, epoch: int, epochs: int, steps: int | None) -> None:
+    Args:
+        verbose: 0, 1 or 2, see `resolve_verbose`.
+        title: such as "Epoch 1/5".
+        steps: of the pass; None where only reading to the end tells.
+    """
+
+    def __init__(self, verbose: int, title: str, steps: int | None) -> None:
         self._verbose = verbose
-        self._title = f"Epoch {epoch + 1}/{epochs}"
+        self._title = title
         self._examples = 0
         self._steps = 0
         self._bar: Any = None
         self._start = time.perf_counter()
+        self._seconds: float | None = None
         if verbose == 1:
-            print(self._title)
+            print(title)
             self._bar = keras.utils.Progbar(steps, unit_name="step", stateful_metrics=None)
 
     @property
     def seconds(self) -> float:
-        """Seconds since the epoch began."""
-        return time.perf_counter() - self._start
+        """Seconds from the beginning to `stop`, or until now."""
+        return time.perf_counter() - self._start if self._seconds is None else self._seconds
 
     @property
     def examples_per_second(self) -> float:
-        """Global examples a second since the epoch began."""
+        """Global examples a second in that time."""
         return self._examples / max(self.seconds, 1e-9)
 
     def step(self, steps: int, global_examples: int, logs: dict[str, Any]) -> None:
@@ -56,14 +63,18 @@ class Progress:
         if self._bar is not None:
             self._show(logs, finalize=False)
 
-    def end(self, logs: dict[str, Any], seconds: float, examples_per_second: float) -> None:
-        """Show the values of the whole epoch, over all workers."""
+    def stop(self) -> None:
+        """Stop the clock: what follows (validation, callbacks) does not count."""
+        self._seconds = self.seconds
+
+    def end(self, logs: dict[str, Any]) -> None:
+        """Show the values of the whole pass, over all workers."""
         if self._bar is not None:
             self._show(logs, finalize=True)
         elif self._verbose == 2:
-            values = "  ".join(f"{name}: {np.mean(value):.4g}" for name, value in logs.items())
-            rate = f"{examples_per_second:,.0f} examples/s"
-            print(f"{self._title}  {seconds:.1f}s  {rate}  {values}", flush=True)
+            values = "".join(f"  {name}: {np.mean(value):.4g}" for name, value in logs.items())
+            rate = f"{self.examples_per_second:,.0f} examples/s"
+            print(f"{self._title}  {self.seconds:.1f}s  {rate}{values}", flush=True)
 
     def _show(self, logs: dict[str, Any], finalize: bool) -> None:
         shown = {**logs, "examples/s": round(self.examples_per_second)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import keras
 
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data.make import check_positive
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import compile_config
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
@@ -72,6 +73,27 @@ def compile_arguments(
         raise UsageError(f"optimizer={optimizer!r}: {error}") from error
     refuse_several(inner_of(optimizer))
     return {"optimizer": optimizer, **given}
+
+
+def refuse_batch_size(name: str, value: Any, workers: int) -> None:
+    """Raise UsageError if the argument `name` of fit, evaluate or predict was given."""
+    if value is not None:
+        raise UsageError(
+            f"{name}={value!r}: how many examples a step has, over all workers together, is said once: "
+            f"Trainer(..., global_batch_size={value}), or {value} for each of the {workers} workers: "
+            f"global_batch_size={value} * {workers}. Leave {name} out here"
+        )
+
+
+def check_validation_freq(value: int | Collection[int]) -> None:
+    """Raise UsageError for a validation_freq that is neither a number of epochs nor a list of epochs."""
+    if isinstance(value, int):
+        check_positive("validation_freq", value)
+    elif not isinstance(value, Collection) or not all(isinstance(epoch, int) for epoch in value):
+        raise UsageError(
+            f"validation_freq={value!r}: give a number, to evaluate every so many epochs, or the epochs to evaluate "
+            "after, such as [1, 3]"
+        )
 
 
 def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:

@@ -12,63 +12,43 @@ small collective for metrics, statistics and the wish to stop an epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import any_rank, exchange, require_alike, require_equal
-from hvdtrain.collectives.metrics import check_additive, read_state, write_state
-from hvdtrain.data import Share, Source, is_batched, make_source, nested
+from hvdtrain.collectives.agreement import require_alike, require_equal
+from hvdtrain.data import Source, is_batched, make_source, nested
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras_internals.models import has_loss
-from hvdtrain.keras_internals.variables import seed_variables
+from hvdtrain.keras_internals.models import has_loss, values_in_order
+from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.runtime import engine_errors
-from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
-from hvdtrain.trainer.callback_ranks import (
-    need_global_batches,
-    on_this_rank,
-    save_within_epochs,
-    saving_together,
-)
+from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
+from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
-from hvdtrain.trainer.run_dir import RunDir, epoch_line
+from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     build_model,
+    check_validation_freq,
     compile_arguments,
     evaluation_source,
+    refuse_batch_size,
     source_facts,
     split_arrays,
     symbolic_data,
 )
-from hvdtrain.trainer.shares import epoch_shares, grouped
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class FitPlan:
-    """What one call of `fit` will do: the same on every rank."""
-
-    train: Source
-    validation: Source | None
-    epochs: int
-    validation_freq: int
-    callbacks: Sequence[keras.callbacks.Callback]
 
 
 class Trainer:
@@ -184,17 +164,20 @@ class Trainer:
 
     # What a user calls.
 
+    @without_library_frames
     def fit(
         self,
         x: Any,
         y: Any = None,
         sample_weight: Any = None,
         *,
+        batch_size: None = None,
         epochs: int = 1,
         validation_data: Any = None,
         validation_split: float = 0.0,
         validation_steps: int | None = None,
-        validation_freq: int = 1,
+        validation_batch_size: None = None,
+        validation_freq: int | Collection[int] = 1,
         steps_per_epoch: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         shuffle: bool = True,
@@ -207,11 +190,12 @@ class Trainer:
         Args:
             x: the data; see hvdtrain.data.make_source. A tuple is (x, y) or (x, y, sample_weight).
             y, sample_weight: labels and weights for arrays in `x`.
+            batch_size, validation_batch_size: refused: the Trainer's global_batch_size says it.
             epochs: number of the last epoch, counted from 1.
             validation_data: data to evaluate on at the end of epochs, split over the workers as well.
             validation_split: use this last fraction of the arrays as validation data instead.
             validation_steps: evaluate on this many global batches.
-            validation_freq: evaluate every this many epochs.
+            validation_freq: evaluate every this many epochs, or after the epochs listed, such as [1, 3].
             steps_per_epoch: global batches in an epoch; needed where the data never ends.
             class_weight: weight of each class of integer or one-hot labels.
             shuffle: by seed and epoch, alike for any number of workers.
@@ -220,7 +204,14 @@ class Trainer:
                 parts (layout, shard_optimizer), ModelCheckpoint runs on all and writes the whole model.
             initial_epoch: epoch to start from, counted from 0.
             verbose: 0, 1 (progress bar), 2 (one line an epoch) or "auto"; rank 0 shows it.
+
+        Raises:
+            UsageError: arguments or data that cannot work.
+            ReplicaError: ranks disagree on the model, the data or the arguments, or drifted apart.
         """
+        refuse_batch_size("batch_size", batch_size, self.strategy.workers)
+        refuse_batch_size("validation_batch_size", validation_batch_size, self.strategy.workers)
+        check_validation_freq(validation_freq)
         callbacks = keras.tree.flatten(callbacks or [])
         if validation_split:
             if validation_data is not None:
@@ -241,30 +232,73 @@ class Trainer:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
             warm_up = WarmUp(*self._rates, self._warmup_epochs, train.steps_per_epoch)
             callbacks = [warm_up, *callbacks]
-        plan = FitPlan(train, validation, epochs, validation_freq, callbacks)
+        shown = resolve_verbose(verbose, self.rank)
+        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
+        facts = {"epochs": epochs, "callbacks": [type(c).__name__ for c in callbacks]}
+        if validation is not None:
+            facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
         with engine_errors(self.rank):
-            return self._fit(plan, initial_epoch, resolve_verbose(verbose, self.rank))
+            return self._prepare(train, "training", facts).fit(plan)
 
+    @without_library_frames
     def evaluate(
-        self, x: Any, y: Any = None, sample_weight: Any = None, *, steps: int | None = None
-    ) -> Logs:
-        """Return loss and metrics over all of the data, exact and the same on every rank."""
-        source = self._evaluation_source(x, y, sample_weight, steps)
-        with engine_errors(self.rank):
-            self._prepare(source, "evaluation")
-            return self._evaluate(source, keras.callbacks.CallbackList(model=self.model))
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        batch_size: None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+        callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
+        return_dict: bool = False,
+    ) -> Any:
+        """Return loss and metrics over all of the data, exact and the same on every rank.
 
-    def predict(self, x: Any, *, steps: int | None = None) -> Any:
-        """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank."""
+        Args:
+            x, y, sample_weight, callbacks, verbose: as in `fit`.
+            batch_size: refused: the Trainer's global_batch_size says it.
+            steps: evaluate on this many global batches.
+            return_dict: return a dict of the values by their names.
+
+        Returns:
+            As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
+        """
+        refuse_batch_size("batch_size", batch_size, self.strategy.workers)
+        source = self._evaluation_source(x, y, sample_weight, steps)
+        callbacks = keras.tree.flatten(callbacks or [])
+        plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
+        facts = {"callbacks": [type(c).__name__ for c in callbacks]}
+        with engine_errors(self.rank):
+            logs = self._prepare(source, "evaluation", facts).evaluate(plan)
+        return logs if return_dict else values_in_order(self.model, logs)
+
+    @without_library_frames
+    def predict(
+        self,
+        x: Any,
+        *,
+        batch_size: None = None,
+        verbose: str | int = "auto",
+        steps: int | None = None,
+    ) -> Any:
+        """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank.
+
+        Args:
+            x, verbose: as in `fit`.
+            batch_size: refused: the Trainer's global_batch_size says it.
+            steps: predict this many global batches.
+        """
+        refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._evaluation_source(x, None, None, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
             inputs = self._symbolic_data(source)[0]
             if self._predicting is None:
                 self._predicting = self.strategy.prepare_prediction(self.model, inputs)
-            predict = self._predicting.predict
-            shares = epoch_shares(source, 0, self.strategy.part)
-            return self.strategy.gather((share, predict(share)) for share in shares)
+            shown = resolve_verbose(verbose, self.rank)
+            progress = Progress(shown, "Prediction", source.steps_per_epoch)
+            return predict(self._predicting.predict, self.strategy, source, progress)
 
     def save(self, filepath: str | Path) -> None:
         """Write the whole model, with its optimizer's state once it was trained, to a .keras file.
@@ -287,120 +321,7 @@ class Trainer:
         with engine_errors(self.rank):
             self.strategy.load(self.model, _keras_file(filepath, "load"))
 
-    # The order of events. All ranks pass through these lines in step.
-
-    def _fit(self, plan: FitPlan, initial_epoch: int, verbose: int) -> keras.callbacks.History:
-        facts = {"epochs": plan.epochs, "callbacks": [type(c).__name__ for c in plan.callbacks]}
-        if plan.validation is not None:
-            facts |= {
-                f"validation {key}": value for key, value in source_facts(plan.validation).items()
-            }
-        together = self.strategy.saves_together
-        own = on_this_rank(plan.callbacks, self.rank.is_first, together)
-        self._prepare(plan.train, "training", facts)
-        callbacks = keras.callbacks.CallbackList(
-            own,
-            add_history=True,
-            model=self.model,
-            epochs=plan.epochs,
-            steps=plan.train.steps_per_epoch,
-            verbose=verbose,
-        )
-        if together:
-            saving_together(own, partial(self.strategy.save, self.model))
-        self.model.stop_training = False
-        with self.strategy.restored_by_first(self.model):
-            callbacks.on_train_begin()
-        # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
-        initial_epoch = int(self.model._initial_epoch or initial_epoch)
-        first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
-        self._check_run_dir(first)
-        self.strategy.broadcast(self.model, without=seed_variables(self.model))
-        self._write_config(plan)
-        logs: Logs = {}
-        for epoch in range(first, plan.epochs):
-            logs = self._epoch(plan, epoch, callbacks, verbose, check_first_step=epoch == first)
-            if any_rank(bool(self.model.stop_training), "stop"):
-                break
-        if plan.epochs > first:
-            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
-        callbacks.on_train_end(logs)
-        if self._run_dir is not None:
-            self.strategy.save(self.model, self._run_dir.model)
-        return self.model.history
-
-    def _epoch(
-        self,
-        plan: FitPlan,
-        epoch: int,
-        callbacks: keras.callbacks.CallbackList,
-        verbose: int,
-        check_first_step: bool,
-    ) -> Logs:
-        """Train one epoch; return its logs, those of all workers."""
-        assert self.steps is not None
-        progress = Progress(verbose, epoch, plan.epochs, plan.train.steps_per_epoch)
-        self.model.reset_metrics()
-        check_additive(self.model.metrics)
-        callbacks.on_epoch_begin(epoch)
-        step_logs: dict[str, Any] = {}
-        share: Share | None = None
-        global_batches = need_global_batches(plan.callbacks)
-        saving = save_within_epochs(plan.callbacks)
-        done = 0
-        shares = epoch_shares(plan.train, epoch, self.strategy.part)
-        for group in grouped(shares, self._steps_per_execution):
-            callbacks.on_train_batch_begin(done)
-            step_logs = self.steps.train(group)
-            share = group[-1]
-            progress.step(len(group), sum(s.global_examples for s in group), step_logs)
-            if global_batches:
-                self.steps.finish()
-                step_logs = self._global_step_logs(step_logs, share)
-            with self.strategy.as_one_process(self.model) if saving else nullcontext():
-                callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
-            if self._guard and done == 0 and check_first_step:
-                self.strategy.check_step(self.model, "after the first step")
-            done += len(group)
-            if global_batches and any_rank(bool(self.model.stop_training), "stop"):
-                break
-        if share is None:
-            raise UsageError("The training data holds no batch: nothing to train on")
-        self.steps.finish()
-        seconds, rate = progress.seconds, progress.examples_per_second
-        logs = self.strategy.logs(self.model, step_logs, share)
-        self.strategy.end_epoch(self.model)
-        if plan.validation is not None and (epoch + 1) % plan.validation_freq == 0:
-            found = self._evaluate(plan.validation, callbacks)
-            logs |= {f"val_{name}": value for name, value in found.items()}
-        if self._guard:
-            self.strategy.check(self.model, f"after epoch {epoch + 1}")
-        with self.strategy.as_one_process(self.model):
-            callbacks.on_epoch_end(epoch, logs)
-        progress.end(logs, seconds, rate)
-        self._write_metrics(plan, epoch, logs, seconds, rate)
-        return logs
-
-    def _evaluate(self, source: Source, callbacks: keras.callbacks.CallbackList) -> Logs:
-        """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
-        assert self.steps is not None
-        self.model.reset_metrics()
-        check_additive(self.model.metrics)
-        callbacks.on_test_begin()
-        step_logs: dict[str, Any] = {}
-        share: Share | None = None
-        for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
-            callbacks.on_test_batch_begin(step)
-            step_logs = self.steps.test(share)
-            callbacks.on_test_batch_end(step, step_logs)
-        if share is None:
-            raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
-        self.steps.finish()
-        logs = self.strategy.logs(self.model, step_logs, share)
-        callbacks.on_test_end(logs)
-        return logs
-
-    # The pieces of that order.
+    # What they have in common.
 
     def _source(
         self, x: Any, y: Any, weight: Any, shuffle: bool, steps: int | None, class_weight: Any
@@ -432,20 +353,30 @@ class Trainer:
             # Streams are compared batch by batch.
             require_alike(nested.sample(source.data), what)
 
-    def _prepare(self, source: Source, what: str, facts: dict[str, Any] | None = None) -> None:
+    def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
         """Build the model from the data's shapes, and compare model and data over the ranks."""
         anew = self._trained is not None and self._trained != self._as_compiled()
-        self._agree(source, (facts or {}) | {"the model is compiled anew": anew}, what)
+        self._agree(source, facts | {"the model is compiled anew": anew}, what)
         if self.steps is not None:
             if anew:
                 raise UsageError(
                     "The model was compiled anew, or layers were frozen or unfrozen, after this Trainer had begun: "
                     "make a new one, Trainer(trainer.model, optimizer=..., loss=...), and train with that"
                 )
-            return
-        data = self._symbolic_data(source)
-        self.steps = self._predicting = self.strategy.prepare(self.model, data, what)
-        self._trained = self._as_compiled()
+        else:
+            data = self._symbolic_data(source)
+            self.steps = self._predicting = self.strategy.prepare(self.model, data, what)
+            self._trained = self._as_compiled()
+        return Loop(
+            self.model,
+            self.strategy,
+            self.steps,
+            self.rank,
+            guard=self._guard,
+            steps_per_execution=self._steps_per_execution,
+            run_dir=self._run_dir,
+            config=self._config,
+        )
 
     def _as_compiled(self) -> tuple[Any, list[int]]:
         """What the compiled steps were made for: the optimizer, and which variables it trains."""
@@ -456,38 +387,6 @@ class Trainer:
         return symbolic_data(
             source.element, max(1, self.global_batch_size // self.strategy.part.count)
         )
-
-    def _global_step_logs(self, step_logs: dict[str, Any], share: Share) -> dict[str, Any]:
-        """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
-        own = read_state(self.model.metrics)
-        logs = self.strategy.logs(self.model, step_logs, share)
-        write_state(self.model.metrics, own)
-        return logs
-
-    def _check_run_dir(self, first_epoch: int) -> None:
-        """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
-        mine = None
-        if self._run_dir is not None and self.rank.is_first:
-            mine = self._run_dir.complaint(first_epoch)
-        complaint = exchange(mine, "run_dir")[0]
-        if complaint is not None:
-            raise UsageError(complaint)
-
-    def _write_config(self, plan: FitPlan) -> None:
-        if self._run_dir is None or not self.rank.is_first:
-            return
-        facts = {"workers": self.rank.size, "epochs": plan.epochs, "examples": plan.train.examples}
-        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
-        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
-        self._run_dir.write_config(self._config | facts | versions | {"optimizer": optimizer})
-
-    def _write_metrics(
-        self, plan: FitPlan, epoch: int, logs: Logs, seconds: float, rate: float
-    ) -> None:
-        if self._run_dir is None or not self.rank.is_first:
-            return
-        validated = plan.validation is not None
-        self._run_dir.append_metrics(*epoch_line(epoch, logs, validated, seconds, rate))
 
 
 def _keras_file(filepath: str | Path, what: str) -> Path:

@@ -108,7 +108,7 @@ def test_example(tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
     )
     assert job.returncode == 0, job.stderr
-    assert re.search(r"'accuracy': 0\.\d+", job.stdout)
+    assert re.search(r"Evaluation .*accuracy: 0\.\d+", job.stdout)
     found = sorted(path.name for path in (tmp_path / "run-1").iterdir())
     assert found == sorted(re.findall(r"[\w.]+\.\w+", written))
 

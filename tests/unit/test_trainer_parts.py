@@ -23,7 +23,7 @@ from hvdtrain.data import Share, make_source
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies import Strategy
-from hvdtrain.trainer.callback_ranks import need_global_batches, on_this_rank
+from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
 from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
@@ -132,7 +132,7 @@ class OnBatches(kc.Callback):
     ids=lambda value: type(value).__name__,
 )
 def test_which_callbacks_need_global_batches(callback: kc.Callback, needs: bool) -> None:
-    assert need_global_batches([kc.History(), callback]) is needs
+    assert need_global_batches([kc.History(), callback], TRAIN_METHODS) is needs
 
 
 def test_writers_run_on_rank_0_alone() -> None:

@@ -100,7 +100,7 @@ def trained(optimizer: Any, strategy: Any, folder: Path | None, kind: Any = kera
     )
     history = trainer.fit(x, y, weight, epochs=2, validation_data=(x, y), verbose=0)
     model = trainer.model
-    evaluation = trainer.evaluate(x, y)
+    evaluation = trainer.evaluate(x, y, verbose=0)
     outputs = trainer.predict(x)
     if folder is not None:
         trainer.save(folder / "model.keras")
@@ -112,7 +112,7 @@ def trained(optimizer: Any, strategy: Any, folder: Path | None, kind: Any = kera
         "outputs": [outputs],
         "state": [v.numpy() for v in model.optimizer.variables],
         "history": [history.history[name] for name in names],
-        "evaluation": [evaluation[name] for name in sorted(evaluation)],
+        "evaluation": evaluation,
         "names": names,
         "iterations": int(model.optimizer.iterations),
         "devices": {v.path: [p.device for p in tf_variables(v)] for v in model.variables},

@@ -128,7 +128,7 @@ def apart(
         "held": sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables),
     }
     if not weights_only:
-        evaluated = trainer.evaluate(*data)
+        evaluated = trainer.evaluate(*data, verbose=0, return_dict=True)
         predicted = keras.tree.flatten(trainer.predict(data[0]))
         result |= {
             "evaluated": evaluated,

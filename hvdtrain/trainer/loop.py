@@ -1,0 +1,264 @@
+"""The order of events in fit, evaluate and predict. All ranks pass through these lines in step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.agreement import any_rank, exchange
+from hvdtrain.collectives.metrics import check_additive, read_state, write_state
+from hvdtrain.data import Share, Source
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.variables import seed_variables
+from hvdtrain.runtime import Rank
+from hvdtrain.strategies.strategy import Logs, Steps, Strategy
+from hvdtrain.trainer.callback_ranks import (
+    TEST_METHODS,
+    TRAIN_METHODS,
+    need_global_batches,
+    on_this_rank,
+    save_within_epochs,
+    saving_together,
+)
+from hvdtrain.trainer.progress import Progress
+from hvdtrain.trainer.run_dir import RunDir, epoch_line
+from hvdtrain.trainer.shares import epoch_shares, grouped
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What one call of `fit` will do: the same on every rank, but for what it shows."""
+
+    train: Source
+    validation: Source | None
+    initial_epoch: int
+    epochs: int
+    validation_freq: int | Collection[int]
+    callbacks: Sequence[keras.callbacks.Callback]
+    verbose: int
+
+    def validates_after(self, epoch: int) -> bool:
+        """Whether it evaluates at the end of `epoch`, counted from 0."""
+        if self.validation is None:
+            return False
+        if isinstance(self.validation_freq, int):
+            return (epoch + 1) % self.validation_freq == 0
+        return epoch + 1 in self.validation_freq
+
+
+@dataclass(frozen=True)
+class EvaluatePlan:
+    """What one call of `evaluate` will do."""
+
+    source: Source
+    callbacks: Sequence[keras.callbacks.Callback]
+    verbose: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Runs the steps of one prepared model.
+
+    Attributes:
+        guard: compare the replicas after the first step and every epoch.
+        steps_per_execution: how many steps run between two calls of callbacks.
+        run_dir: where the run's files go; None: nowhere.
+        config: what config.json says of the Trainer.
+    """
+
+    model: keras.Model
+    strategy: Strategy
+    steps: Steps
+    rank: Rank
+    guard: bool
+    steps_per_execution: int
+    run_dir: RunDir | None
+    config: dict[str, Any]
+
+    def fit(self, plan: FitPlan) -> keras.callbacks.History:
+        """Train; return Keras's History."""
+        together = self.strategy.saves_together
+        own = on_this_rank(plan.callbacks, self.rank.is_first, together)
+        callbacks = keras.callbacks.CallbackList(
+            own,
+            add_history=True,
+            model=self.model,
+            epochs=plan.epochs,
+            steps=plan.train.steps_per_epoch,
+            verbose=plan.verbose,
+        )
+        if together:
+            saving_together(own, partial(self.strategy.save, self.model))
+        self.model.stop_training = False
+        with self.strategy.restored_by_first(self.model):
+            callbacks.on_train_begin()
+        # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
+        initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
+        first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
+        self._check_run_dir(first)
+        self.strategy.broadcast(self.model, without=seed_variables(self.model))
+        self._write_config(plan)
+        logs: Logs = {}
+        for epoch in range(first, plan.epochs):
+            logs = self._epoch(plan, epoch, callbacks, check_first_step=epoch == first)
+            if any_rank(bool(self.model.stop_training), "stop"):
+                break
+        if plan.epochs > first:
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        callbacks.on_train_end(logs)
+        if self.run_dir is not None:
+            self.strategy.save(self.model, self.run_dir.model)
+        return self.model.history
+
+    def evaluate(self, plan: EvaluatePlan) -> Logs:
+        """Return the model's metrics over the whole source."""
+        callbacks = keras.callbacks.CallbackList(
+            on_this_rank(plan.callbacks, self.rank.is_first),
+            model=self.model,
+            epochs=1,
+            steps=plan.source.steps_per_epoch,
+            verbose=plan.verbose,
+        )
+        progress = Progress(plan.verbose, "Evaluation", plan.source.steps_per_epoch)
+        logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
+        progress.end(logs)
+        return logs
+
+    def _epoch(
+        self,
+        plan: FitPlan,
+        epoch: int,
+        callbacks: keras.callbacks.CallbackList,
+        check_first_step: bool,
+    ) -> Logs:
+        """Train one epoch; return its logs, those of all workers."""
+        title = f"Epoch {epoch + 1}/{plan.epochs}"
+        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch)
+        self.model.reset_metrics()
+        check_additive(self.model.metrics)
+        callbacks.on_epoch_begin(epoch)
+        step_logs: Logs = {}
+        share: Share | None = None
+        global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
+        saving = save_within_epochs(plan.callbacks)
+        done = 0
+        shares = epoch_shares(plan.train, epoch, self.strategy.part)
+        for group in grouped(shares, self.steps_per_execution):
+            callbacks.on_train_batch_begin(done)
+            step_logs = self.steps.train(group)
+            share = group[-1]
+            progress.step(len(group), sum(s.global_examples for s in group), step_logs)
+            if global_batches:
+                step_logs = self._global_step_logs(step_logs, share)
+            with self.strategy.as_one_process(self.model) if saving else nullcontext():
+                callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
+            if self.guard and done == 0 and check_first_step:
+                self.strategy.check_step(self.model, "after the first step")
+            done += len(group)
+            if global_batches and any_rank(bool(self.model.stop_training), "stop"):
+                break
+        if share is None:
+            raise UsageError("The training data holds no batch: nothing to train on")
+        self.steps.finish()
+        progress.stop()
+        logs = self.strategy.logs(self.model, step_logs, share)
+        self.strategy.end_epoch(self.model)
+        if plan.validates_after(epoch):
+            assert plan.validation is not None
+            found = self._evaluate(plan.validation, callbacks, plan.callbacks)
+            logs |= {f"val_{name}": value for name, value in found.items()}
+        if self.guard:
+            self.strategy.check(self.model, f"after epoch {epoch + 1}")
+        with self.strategy.as_one_process(self.model):
+            callbacks.on_epoch_end(epoch, logs)
+        progress.end(logs)
+        self._write_metrics(plan, epoch, logs, progress)
+        return logs
+
+    def _evaluate(
+        self,
+        source: Source,
+        callbacks: keras.callbacks.CallbackList,
+        everyones: Sequence[keras.callbacks.Callback],
+        progress: Progress | None = None,
+    ) -> Logs:
+        """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
+        self.model.reset_metrics()
+        check_additive(self.model.metrics)
+        self.model.stop_evaluating = False
+        callbacks.on_test_begin()
+        step_logs: Logs = {}
+        share: Share | None = None
+        global_batches = need_global_batches(everyones, TEST_METHODS)
+        for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
+            callbacks.on_test_batch_begin(step)
+            step_logs = self.steps.test(share)
+            if progress is not None:
+                progress.step(1, share.global_examples, step_logs)
+            if global_batches:
+                step_logs = self._global_step_logs(step_logs, share)
+            callbacks.on_test_batch_end(step, step_logs)
+            if global_batches and any_rank(bool(self.model.stop_evaluating), "stop"):
+                break
+        if share is None:
+            raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
+        self.steps.finish()
+        logs = self.strategy.logs(self.model, step_logs, share)
+        callbacks.on_test_end(logs)
+        return logs
+
+    # The pieces of that order.
+
+    def _global_step_logs(self, step_logs: Logs, share: Share) -> Logs:
+        """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
+        self.steps.finish()
+        own = read_state(self.model.metrics)
+        logs = self.strategy.logs(self.model, step_logs, share)
+        write_state(self.model.metrics, own)
+        return logs
+
+    def _check_run_dir(self, first_epoch: int) -> None:
+        """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
+        mine = None
+        if self.run_dir is not None and self.rank.is_first:
+            mine = self.run_dir.complaint(first_epoch)
+        complaint = exchange(mine, "run_dir")[0]
+        if complaint is not None:
+            raise UsageError(complaint)
+
+    def _write_config(self, plan: FitPlan) -> None:
+        if self.run_dir is None or not self.rank.is_first:
+            return
+        facts = {"workers": self.rank.size, "epochs": plan.epochs, "examples": plan.train.examples}
+        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
+        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
+        self.run_dir.write_config(self.config | facts | versions | {"optimizer": optimizer})
+
+    def _write_metrics(self, plan: FitPlan, epoch: int, logs: Logs, progress: Progress) -> None:
+        if self.run_dir is None or not self.rank.is_first:
+            return
+        validated = plan.validation is not None
+        seconds, rate = progress.seconds, progress.examples_per_second
+        self.run_dir.append_metrics(*epoch_line(epoch, logs, validated, seconds, rate))
+
+
+def predict(
+    predict: Callable[[Share], Any], strategy: Strategy, source: Source, progress: Progress
+) -> Any:
+    """Return the outputs that `predict` finds for all of `source`, in its order."""
+
+    def outputs() -> Iterator[tuple[Share, Any]]:
+        for share in epoch_shares(source, 0, strategy.part):
+            yield share, predict(share)
+            progress.step(1, share.global_examples, {})
+
+    found = strategy.gather(outputs())
+    progress.end({})
+    return found
