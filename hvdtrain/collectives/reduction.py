@@ -25,6 +25,7 @@ from typing import Any, TypeAlias
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvdtrain.collectives.compression import (
     BF16_MIN_ELEMENTS,
@@ -333,6 +334,7 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
     """
     if tf.executing_eagerly():
         return tensor
+    _require_no_xla()
     if not tensor.shape.rank:
         # A scalar has no place to cut at; an unknown rank no number of places.
         return tf.reshape(anchored(tf.reshape(tensor, [-1])), tf.shape(tensor))
@@ -341,6 +343,17 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
     result = tf.slice(tensor, begin, [-1] * rank)
     result.set_shape(tensor.shape)
     return result
+
+
+def _require_no_xla() -> None:
+    """Raise UsageError in a function that XLA compiles as a whole: none of its operations can be Horovod's."""
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise UsageError(
+            "A function with jit_compile=True communicates (DistributedGradientTape, DistributedOptimizer or a "
+            "collective of hvdtrain.keras), and XLA cannot compile Horovod's operations: leave jit_compile=True off "
+            "this tf.function. What XLA is to compile in it can stand in a tf.function(jit_compile=True) of its own, "
+            "without the collectives, or under `with tf.xla.experimental.jit_scope():`, which leaves them out"
+        )
 
 
 @functools.cache

@@ -54,8 +54,9 @@ from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_s
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import anchored, scaled
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.variables import tf_variable
-from hvdtrain.runtime import start_horovod as init
+from hvdtrain.runtime import start_horovod
 
 __all__ = [
     "Adasum",
@@ -97,6 +98,12 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+
+def init(*args: Any, **kwargs: Any) -> None:
+    """Start Horovod in this process, with the arguments of Horovod's init; do nothing if it runs already."""
+    start_horovod(*args, **kwargs)
+    prepare_keras()
 
 
 def allreduce(

@@ -1,7 +1,7 @@
-"""Corrections of Keras classes, for models whose optimizer is distributed only. Tested with Keras 3.15.
+"""Corrections of Keras classes for models that communicate; others stay as they are. Tested with Keras 3.15.
 
-LossScaleOptimizer agrees over the ranks whether gradients are finite, and a model that is to be compiled by XLA
-keeps Horovod's operations, which have no XLA kernel, outside the compiled part.
+LossScaleOptimizer agrees over the ranks whether gradients are finite, and in a model that is to be compiled by XLA
+Horovod's operations, which have no XLA kernel, stand between the compiled parts.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras_internals.optimizers import gradients_taken, is_distributed, require_gradients
+from hvdtrain.keras_internals.models import overridden
+from hvdtrain.keras_internals.optimizers import is_distributed
 
 
 def prepare_keras() -> None:
     """Install the corrections; calling again changes nothing."""
     correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
     correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
-    correct(keras.Model, "make_train_function", _make_train_function)
+    correct(keras.Model, "_make_function", _make_function)
 
 
 def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -53,45 +54,30 @@ def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
     return original(self, self.inner_optimizer.scale_loss(loss))
 
 
-def _make_train_function(original: Callable[..., Any], self: Any, force: bool = False) -> Any:
-    if not (is_distributed(self.optimizer) and self.jit_compile):
-        return original(self, force)
-    if self.train_function is not None and not force:
-        return self.train_function
+def _make_function(original: Callable[..., Any], self: Any, step: Callable[[Any], Any]) -> Any:
+    """Of a train_step or test_step that may communicate, XLA compiles all but the collectives."""
+    communicates = is_distributed(self.optimizer) or overridden(self, "train_step", "test_step")
+    if not (self.jit_compile and communicates):
+        return original(self, step)
     self.jit_compile = False
     try:
-        self.train_function = self._make_function(split_train_step(self))
+        return original(self, in_clusters(step))
     finally:
         self.jit_compile = True
-    return self.train_function
 
 
-def split_train_step(model: keras.Model) -> Callable[[Any], Any]:
-    """Return model.train_step in two parts: forward and backward compiled by XLA, reduction and update not.
+def in_clusters(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `step` for a tf.function of which XLA compiles what it can, cluster by cluster.
 
-    While XLA's part is traced, the optimizer hands the gradients out instead of applying them. Works for a
-    user's own train_step too, if it applies gradients once.
+    It is the program that was written, in its order, however often it applies gradients and whatever it reads
+    afterwards: TensorFlow finds the clusters in the finished graph. (Compiled as a whole, a step could not hold
+    Horovod's operations.)
     """
-    optimizer = model.optimizer
-    handed_out: list[tuple[Any, Any]] = []
 
-    @tf.function(jit_compile=True, autograph=False)
-    def forward_and_backward(data: Any) -> Any:
-        handed_out.clear()
+    def clustered(data: Any) -> Any:
+        if tf.executing_eagerly():
+            return step(data)
+        with tf.xla.experimental.jit_scope():
+            return step(data)
 
-        def take(pairs: list[tuple[Any, Any]]) -> bool:
-            handed_out.extend((g, v) for g, v in pairs if g is not None)
-            return True
-
-        with gradients_taken(optimizer, take):
-            logs = model.train_step(data)
-        require_gradients(model, handed_out)
-        return logs, [gradient for gradient, _ in handed_out]
-
-    def train_step(data: Any) -> Any:
-        logs, gradients = forward_and_backward(data)
-        variables = [variable for _, variable in handed_out]
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
-        return logs
-
-    return train_step
+    return clustered

@@ -27,7 +27,6 @@ import tensorflow as tf
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import anchored
 from hvdtrain.collectives.step import current_step
-from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.overlay import overlay
@@ -39,19 +38,11 @@ class TotalOfRanks:
 
     Attributes:
         ranks: that compute the parts.
-        in_xla: the step is compiled by XLA.
     """
 
     ranks: hvd.ProcessSet
-    in_xla: bool
 
     def __call__(self, divisor: tf.Tensor) -> tf.Tensor:
-        if self.in_xla:
-            raise UsageError(
-                "jit_compile=True does not work with masks (padding, ignore_class) or with a loss of "
-                "reduction='mean_with_sample_weight': what such a loss divides by has to travel between the ranks, "
-                "which XLA cannot. Leave jit_compile out"
-            )
         return hvd.allreduce(
             anchored(divisor),
             op=hvd.Sum,

@@ -14,21 +14,12 @@ from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras_internals.corrections import split_train_step
+from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.strategy import Logs
-
-
-def _require_jit(model: keras.Model) -> None:
-    for layer in model._flatten_layers():
-        if not layer.supports_jit:
-            raise UsageError(
-                f"jit_compile=True does not work with layer {layer.name!r} ({type(layer).__name__}), which XLA "
-                "cannot compile. Leave jit_compile out"
-            )
 
 
 def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[Any], Any]:
@@ -79,16 +70,14 @@ class RankSteps:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
-            if model.jit_compile:
-                _require_jit(model)
-            total = TotalOfRanks(reducer.reduction.process_set, model.jit_compile)
+            total = TotalOfRanks(reducer.reduction.process_set)
             self._step = Step(self._share, total, share_in_loss=trains_by_keras(model))
         self._synchronized = [
             layer
             for layer in model._flatten_layers()
             if getattr(layer, "hvdtrain_synchronized", False)
         ]
-        train = split_train_step(model) if model.jit_compile else model.train_step
+        train = in_clusters(model.train_step) if model.jit_compile else model.train_step
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(model.test_step)

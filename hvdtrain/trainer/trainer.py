@@ -71,7 +71,7 @@ class Trainer:
             `model` is called to build. A model instance must have been built with it. Default: as it is.
         run_dir: folder for config.json, metrics.csv and the final model.keras; default none.
         seed: of initial weights (if `model` is a function) and of shuffling.
-        jit_compile: compile forward and backward pass with XLA; reduction and update stay outside.
+        jit_compile: compile training steps with XLA, all but what it cannot compile: Horovod's collectives, for one.
         run_eagerly: run steps without tf.function, to debug.
         steps_per_execution: run this many steps before callbacks are called again.
         strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains

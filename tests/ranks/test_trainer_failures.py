@@ -95,7 +95,6 @@ USAGE = {
     "empty": "the data is empty",
     "endless": "pass steps_per_epoch",
     "op": "op=Average",
-    "masked jit": "jit_compile=True does not work with masks",
     "model": "the function returned int",
     "scaling": "'cubic': choose one of none, linear, sqrt",
     "precision": "'float7'",
@@ -105,7 +104,6 @@ USAGE = {
     "frozen": "make a new one, Trainer(trainer.model",
     "whole batch": "The loss 'dice' is made from sums over all examples of the batch",
     "several optimizers": "give one optimizer for all weights",
-    "idle step": "The train_step of Idle gave self.optimizer no gradient",
 }
 
 

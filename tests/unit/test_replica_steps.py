@@ -13,7 +13,6 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.corrections import split_train_step
 from hvdtrain.keras_internals.replica_scope import ReplicaScope, made_again, pure_steps
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
 
@@ -153,19 +152,6 @@ def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
     _, steps = steps_of(strategy_of(kind), keras.optimizers.SGD, kind=Idle, rows=REAL)
     with pytest.raises(UsageError, match="train_step of Idle gave"):
         steps.train([share()])
-
-
-def test_one_part_of_xla_and_one_of_the_optimizer() -> None:
-    model, plain = make(keras.optimizers.Adam(0.1), kind=Own), make(keras.optimizers.Adam(0.1))
-    step = split_train_step(model)
-    for _ in range(2):
-        step((tf.constant(X), tf.constant(Y)))
-        plain.train_on_batch(X, Y)
-    for found, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-    idle = split_train_step(make("sgd", kind=Idle))
-    with pytest.raises(UsageError, match="train_step of Idle gave"):
-        idle((tf.constant(X), tf.constant(Y)))
 
 
 def test_an_optimizer_with_a_weight_decay_of_its_own() -> None:

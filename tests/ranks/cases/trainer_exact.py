@@ -298,6 +298,12 @@ def case_ways_of_running() -> dict[str, Any]:
         "run_eagerly": vector(run_eagerly=True),
         "steps_per_execution": vector(steps_per_execution=2),
         "steps_per_execution, jit_compile": vector(steps_per_execution=2, jit_compile=True),
+        "mask, jit_compile": apart(
+            tagging_model,
+            lambda: SGD(0.5),
+            (PADDED, RNG.integers(0, 5, PADDED.shape)),
+            trainer={"jit_compile": True},
+        ),
         "accumulate": apart(
             vector_model,
             lambda: SGD(0.05, momentum=0.9, gradient_accumulation_steps=3),

@@ -151,7 +151,6 @@ def case_usage() -> dict[str, str]:
             lambda: fit(trainer(), tf.data.Dataset.from_tensor_slices((X, Y)).repeat())
         ),
         "op": message(lambda: trainer(optimizer=DistributedOptimizer(optimizers.SGD(), op=Sum))),
-        "masked jit": message(masked_jit),
         "model": message(lambda: trainer(lambda: 3)),
         "scaling": message(lambda: trainer(learning_rate_scaling="cubic")),
         "precision": message(lambda: trainer(precision="float7")),
@@ -161,7 +160,6 @@ def case_usage() -> dict[str, str]:
         "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
         "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
         "several optimizers": message(lambda: trainer(optimizer=several())),
-        "idle step": message(lambda: fit(trainer(idle, jit_compile=True))),
     }
 
 
@@ -175,22 +173,3 @@ def changed(change: Callable[[keras.Model], Any]) -> None:
 
 def several() -> Any:
     return optimizers.MultiOptimizer(optimizers.OptimizerMap(optimizers.SGD()))
-
-
-class Idle(keras.Sequential):
-    """Its train_step trains nothing."""
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        return self.test_step(data)
-
-
-def idle() -> keras.Model:
-    return Idle([layers.Input((3,)), layers.Dense(1)])
-
-
-def masked_jit() -> None:
-    words = layers.Input((6,), dtype="int32")
-    tags = layers.Dense(5)(layers.Embedding(9, 4, mask_zero=True)(words))
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    trained = trainer(lambda: keras.Model(words, tags), loss=loss, jit_compile=True)
-    fit(trained, np.ones((40, 6), "int32"), np.zeros((40, 6), "int32"))
