@@ -24,6 +24,7 @@ import contextlib
 import os
 import queue
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -119,7 +120,7 @@ def run_pytest(tree: Path, test: str) -> tuple[int | None, str]:
     }
     command = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider"]
     process = subprocess.Popen(
-        [sys.executable, *command, *test.split()],
+        [sys.executable, *command, *shlex.split(test)],
         cwd=tree,
         env=environment,
         stdin=subprocess.DEVNULL,
