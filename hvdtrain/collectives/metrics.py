@@ -1,12 +1,15 @@
 """Metrics over all ranks: the states are merged, not the results averaged.
 
 A Keras metric's state (a sum and a count, a confusion matrix, the counters of an AUC) adds up over examples, so the
-sum of the ranks' states is the state of one worker that saw all examples, and its result is exact.
+sum of the ranks' states is the state of one worker that saw all examples, and its result is exact. States that combine
+otherwise have rules (see combining).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -14,10 +17,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.errors import UsageError
+from hvdtrain.collectives.combining import (
+    FIRST,
+    LAST,
+    MAX,
+    MEAN,
+    MIN,
+    SHARE,
+    SUM,
+    State,
+    declared_rule,
+)
+from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.variables import tf_variable, unique
-
-State = list[np.ndarray]
 
 
 def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
@@ -28,16 +40,16 @@ def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
 def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
     """Raise UsageError for a metric whose states cannot be added up. Call after `reset_state`.
 
-    A state that starts from something other than zero (a running minimum, say) would be counted once a rank.
+    For ways of training that always add: a state that begins with something other than zero (a running minimum, say)
+    would be counted once a rank.
     """
-    for metric in metrics:
-        for variable in metric.variables:
-            if _aggregation(variable) == "sum" and np.any(tf_variable(variable).numpy()):
-                raise UsageError(
-                    f"The metric state {variable.path!r} starts from a value that is not zero, so the states "
-                    "of several workers cannot be added up. Create the variable with aggregation='mean' "
-                    "or 'only_first_replica', or compute the metric with trainer.predict."
-                )
+    for variable in state_variables(metrics):
+        if declared_rule(variable) is None and np.any(tf_variable(variable).numpy()):
+            raise UsageError(
+                f"The metric state {variable.path!r} starts from a value that is not zero, so the states of several "
+                "workers cannot be added up. Create the variable with aggregation='mean' or 'only_first_replica', "
+                "train with strategy='horovod' without a layout, or compute the metric with trainer.predict."
+            )
 
 
 def read_state(metrics: Sequence[keras.metrics.Metric]) -> State:
@@ -52,29 +64,73 @@ def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
 
 
 def merge_state(
-    metrics: Sequence[keras.metrics.Metric], process_set: hvd.ProcessSet = hvd.global_process_set
+    metrics: Sequence[keras.metrics.Metric],
+    process_set: hvd.ProcessSet = hvd.global_process_set,
+    rules: Mapping[int, str] | None = None,
+    share: float | None = None,
 ) -> None:
     """Replace the state of `metrics` on every rank of `process_set` by that of all of them together. A collective.
 
-    Sums are made in float64. Variables with aggregation "mean" are averaged; those with "only_first_replica"
-    or "none" become those of the first rank.
+    Sums are made in float64. What a variable's aggregation says goes before `rules`: "mean" is averaged, and
+    "only_first_replica" becomes the first rank's.
+
+    Args:
+        metrics: the same on all ranks.
+        process_set: the ranks.
+        rules: of the states that do not add up, by the id of the tf.Variable (see combining).
+        share: this rank's part of the last step, for the rule "last"; default: equal parts.
+
+    Raises:
+        ReplicaError: on all ranks: they found other rules.
     """
     variables = state_variables(metrics)
     ranks = process_set.size()
     if ranks == 1 or not variables:
         return
-    weights = {"sum": 1.0, "mean": 1.0 / ranks}
-    own = 1.0 if process_set.rank() == 0 else 0.0
-    values = [
-        tf.cast(tf.reshape(tf_variable(v), [-1]), tf.float64) * weights.get(_aggregation(v), own)
-        for v in variables
+    found = [declared_rule(v) or (rules or {}).get(id(tf_variable(v)), SUM) for v in variables]
+    factors = {
+        SUM: 1.0,
+        SHARE: 1.0,
+        MEAN: 1.0 / ranks,
+        LAST: 1.0 / ranks if share is None else share,
+        FIRST: float(process_set.rank() == 0),
+    }
+    values = [tf.cast(tf.reshape(tf_variable(v), [-1]), tf.float64) for v in variables]
+    # All ranks send all, whatever the rules, so that a difference can be told.
+    sums = [
+        value * factors[rule] if factors.get(rule) else tf.zeros_like(value)
+        for value, rule in zip(values, found, strict=True)
     ]
-    flat = tf.concat(values, axis=0)
-    total = hvd.allreduce(flat, op=hvd.Sum, name="hvdtrain_metrics", process_set=process_set)
-    parts = tf.split(total, [tf_variable(v).shape.num_elements() for v in variables])
+    total = hvd.allreduce(
+        tf.concat([tf.constant([_fingerprint(found)], tf.float64), *sums], 0),
+        op=hvd.Sum,
+        name="hvdtrain_metrics",
+        process_set=process_set,
+    )
+    if float(total[0]) != ranks * _fingerprint(found):
+        raise ReplicaError(
+            "The ranks do not agree on how the metrics' states combine: the metrics, or what updates them, differ "
+            "between the ranks. Every rank must run the same script"
+        )
+    parts = tf.split(total[1:], [value.shape[0] for value in values])
+    signs = {MAX: 1.0, MIN: -1.0}
+    extremes = [i for i, rule in enumerate(found) if rule in signs]
+    if extremes:
+        signed = [signs[found[i]] * values[i] for i in extremes]
+        largest = hvd.allreduce(
+            tf.concat(signed, 0), op=hvd.Max, name="hvdtrain_metrics_max", process_set=process_set
+        )
+        sizes = [values[i].shape[0] for i in extremes]
+        for i, part in zip(extremes, tf.split(largest, sizes), strict=True):
+            parts[i] = signs[found[i]] * part
     for variable, part in zip(variables, parts, strict=True):
         target = tf_variable(variable)
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
+
+
+def _fingerprint(rules: Sequence[str]) -> float:
+    """A whole number that differs for other rules, and that float64 adds up exactly."""
+    return float(zlib.crc32(" ".join(rules).encode()))
 
 
 def as_value(result: Any) -> float | np.ndarray:
@@ -84,23 +140,42 @@ def as_value(result: Any) -> float | np.ndarray:
 
 
 def average_logs(
-    logs: dict[str, Any], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
+    logs: Mapping[str, Any], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
 ) -> dict[str, Any]:
-    """Return `logs` averaged over the ranks of `process_set`, weighted by `examples`. A collective.
+    """Return what the ranks of `process_set` make of the values of a step that are no metric's. A collective.
 
-    For what a user's own train_step returns beside the model's metrics.
+    A value that is the same on all ranks that have an example (a learning rate) stays as it is, to the last bit; others
+    are averaged by `examples`, with a warning: one worker would have had the value of the whole batch.
     """
+    if not logs:
+        return {}
     names = sorted(logs)
-    values = [np.asarray(logs[name], np.float64) for name in names]
-    weighted = [(v * examples if examples else np.zeros_like(v)).ravel() for v in values]
-    mine = tf.constant(np.concatenate([*weighted, [float(examples)]]))
-    total = hvd.allreduce(mine, op=hvd.Sum, name="hvdtrain_logs", process_set=process_set).numpy()
-    parts = np.split(total[:-1] / total[-1], np.cumsum([v.size for v in values])[:-1])
-    return {
-        name: as_value(part.reshape(value.shape))
-        for name, value, part in zip(names, values, parts, strict=True)
-    }
-
-
-def _aggregation(variable: Any) -> str:
-    return getattr(variable, "aggregation", "sum") or "sum"
+    arrays = [np.asarray(logs[name], np.float64) for name in names]
+    mine = np.concatenate([array.ravel() for array in arrays])
+    ends = np.cumsum([array.size for array in arrays])
+    both = np.concatenate([mine, -mine]) if examples else np.full(2 * mine.size, -np.inf)
+    bounds = hvd.allreduce(
+        tf.constant(both), op=hvd.Max, name="hvdtrain_logs_range", process_set=process_set
+    ).numpy()
+    largest, least = bounds[: mine.size], -bounds[mine.size :]
+    weighted = mine * examples if examples else np.zeros_like(mine)
+    total = hvd.allreduce(
+        tf.constant([*weighted, float(examples)], tf.float64),
+        op=hvd.Sum,
+        name="hvdtrain_logs",
+        process_set=process_set,
+    ).numpy()
+    same = largest == least
+    values = np.where(same, largest, total[:-1] / total[-1])
+    found = {}
+    for name, array, end in zip(names, arrays, ends, strict=True):
+        place = slice(end - array.size, end)
+        found[name] = as_value(values[place].reshape(array.shape))
+        if not np.all(same[place]) and process_set.rank() == 0:
+            warnings.warn(
+                f"The step returns {name!r}, which is no metric's result and differs between the workers: the log is "
+                "the average of their values in the last step, by examples. For a mean over the batch this is what "
+                "one worker would have; keep anything else in a keras.metrics.Metric and return its result()",
+                stacklevel=2,
+            )
+    return found

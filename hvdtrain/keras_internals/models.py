@@ -67,15 +67,13 @@ def metric_names(model: keras.Model) -> list[str]:
     return list(model.get_metrics_result())
 
 
-def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Return the logs of an epoch, and whether they are the results of the model's metrics.
+def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
+    """Return the logs of an epoch, as Keras has them: the results of the model's metrics, if `logs` have their names.
 
-    A train_step of the user's may return other names; then `logs`, of the last step, is all there is.
+    A train_step of the user's may return other names; then `logs`, of the last step, are all there is.
     """
     results = model.get_metrics_result()
-    if not logs or set(logs) == set(results):
-        return results, True
-    return logs, False
+    return results if not logs or set(logs) == set(results) else logs
 
 
 def values_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:

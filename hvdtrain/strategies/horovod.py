@@ -13,7 +13,7 @@ import keras
 
 from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
 from hvdtrain.collectives.agreement import on_first, require_equal
-from hvdtrain.collectives.metrics import as_value, average_logs, merge_state, state_variables
+from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
@@ -22,7 +22,6 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute, reducer_of
 from hvdtrain.keras_internals.models import (
     metric_names,
-    metrics_or_logs,
     symbolic_build,
     symbolic_call,
 )
@@ -32,6 +31,7 @@ from hvdtrain.keras_internals.variables import seed_variables, tf_variable, trai
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, write_model
+from hvdtrain.strategies.step_metrics import merged_logs
 from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import Logs, Steps, Strategy
 
@@ -105,10 +105,7 @@ class HorovodStrategy(Strategy):
         check_replicas(model, when=when)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        merge_state(model.metrics, self.data_set)
-        logs, from_metrics = metrics_or_logs(model, step_logs)
-        values = {name: as_value(value) for name, value in logs.items()}
-        return values if from_metrics else average_logs(values, share.examples, self.data_set)
+        return merged_logs(model, step_logs, share, self.data_set)
 
     def end_epoch(self, model: keras.Model) -> None:
         average_statistics(model, reducer_of(model.optimizer).local_variables, self.data_set)

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.keras_internals.models import symbolic_call
 from hvdtrain.strategies.replicas import ReplicaSteps, build
 from hvdtrain.strategies.strategy import Strategy
@@ -18,6 +19,10 @@ class ReplicaStrategy(Strategy):
     def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
         """Return the steps of a model with variables, for global batches of up to `examples`."""
         raise NotImplementedError
+
+    def reset_metrics(self, model: keras.Model) -> None:
+        super().reset_metrics(model)
+        check_additive(model.metrics)
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ReplicaSteps:
         with self.scope():

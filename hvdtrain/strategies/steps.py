@@ -9,16 +9,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.metrics import read_state, write_state
+from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.statistics import settle_idle
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.metric_calls import Source
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
+from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
 
 
@@ -66,11 +69,12 @@ class RankSteps:
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._step: Step | None = None
+        self._set = reducer.reduction.process_set
         if workers > 1:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
-            total = TotalOfRanks(reducer.reduction.process_set)
+            total = TotalOfRanks(self._set)
             self._step = Step(self._share, total, share_in_loss=trains_by_keras(model))
         self._synchronized = [
             layer
@@ -78,9 +82,16 @@ class RankSteps:
             if getattr(layer, "hvdtrain_synchronized", False)
         ]
         train = in_clusters(model.train_step) if model.jit_compile else model.train_step
+        test = model.test_step
+        self._metrics = StepMetrics(model, self._share, self._set.rank() == 0)
+        self._train_sources: dict[str, Source] = {}
+        self._test_sources: dict[str, Source] = {}
+        if workers > 1:
+            train = self._metrics.over(train, self._train_sources)
+            test = self._metrics.over(test, self._test_sources)
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
-        self._test = self._compiled(model.test_step)
+        self._test = self._compiled(test)
         self._predict = self._compiled(model.predict_step)
 
     def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
@@ -104,13 +115,16 @@ class RankSteps:
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, one after the other; return this rank's logs so far, as scalar tensors."""
         if len(shares) == 1:
-            return self._run(self._train, shares[0])
-        stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *[s.data for s in shares])
-        return self._run(self._train_several, replace(shares[0], data=stacked))
+            logs = self._run(self._train, shares[0])
+        else:
+            data = [share.data for share in shares]
+            stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
+            logs = self._run(self._train_several, replace(shares[0], data=stacked))
+        return self._metrics.logs(logs, self._train_sources)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
-        return self._run(self._test, share)
+        return self._metrics.logs(self._run(self._test, share), self._test_sources)
 
     def predict(self, share: Share) -> Any:
         """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
@@ -127,19 +141,23 @@ class RankSteps:
             self._share.assign(value)
             self._share_value = value
         with in_step(self._step):
-            return step(share.data) if share.examples else self._run_idle(step, share)
+            some_idle = share.global_examples < self._set.size()
+            return self._run_tail(step, share) if some_idle else step(share.data)
 
-    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Take part in the collectives on a filler example, then forget what it did to this rank's state."""
-        metrics = self._model.metrics
-        before = read_state(metrics)
+    def _run_tail(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        """Run a step in which some ranks are idle: they take part in the collectives, on a filler example.
+
+        What it did to an idle rank's own state is forgotten.
+        """
+        metrics = self._metrics.all
+        counted = read_state(metrics)
         # The statistics of synchronized layers are those of the other ranks' examples: they count.
         synchronized = [v for layer in self._synchronized for v in layer.non_trainable_variables]
-        counted = {id(tf_variable(v)) for v in [*self._model.metrics_variables, *synchronized]}
-        kept = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in counted]
-        values = [tf_variable(v).numpy() for v in kept]
+        others = {id(tf_variable(v)) for v in [*state_variables(metrics), *synchronized]}
+        own = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in others]
+        before = [tf_variable(v).read_value() for v in own]
         logs = step(share.data)
-        write_state(metrics, before)
-        for variable, value in zip(kept, values, strict=True):
-            tf_variable(variable).assign(value)
+        if not share.examples:
+            write_state(metrics, counted)
+        settle_idle(own, before, not share.examples, self._set)
         return logs

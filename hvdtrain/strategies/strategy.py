@@ -108,6 +108,10 @@ class Strategy:
     def check(self, model: keras.Model, when: str) -> None:
         """Raise ReplicaError if anything that is replicated differs between workers."""
 
+    def reset_metrics(self, model: keras.Model) -> None:
+        """Begin to count anew."""
+        model.reset_metrics()
+
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         """Return the values since the metrics' reset, over all workers: equal on every rank.
 
@@ -115,8 +119,7 @@ class Strategy:
             step_logs: what the last step returned on this process.
             share: of the last step.
         """
-        values, _ = metrics_or_logs(model, step_logs)
-        return {name: as_value(value) for name, value in values.items()}
+        return {n: as_value(v) for n, v in metrics_or_logs(model, step_logs).items()}
 
     def end_epoch(self, model: keras.Model) -> None:
         """Make the statistics of all workers one (BatchNormalization's moving averages)."""

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import any_rank, exchange
-from hvdtrain.collectives.metrics import check_additive, read_state, write_state
+from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import Share, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import seed_variables
@@ -141,8 +141,7 @@ class Loop:
         """Train one epoch; return its logs, those of all workers."""
         title = f"Epoch {epoch + 1}/{plan.epochs}"
         progress = Progress(plan.verbose, title, plan.train.steps_per_epoch)
-        self.model.reset_metrics()
-        check_additive(self.model.metrics)
+        self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
         step_logs: Logs = {}
         share: Share | None = None
@@ -155,10 +154,9 @@ class Loop:
             step_logs = self.steps.train(group)
             share = group[-1]
             progress.step(len(group), sum(s.global_examples for s in group), step_logs)
-            if global_batches:
-                step_logs = self._global_step_logs(step_logs, share)
+            shown = self._global_step_logs(step_logs, share) if global_batches else step_logs
             with self.strategy.as_one_process(self.model) if saving else nullcontext():
-                callbacks.on_train_batch_end(done + len(group) - 1, step_logs)
+                callbacks.on_train_batch_end(done + len(group) - 1, shown)
             if self.guard and done == 0 and check_first_step:
                 self.strategy.check_step(self.model, "after the first step")
             done += len(group)
@@ -190,8 +188,7 @@ class Loop:
         progress: Progress | None = None,
     ) -> Logs:
         """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
-        self.model.reset_metrics()
-        check_additive(self.model.metrics)
+        self.strategy.reset_metrics(self.model)
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
         step_logs: Logs = {}
@@ -202,9 +199,8 @@ class Loop:
             step_logs = self.steps.test(share)
             if progress is not None:
                 progress.step(1, share.global_examples, step_logs)
-            if global_batches:
-                step_logs = self._global_step_logs(step_logs, share)
-            callbacks.on_test_batch_end(step, step_logs)
+            shown = self._global_step_logs(step_logs, share) if global_batches else step_logs
+            callbacks.on_test_batch_end(step, shown)
             if global_batches and any_rank(bool(self.model.stop_evaluating), "stop"):
                 break
         if share is None:

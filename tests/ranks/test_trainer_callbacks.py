@@ -143,9 +143,3 @@ def test_progress_is_shown_on_rank_0(results: Results) -> None:
     assert "examples/s" in line
     assert line.count("\n") == 1
     assert second == ["", "", ""]
-
-
-def test_metric_that_cannot_be_merged(results: Results) -> None:
-    for message in results.of("case_metric_that_cannot_be_merged"):
-        assert "'lowest/lowest'" in message
-        assert "added up" in message

@@ -16,6 +16,7 @@ from hvdtrain.parallel.pipeline.exchange import tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses, Made
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
 from hvdtrain.parallel.pipeline.stages import Stage
+from hvdtrain.strategies.step_metrics import StepMetrics
 
 
 class Passes:
@@ -25,12 +26,16 @@ class Passes:
         stage: this rank's; its model is compiled.
         names: of the losses and metrics, which the last stage computes.
         late: on the last stage, if its losses cannot be computed in the forward pass.
+        metrics: of the stage's model.
     """
 
-    def __init__(self, stage: Stage, names: Sequence[str], late: LateLosses | None) -> None:
+    def __init__(
+        self, stage: Stage, names: Sequence[str], late: LateLosses | None, metrics: StepMetrics
+    ) -> None:
         self._stage = stage
         self._names = names
         self._late = late
+        self._metrics = metrics
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
     def train(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
@@ -133,7 +138,10 @@ class Passes:
         """Count a micro-batch in the loss and metrics; return their values so far."""
         model = self._stage.model
         graph_internals.track_loss(model, loss, examples)
-        logs = model.compute_metrics(None, y, outputs, sample_weight=weight)
+        logs, _ = self._metrics.count(
+            lambda: model.compute_metrics(None, y, outputs, sample_weight=weight),
+            tf.nest.flatten(outputs)[0].shape[0],
+        )
         return [logs[name] for name in self._names]
 
     def _run(self, received: list[Any], x: Any, training: bool) -> tuple[Any, list[Any]]:

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.combining import LAST, RULES
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
@@ -33,6 +34,7 @@ from hvdtrain.parallel.pipeline.schedule import (
 )
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
 
 
@@ -92,14 +94,17 @@ class PipelineSteps:
         self._step = Step(self._share, total, share_in_loss=True)
         if stage.is_last:
             make_exact(stage.model)
-        self._passes = Passes(stage, self._names, self._late)
+        # "last" would be of the last micro-batch.
+        rules = [rule for rule in RULES if rule != LAST]
+        self._metrics = StepMetrics(stage.model, self._share, ranks.rank() == 0, rules)
+        self._passes = Passes(stage, self._names, self._late, self._metrics)
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, one after the other; return the running logs of this copy, on its first stage."""
         logs: Logs = {}
         for share in shares:
             logs = self._train(share)
-        return logs
+        return self._metrics.logs(logs, {})
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; the last stage holds them."""
@@ -112,7 +117,7 @@ class PipelineSteps:
                     self._share.assign(part.weight)
                     self._passes.late_test(made, totals, part)
         self._exchange.flush()
-        return {}
+        return self._metrics.logs({}, {})
 
     def predict(self, share: Share) -> Any:
         """Return the model's output for the examples of `share` on the last stage, None on the others."""

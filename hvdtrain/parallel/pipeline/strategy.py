@@ -39,6 +39,7 @@ from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
 from hvdtrain.parallel.tensor.strategy import TensorStrategy
 from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs, ModelSource
 
 
@@ -118,7 +119,8 @@ class PipelineStrategy(TensorStrategy):
         return self._steps(model, Measured())
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        merge_state(model.metrics, self.data_set)
+        assert isinstance(step_logs, StepLogs)
+        merge_state(model.metrics, self.data_set, step_logs.rules)
         results = model.get_metrics_result()
         found = {name: np.asarray(value).tolist() for name, value in results.items()}
         # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import symbolic_build, symbolic_call
@@ -89,6 +90,10 @@ class ParameterServer(Strategy):
                 "sums. Use a larger global_batch_size"
             )
         return optimizer
+
+    def reset_metrics(self, model: keras.Model) -> None:
+        super().reset_metrics(model)
+        check_additive(model.metrics)
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ServerSteps:
         _check(model)

@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 from small import RANK, SIZE, difference, layers, optimizers, weights
 
 import hvdtrain
@@ -230,28 +229,3 @@ def case_progress() -> list[str]:
             fit(trainer(), epochs=1, verbose=verbose)
         shown.append(output.getvalue())
     return shown
-
-
-class Lowest(keras.metrics.Metric):
-    """A metric whose state cannot be added up."""
-
-    def __init__(self) -> None:
-        super().__init__(name="lowest")
-        self.lowest = self.add_variable((), lambda shape, dtype: tf.fill(shape, 1e9), name="lowest")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.lowest.assign(tf.minimum(self.lowest.value, tf.reduce_min(y_pred)))
-
-    def result(self) -> Any:
-        return self.lowest
-
-    def reset_state(self) -> None:
-        self.lowest.assign(1e9)
-
-
-def case_metric_that_cannot_be_merged() -> str:
-    try:
-        fit(trainer(metrics=[Lowest()]))
-    except hvdtrain.UsageError as error:
-        return str(error)
-    return "no error"

@@ -1,0 +1,252 @@
+"""How the states of a metric on several workers become that of one: found by trying it out.
+
+A metric is updated for a few steps with whole batches, as one worker does, and with parts of them, as several do
+(uneven ones, and a worker that has nothing). The first rule that makes the states of the parts that of the whole is
+the state's:
+
+- sum: counts and sums over examples, confusion matrices;
+- share: each update counts by its part of the batch, then the states add up. For what grows by one number a batch, a
+  mean over its examples: one worker counts a batch once, and so do several whose parts add up to 1;
+- max, min: the largest and smallest so far, and counters of steps that are integers;
+- last: what is set anew in each step, averaged by examples.
+
+No rule makes the square root of a mean from those of the parts, or a ratio of sums (Dice): such a state gets the
+rule that comes nearest, and the finding says how near.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdtrain.keras_internals.variables import tf_variable
+
+SUM, SHARE, MAX, MIN, LAST = RULES = ("sum", "share", "max", "min", "last")
+NEAREST = (SHARE, SUM, MAX, MIN, LAST)
+"""Where none is exact, of rules about as near the first one: most such states are means over batches."""
+MEAN, FIRST = "mean", "first"
+"""Only where the variable says so: the plain mean over ranks, and the first rank's value."""
+DECLARED = {"mean": MEAN, "only_first_replica": FIRST}
+
+State = list[np.ndarray]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The arguments of one call of a metric's `update_state`."""
+
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+Step = Sequence[Update]
+"""The updates of a metric in one step; none on a worker that is idle."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Some steps, as one worker makes them and as several do.
+
+    Attributes:
+        whole: the steps of one worker, on whole batches.
+        parts: those of each of several workers, on their parts of the same batches.
+        shares: each worker's part of each batch, examples / examples of the batch. The last one is never 0: as in
+            training, the last worker has an example of every batch.
+    """
+
+    whole: Sequence[Step]
+    parts: Sequence[Sequence[Step]]
+    shares: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a trial found.
+
+    Attributes:
+        rules: of each variable of the metric, in their order.
+        exact: whether they make the state of one worker.
+        one, several: the metric's result on one worker, and what the rules make of the parts: arrays, flat.
+    """
+
+    rules: tuple[str, ...]
+    exact: bool
+    one: np.ndarray
+    several: np.ndarray
+
+
+def find_rules(
+    metric: keras.metrics.Metric, trials: Sequence[Trial], allowed: Sequence[str] = RULES
+) -> Finding:
+    """Try out how the states of `metric` combine; it has its own state again afterwards.
+
+    Variables with aggregation "mean" or "only_first_replica" are taken at their word.
+
+    Args:
+        trials: a rule has to fit in all of them.
+        allowed: the rules to try, in this order.
+    """
+    with _kept(metric):
+        tried = [_Tried.of(metric, trial) for trial in trials]
+        fits = {rule: _fits(tried, rule) for rule in allowed}
+        declared = [declared_rule(v) for v in metric.variables]
+        found = [
+            word or next((rule for rule in allowed if fits[rule][i]), None)
+            for i, word in enumerate(declared)
+        ]
+        exact = None not in found
+        rules = tuple(rule or SUM for rule in found)
+        if not exact:
+            uniform = [
+                tuple(word or rule for word in declared) for rule in NEAREST if rule in allowed
+            ]
+            rules = min(uniform, key=lambda r: round(max(t.distance(metric, r) for t in tried), 1))
+        worst = max(tried, key=lambda t: t.distance(metric, rules))
+        return Finding(rules, exact, worst.one, worst.several(metric, rules))
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What a trial made of a metric: states, and the result of one worker."""
+
+    wanted: State
+    one: np.ndarray
+    plain: list[State]
+    weighted: list[State]
+    last_shares: list[float]
+
+    @classmethod
+    def of(cls, metric: keras.metrics.Metric, trial: Trial) -> _Tried:
+        wanted = _state_after(metric, trial.whole)
+        weighted = [
+            _state_after(metric, steps, shares)
+            for steps, shares in zip(trial.parts, trial.shares, strict=True)
+        ]
+        return cls(
+            wanted,
+            _result(metric, wanted),
+            [_state_after(metric, steps) for steps in trial.parts],
+            weighted,
+            [shares[-1] for shares in trial.shares],
+        )
+
+    def combined(self, rules: Sequence[str]) -> State:
+        return [
+            combine(
+                rule,
+                [s[i] for s in (self.weighted if rule == SHARE else self.plain)],
+                self.last_shares,
+            )
+            for i, rule in enumerate(rules)
+        ]
+
+    def several(self, metric: keras.metrics.Metric, rules: Sequence[str]) -> np.ndarray:
+        return _result(metric, self.combined(rules))
+
+    def distance(self, metric: keras.metrics.Metric, rules: Sequence[str]) -> float:
+        difference = np.abs(self.several(metric, rules) - self.one)
+        relative = difference / np.maximum(np.abs(self.one), 1e-6)
+        return float(np.sum(np.nan_to_num(relative, nan=0.0)))
+
+
+def _fits(tried: Sequence[_Tried], rule: str) -> list[bool]:
+    """Of each variable whether `rule` makes the state of one worker in all trials."""
+    each = [
+        [
+            _close(one, other)
+            for one, other in zip(t.combined([rule] * len(t.wanted)), t.wanted, strict=True)
+        ]
+        for t in tried
+    ]
+    return [all(of_variable) for of_variable in zip(*each, strict=True)]
+
+
+def combine(rule: str, states: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
+    """Return the state of all workers from one variable's `states`, one of each worker.
+
+    Args:
+        rule: see above; those of "share" have been weighted while they grew.
+        shares: each worker's part of the last step.
+    """
+    stacked = np.stack(states)
+    wide = stacked.astype(np.float64)
+    if rule in (SUM, SHARE):
+        combined = wide.sum(0)
+    elif rule in (MAX, MIN):
+        combined = wide.max(0) if rule == MAX else wide.min(0)
+    elif rule == LAST:
+        combined = np.tensordot(np.asarray(shares), wide, 1)
+    elif rule == MEAN:
+        combined = wide.mean(0)
+    else:
+        combined = wide[0]
+    return np.asarray(combined).astype(stacked.dtype)
+
+
+def declared_rule(variable: Any) -> str | None:
+    """Return the rule that a variable was made with; None for "sum", which Keras gives to all."""
+    return DECLARED.get(getattr(variable, "aggregation", None) or "sum")
+
+
+def can_be_weighted(variable: Any) -> bool:
+    """Whether a part of a growth fits into the variable: not into an integer."""
+    return bool(tf_variable(variable).dtype.is_floating)
+
+
+@contextlib.contextmanager
+def _kept(metric: keras.metrics.Metric) -> Iterator[None]:
+    own = _state(metric)
+    try:
+        yield
+    finally:
+        # The first update may have made the variables.
+        metric.reset_state()
+        for variable, value in zip(metric.variables, own, strict=False):
+            tf_variable(variable).assign(value)
+
+
+def _state(metric: keras.metrics.Metric) -> State:
+    return [tf_variable(v).numpy() for v in metric.variables]
+
+
+def _set_state(metric: keras.metrics.Metric, state: State) -> None:
+    for variable, value in zip(metric.variables, state, strict=True):
+        tf_variable(variable).assign(value)
+
+
+def _state_after(
+    metric: keras.metrics.Metric, steps: Sequence[Step], shares: Sequence[float] | None = None
+) -> State:
+    """Return the state after `steps`; with `shares` each step's growth counts by its share."""
+    metric.reset_state()
+    for number, updates in enumerate(steps):
+        before = _state(metric)
+        for update in updates:
+            metric.update_state(*update.args, **update.kwargs)
+        if shares is not None:
+            for variable, value in zip(metric.variables, before, strict=True):
+                if can_be_weighted(variable):
+                    grown = tf_variable(variable).numpy() - value
+                    tf_variable(variable).assign(value + shares[number] * grown)
+    return _state(metric)
+
+
+def _result(metric: keras.metrics.Metric, state: State) -> np.ndarray:
+    _set_state(metric, state)
+    values = [np.ravel(value) for value in keras.tree.flatten(metric.result())]
+    return np.concatenate(values).astype(np.float64)
+
+
+def _close(one: np.ndarray, other: np.ndarray) -> bool:
+    if not np.issubdtype(other.dtype, np.floating) and other.dtype.kind in "iub":
+        return bool(np.array_equal(one, other))
+    # The parts are summed in another order; a few dozen numbers, so a few dozen roundings.
+    rounding = 64 * (np.finfo(other.dtype).eps if other.dtype.kind == "f" else 2.0**-8)
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    size = np.max(np.abs(other), initial=1.0, where=np.isfinite(other))
+    return bool(np.allclose(one, other, rtol=0, atol=rounding * size, equal_nan=True))

@@ -1,0 +1,105 @@
+"""Which metrics a step updates, with what, and which of its logs are their results. Tested with Keras 3.15."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+from keras.src.trainers.compile_utils import CompileMetrics
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value in the logs comes from.
+
+    Attributes:
+        metric: whose result it is.
+        key: of the value, in a result that is a dict.
+    """
+
+    metric: keras.metrics.Metric
+    key: str | None = None
+
+    def value(self) -> Any:
+        """Return the result of the metric's present state."""
+        result = self.metric.result()
+        return result if self.key is None else result[self.key]
+
+
+@dataclass
+class Calls:
+    """The calls of metrics during one run or trace of a step.
+
+    Attributes:
+        updates: each metric that was updated, with the (args, kwargs) of each call.
+    """
+
+    updates: list[tuple[keras.metrics.Metric, list[tuple[Any, Any]]]] = field(default_factory=list)
+    _results: list[tuple[Any, Source]] = field(default_factory=list)
+
+    def sources(self, logs: Mapping[str, Any]) -> dict[str, Source]:
+        """Return the metrics behind `logs`: of each value that is the very object a result() returned."""
+        # The results are kept, so that no other object can have their id.
+        known = {id(value): source for value, source in self._results}
+        return {name: known[id(value)] for name, value in logs.items() if id(value) in known}
+
+    def add_update(self, metric: keras.metrics.Metric, args: Any, kwargs: Any) -> None:
+        for known, calls in self.updates:
+            if known is metric:
+                calls.append((args, kwargs))
+                return
+        self.updates.append((metric, [(args, kwargs)]))
+
+    def add_result(self, metric: keras.metrics.Metric, result: Any) -> None:
+        if isinstance(result, dict):
+            self._results += [(value, Source(metric, key)) for key, value in result.items()]
+        else:
+            self._results.append((result, Source(metric)))
+
+
+def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
+    """Return all metrics that a model and its layers hold, each once; of compiled ones those that the user gave."""
+    found: dict[int, keras.metrics.Metric] = {}
+    held = [m for layer in model._flatten_layers() for m in layer._metrics]
+    for metric in [*model.metrics, *model._get_own_metrics(), *held]:
+        for one in metric.metrics if isinstance(metric, CompileMetrics) else [metric]:
+            found[id(one)] = one
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
+    """In this block note the calls of `metrics`; what one metric calls of another belongs to the first."""
+    calls = Calls()
+    depth = 0
+
+    def watch(metric: keras.metrics.Metric, name: str, note: Callable[..., None]) -> None:
+        original = getattr(metric, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            depth += 1
+            try:
+                value = original(*args, **kwargs)
+            finally:
+                depth -= 1
+            if not depth:
+                note(metric, value, args, kwargs)
+            return value
+
+        # Not by setattr, which Keras tracks.
+        vars(metric)[name] = call
+
+    for metric in metrics:
+        watch(
+            metric, "update_state", lambda metric, _, args, kw: calls.add_update(metric, args, kw)
+        )
+        watch(metric, "result", lambda metric, value, *_: calls.add_result(metric, value))
+    try:
+        yield calls
+    finally:
+        for metric in metrics:
+            del vars(metric)["update_state"], vars(metric)["result"]

@@ -1,0 +1,201 @@
+"""What metrics need of a step on a part of a batch: how their states combine, and which logs are their results.
+
+While a step is traced (or first runs eagerly) its calls of metrics are noted. Each metric is then tried out once, with
+numbers made up in the shapes of those calls (collectives/combining.py); that costs some 10 ms a metric. What has to
+count by its share of the batch is weighted in the step itself; the rest is done when the states are merged.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.combining import RULES, SHARE, SUM, Finding, can_be_weighted, find_rules
+from hvdtrain.collectives.metrics import (
+    as_value,
+    average_logs,
+    merge_state,
+    read_state,
+    state_variables,
+    write_state,
+)
+from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
+from hvdtrain.data import Share
+from hvdtrain.keras_internals.metric_calls import Source, metrics_of, watched
+from hvdtrain.keras_internals.models import metrics_or_logs
+from hvdtrain.keras_internals.variables import tf_variable, unique
+
+
+class StepLogs(dict[str, Any]):
+    """What a step returned on this rank.
+
+    Attributes:
+        sources: of those that are results of metrics; the others are values of the last step.
+        rules: how the metrics' states combine, by the id of the tf.Variable.
+    """
+
+    def __init__(
+        self, logs: Mapping[str, Any], sources: Mapping[str, Source], rules: Mapping[int, str]
+    ) -> None:
+        super().__init__(logs)
+        self.sources = sources
+        self.rules = rules
+
+
+class StepMetrics:
+    """The metrics of one model, in its training and its test step.
+
+    Args:
+        model: built and compiled.
+        share: this rank's part of the global batch.
+        warns: whether this process tells of metrics that do not combine exactly.
+        allowed: rules that can be kept to.
+
+    Attributes:
+        all: the metrics of the model and its layers.
+        rules: found so far: how states combine that do not add up, by the id of the tf.Variable.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        share: tf.Variable,
+        warns: bool,
+        allowed: Sequence[str] = RULES,
+    ) -> None:
+        self._allowed = allowed
+        self.all = metrics_of(model)
+        self._share = share
+        self._warns = warns
+        self._tried: set[int] = set()
+        self.rules: dict[int, str] = {}
+        variables = unique(v for metric in self.all for v in metric.variables)
+        self._targets = [tf_variable(v) for v in variables if can_be_weighted(v)]
+
+    def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
+        """Return `step` as `count` runs it; it puts the sources of its logs into `sources`."""
+
+        def counted(data: Any) -> Any:
+            logs, found = self.count(lambda: step(data), tf.nest.flatten(data)[0].shape[0])
+            sources.update(found)
+            return logs
+
+        return counted
+
+    def count(self, work: Callable[[], Any], examples: int) -> tuple[Any, dict[str, Source]]:
+        """Let `work` update the metrics from `examples`, and weight what counts by the share.
+
+        Returns:
+            What `work` returned, its logs, and the sources of those that are results of metrics.
+        """
+        before = [target.read_value() for target in self._targets]
+        with watched(self.all) as calls:
+            logs = work()
+        for metric, updates in calls.updates:
+            if id(metric) not in self._tried:
+                self._tried.add(id(metric))
+                self._learn(metric, updates, examples)
+        for target, value in zip(self._targets, before, strict=True):
+            if self.rules.get(id(target)) == SHARE:
+                target.assign(value + tf.cast(self._share, value.dtype) * (target - value))
+        return logs, calls.sources(logs)
+
+    def logs(self, logs: Mapping[str, Any], sources: Mapping[str, Source]) -> StepLogs:
+        """Return what a step returned, with all that is known of it."""
+        return StepLogs(logs, sources, self.rules)
+
+    def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
+        # A number for a batch is a mean (of losses), unless the metric is there to add up.
+        adds_up = not isinstance(metric, keras.metrics.Mean)
+        try:
+            with tf.init_scope():
+                trials = make_trials(calls, examples, adds_up)
+                finding = find_rules(metric, trials, self._allowed)
+        except Exception as error:
+            self._warn(
+                f"The metric {metric.name!r} could not be tried out ({type(error).__name__}: {error}). Its states on "
+                "several workers are added up: right for counts and sums over examples, for nothing else"
+            )
+            return
+        for variable, rule in zip(metric.variables, finding.rules, strict=True):
+            if rule != SUM:
+                self.rules[id(tf_variable(variable))] = rule
+        if not finding.exact:
+            self._warn(_complaint(metric, finding))
+        elif adds_up and has_scalars(calls):
+            self._warn(
+                f"The metric {metric.name!r} is given one number for a batch, and each worker has a part of the batch: "
+                "the number is taken for a sum over the examples. If it is anything else, give the metric a value for "
+                "each example"
+            )
+
+    def _warn(self, text: str) -> None:
+        if self._warns:
+            warnings.warn(text, stacklevel=2)
+
+
+def merged_logs(
+    model: keras.Model, step_logs: Mapping[str, Any], share: Share, process_set: hvd.ProcessSet
+) -> dict[str, Any]:
+    """Return the logs since the metrics' reset, those of one worker, on all ranks of `process_set`. A collective.
+
+    As in Keras they are the results of the model's metrics, if the step returned their names, else what the last step
+    returned: of results the merged ones, of other values what the ranks make of them (`average_logs`).
+
+    Args:
+        step_logs: StepLogs, where there is more than one rank.
+        share: of the last step.
+    """
+    if process_set.size() == 1:
+        return {n: as_value(v) for n, v in metrics_or_logs(model, dict(step_logs)).items()}
+    if not isinstance(step_logs, StepLogs):
+        step_logs = StepLogs(step_logs, {}, {})
+    by_value = _by_value(model, step_logs, share, process_set)
+    sources = step_logs.sources
+    listed = {id(v) for v in state_variables(model.metrics)}
+    metrics = [source.metric for source in sources.values()]
+    # What the model does not list Keras does not reset: it goes on from this rank's own state.
+    unlisted = [m for m in metrics if not listed.issuperset(map(id, m.variables))]
+    kept = read_state(unlisted)
+    part = share.examples / share.global_examples
+    merge_state([*model.metrics, *unlisted], process_set, step_logs.rules, part)
+    merged = model.get_metrics_result()
+    if step_logs.keys() != merged.keys():
+        known = {n: merged[n] for n in by_value} | {n: s.value() for n, s in sources.items()}
+        others = {name: value for name, value in step_logs.items() if name not in known}
+        known |= average_logs(others, share.examples, process_set)
+        merged = {name: known[name] for name in step_logs}
+    found = {name: as_value(value) for name, value in merged.items()}
+    write_state(unlisted, kept)
+    return found
+
+
+def _by_value(
+    model: keras.Model, logs: StepLogs, share: Share, process_set: hvd.ProcessSet
+) -> list[str]:
+    """Return the results that a compiled part of the step hides: on each rank a metric has this name and value."""
+    own = model.get_metrics_result()
+    names = [name for name in logs if name not in logs.sources and name in own]
+    if not names:
+        return []
+    same = [not share.examples or np.array_equal(own[n], logs[n]) for n in names]
+    votes = hvd.allreduce(
+        tf.constant(same, tf.int32), op=hvd.Min, name="hvdtrain_log_names", process_set=process_set
+    ).numpy()
+    return [name for name, vote in zip(names, votes, strict=True) if vote]
+
+
+def _complaint(metric: keras.metrics.Metric, finding: Finding) -> str:
+    far = int(np.nanargmax(np.abs(finding.one - finding.several)))
+    return (
+        f"The metric {metric.name!r} of parts of a batch does not make that of the whole batch: with made-up numbers "
+        f"{finding.one[far]:.4g} on one worker and {finding.several[far]:.4g} on three. Training is not affected. Let "
+        "it return a value for each example, or keep sums over examples in its variables and divide them in result() "
+        "(as keras.metrics.RootMeanSquaredError does)"
+    )
