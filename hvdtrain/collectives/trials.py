@@ -93,7 +93,7 @@ def _made(
         ends = np.cumsum(sizes) * rows
         pieces = np.split(array, ends[:-1])
         return _Split(tf.constant(array, dtype), [tf.constant(p, dtype) for p in pieces])
-    if dtype.is_floating:
+    if dtype.is_floating and (shape or is_first):
         values = [numbers.array(shape, dtype, False) for _ in sizes]
         factors = [size / n if is_mean else float(size > 0) for size in sizes]
         total = sum(f * v for f, v in zip(factors, values, strict=True))

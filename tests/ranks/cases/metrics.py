@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from against_keras import BATCH, SGD, one_process, relative, vector_model, vectors
 from keras import layers, ops
+from own_metrics import last_value, own_metrics
 
 import hvdtrain
 from hvdtrain.errors import ReplicaError
@@ -166,38 +167,8 @@ def case_logs() -> dict[str, Any]:
     }
 
 
-class Extreme(keras.metrics.Metric):
-    def __init__(self, name: str, begin: float, function: Callable[..., Any]) -> None:
-        super().__init__(name=name)
-        self.begin, self.function = begin, function
-        self.value = self.add_variable((), "zeros", name="value")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(self.function(self.value, y_pred))
-
-    def result(self) -> Any:
-        # Not the variable itself: Keras would log what the evaluation behind the epoch leaves in it.
-        return self.value + 0.0
-
-    def reset_state(self) -> None:
-        self.value.assign(self.begin)
-
-
-def own_metrics() -> list[Any]:
-    def mean_error(y_true: Any, y_pred: Any) -> Any:
-        return ops.mean(ops.abs(y_true - y_pred))
-
-    return [
-        Extreme("largest", 0.0, lambda value, p: ops.maximum(value, ops.max(p))),
-        Extreme("largest_of_all", -1e9, lambda value, p: ops.maximum(value, ops.max(p))),
-        Extreme("least", 1e9, lambda value, p: ops.minimum(value, ops.min(p))),
-        Extreme("last", 0.0, lambda _, p: ops.mean(p)),
-        Extreme("steps", 0.0, lambda value, _: value + 1.0),
-        Extreme("examples", 0.0, lambda value, p: value + ops.cast(ops.shape(p)[0], "float32")),
-        mean_error,
-        keras.metrics.RootMeanSquaredError(),
-        keras.metrics.R2Score(),
-    ]
+def all_metrics() -> list[Any]:
+    return [*own_metrics(), last_value()]
 
 
 def ratio(y_true: Any, y_pred: Any) -> Any:
@@ -206,10 +177,10 @@ def ratio(y_true: Any, y_pred: Any) -> Any:
 
 def case_metrics() -> dict[str, Any]:
     return {
-        "uneven": compared(vector_model, own_metrics),  # The last batch has one example.
-        "even": compared(vector_model, own_metrics, examples=5 * BATCH),
-        "several": compared(vector_model, own_metrics, steps_per_execution=2),
-        "jit_compile": compared(vector_model, own_metrics, jit_compile=True),
+        "uneven": compared(vector_model, all_metrics),  # The last batch has one example.
+        "even": compared(vector_model, all_metrics, examples=5 * BATCH),
+        "several": compared(vector_model, all_metrics, steps_per_execution=2),
+        "jit_compile": compared(vector_model, all_metrics, jit_compile=True),
         "inexact": compared(vector_model, lambda: [ratio]),
     }
 

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from own_metrics import own_metrics
 from small import RANK, crossentropy, difference, layers, optimizers
 from stages_against_keras import (
     BATCH,
@@ -57,7 +58,7 @@ def case_sgd() -> dict[str, Any]:
         momentum,
         (X, Y),
         {"validation_data": (X, Y)},
-        lambda: {"metrics": ["accuracy"]},
+        lambda: {"metrics": ["accuracy", *own_metrics()[:5]]},
         stages=["dropout_0"],
     )
 
