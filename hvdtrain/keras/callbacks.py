@@ -16,9 +16,11 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import exchange, require_equal
+from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.keras.epoch_metrics import Counted
 from hvdtrain.keras.learning_rate import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
 )
@@ -169,8 +171,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the metrics of an epoch over the ranks, in place, for the callbacks behind it in the list.
 
-    A plain mean of the ranks' values, as Horovod's: Keras's logs do not say how many examples stand behind
-    them. Where shares are uneven, `hvdtrain.Trainer` merges metrics exactly.
+    Keras's own metrics get the result over all examples, exactly. Anything else gets a plain mean of the
+    ranks' values, as in Horovod; what is the same on all ranks (a learning rate) stays as it is. `hvdtrain.Trainer`
+    also finds out how metrics of your own combine.
 
     Args:
         device: for the allreduce; default Horovod's choice.
@@ -182,10 +185,18 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def __init__(self, device: str = "") -> None:
         super().__init__()
         self.device = device
+        self._counted: dict[str, Counted] = {}
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._counted = {}
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._keep("")  # The validation is about to reset what the training has counted.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if hvd.size() == 1:
             return
+        self._keep("val_" if self._counted else "")
         logs = {} if logs is None else logs
         values = {name: _as_array(name, value) for name, value in sorted(logs.items())}
         shapes = {f"metric {name!r}": list(value.shape) for name, value in values.items()}
@@ -194,11 +205,22 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         flat = np.concatenate([value.ravel() for value in values.values()])
         with tf.device(self.device):
-            mean = hvd.allreduce(tf.constant(flat), op=hvd.Average, name="hvdtrain_metrics").numpy()
+            total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="hvdtrain_metrics").numpy()
+            largest = hvd.allreduce(
+                tf.constant([*flat, *-flat]), op=hvd.Max, name="hvdtrain_metrics_range"
+            ).numpy()
+        alike = largest[: flat.size] == -largest[flat.size :]
+        mean = np.where(alike, flat, total / hvd.size())
         ends = np.cumsum([value.size for value in values.values()])
         for (name, value), end in zip(values.items(), ends, strict=True):
-            part = mean[end - value.size : end].reshape(value.shape)
-            logs[name] = part if value.shape else float(part)
+            logs[name] = as_value(mean[end - value.size : end].reshape(value.shape))
+        merged = [c.over_all_ranks(values, prefix) for prefix, c in self._counted.items()]
+        for results in merged:
+            logs.update(results)
+
+    def _keep(self, prefix: str) -> None:
+        if hvd.size() > 1 and getattr(self.model, "compiled", False):
+            self._counted.setdefault(prefix, Counted.of(self.model))
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -70,6 +70,11 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
     return list(found.values())
 
 
+def is_of_keras(metric: keras.metrics.Metric) -> bool:
+    """Whether a metric's class is Keras's, not a subclass of the user's."""
+    return type(metric).__module__.startswith("keras.src.metrics")
+
+
 @contextlib.contextmanager
 def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
     """In this block note the calls of `metrics`; what one metric calls of another belongs to the first."""

@@ -64,3 +64,9 @@ def test_other_rules_on_another_rank(results: Results) -> None:
 
 def test_counter_of_a_layer(results: Results) -> None:
     assert results.of("case_counter_of_a_layer") == [[12.0], [12.0]]
+
+
+def test_model_fit_merges_the_metrics_of_keras(results: Results) -> None:
+    for found in results.of("case_model_fit"):
+        assert found.pop("steps") == 2.0  # The mean of a metric of the user's own.
+        assert max(found.values()) <= EXACT

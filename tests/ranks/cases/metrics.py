@@ -225,3 +225,36 @@ def case_counter_of_a_layer() -> list[float]:
     )
     trainer.fit(x, y, epochs=EPOCHS, verbose=0)
     return [float(np.asarray(trainer.model.layers[0].steps))]
+
+
+def case_model_fit() -> dict[str, Any]:
+    """MetricAverageCallback with shares of unequal size; weights that stay, so that an epoch is an evaluation."""
+    import hvdtrain.keras as hvd
+
+    x, y = vectors()
+    cut = [0, 50, len(x)]
+    own = slice(cut[hvd.rank()], cut[hvd.rank() + 1])
+    keras.utils.set_random_seed(1)
+    model = vector_model()
+    chosen = [keras.metrics.RootMeanSquaredError(), keras.metrics.R2Score(), own_metrics()[3]]
+    optimizer = hvd.DistributedOptimizer(SGD(0.0))
+    model.compile(optimizer, "mse", metrics=chosen, jit_compile=False)
+    expected = model.evaluate(x, y, batch_size=BATCH, return_dict=True, verbose=0)
+    history = model.fit(
+        x[own],
+        y[own],
+        batch_size=BATCH,
+        shuffle=False,
+        steps_per_epoch=2,  # 32 and 31 examples.
+        validation_data=(x[own], y[own]),
+        callbacks=[hvd.callbacks.MetricAverageCallback()],
+        verbose=0,
+    ).history
+    seen = np.r_[0:32, 50 : len(x)]
+    trained = model.evaluate(x[seen], y[seen], batch_size=BATCH, return_dict=True, verbose=0)
+    names = ("loss", "root_mean_squared_error", "r2_score")
+    return {
+        "training": max(relative(history[n][0], trained[n]) for n in names),
+        "validation": max(relative(history[f"val_{n}"][0], expected[n]) for n in names),
+        "steps": history["steps"][0],
+    }
