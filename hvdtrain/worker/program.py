@@ -1,7 +1,8 @@
 """What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs
 the script.
 
-Before TensorFlow is loaded it shares the cores between the ranks of the host. When the script
+Before TensorFlow is loaded it shares the cores between the ranks of the host, and gives all ranks the same
+hashes of texts. When the script
 fails, it reports the reason once (see `hvdtrain.worker.failure`) and ends the process at once: left to the
 interpreter, a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that
 wait for it.
@@ -24,19 +25,21 @@ from typing import NoReturn
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
-from hvdtrain.worker import orphan, warning
+from hvdtrain.worker import orphan, unreduced, warning
 from hvdtrain.worker.delivery import delivered
 from hvdtrain.worker.failure import Failure, is_secondary
 from hvdtrain.worker.rank_environment import available_cores, rank_environment, rank_of
 
 CLEAN_UP_SECONDS = 1.0
 LONGEST_TEXT = 100_000
+HASH_SEED = "PYTHONHASHSEED"
 OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
 def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker SCRIPT [ARGUMENTS]...")
+    _order_sets_alike()
     script = sys.argv[1]
     warning.listen(rank_of(os.environ))
     _take_delivery()
@@ -48,6 +51,7 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     if not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
+    watching = unreduced.watch()
     try:
         runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
@@ -58,10 +62,23 @@ def main() -> None:
         _fail(error.exit_code, is_secondary(error), str(error))
     except BaseException as error:
         _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+    if watching is not None and watching.complaint():
+        unreduced.say(watching.complaint())
     if os.environ.get(STRATEGY) == PARAMETER_SERVER:
         # TensorFlow takes leave of every worker, and waits for ever for one that has died since.
         _wait_for_threads()
         _end(0)
+
+
+def _order_sets_alike() -> None:
+    """Start this program again, in the same process, with PYTHONHASHSEED, unless the user has set it.
+
+    Python hashes texts differently in each process, so that a script which goes through a set of names would take them
+    in another order on each rank. The interpreter reads the variable only when it starts; that takes 20 ms.
+    """
+    if HASH_SEED not in os.environ:
+        os.environ[HASH_SEED] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _wait_for_threads() -> None:

@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 def work(
     folder: Path, script: str, *args: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    (folder / "sub").mkdir()
+    (folder / "sub").mkdir(exist_ok=True)
     (folder / "sub" / "train.py").write_text(script)
     (folder / "sub" / "beside.py").write_text("here = True\n")
     return subprocess.run(
@@ -45,6 +45,19 @@ def test_the_environment_is_set_before_the_script(tmp_path: Path) -> None:
     assert work(tmp_path, script, OMP_NUM_THREADS="7", TF_CPP_MIN_LOG_LEVEL="0").stdout == (
         "['7', '0']\n"
     )
+
+
+def test_sets_have_the_same_order_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "print({'a', 'b', 'c', 'd', 'e', 'f'}, hash('a'))\n"
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    first, second, own = (tmp_path / name for name in ("first", "second", "own"))
+    for folder in (first, second, own):
+        folder.mkdir()
+    printed = work(first, script).stdout
+    assert work(second, script).stdout == printed
+    assert work(own, script, PYTHONHASHSEED="3").stdout != printed
 
 
 @pytest.mark.parametrize(
@@ -128,3 +141,54 @@ def test_a_missing_script(tmp_path: Path) -> None:
     )
     assert result.returncode == 2
     assert result.stderr.startswith("no such script: none.py")
+
+
+# Stand-ins for the modules that a script imports: what counts is their names and that operations are called.
+STAND_INS = {
+    "keras/__init__.py": "",
+    "horovod/__init__.py": "",
+    "horovod/tensorflow/__init__.py": "from horovod.tensorflow import mpi_ops\n",
+    "horovod/tensorflow/keras.py": "from horovod.tensorflow import mpi_ops\n",
+    "horovod/tensorflow/mpi_ops.py": (
+        "import types\n"
+        "MPI_LIB = types.SimpleNamespace(horovod_allreduce=lambda x: x, horovod_broadcast=lambda x: x)\n"
+    ),
+}
+IMPORT = "import keras\nfrom horovod.tensorflow import mpi_ops\n"
+APART = "the 2 ranks never combined a value"
+NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "environment"),
+    [
+        ("import keras", APART, {}),
+        ("import keras, sys; sys.exit(0)", APART, {}),
+        (IMPORT, APART, {}),
+        (IMPORT + "mpi_ops.MPI_LIB.horovod_broadcast(1)", APART, {}),
+        (
+            IMPORT + "assert [mpi_ops.MPI_LIB.horovod_allreduce(n) for n in (1, 2)] == [1, 2]",
+            "",
+            {},
+        ),
+        ("import keras, horovod.tensorflow.keras", NOTHING, {}),
+        ("import keras, horovod.tensorflow.keras", APART, {"TF_USE_LEGACY_KERAS": "1"}),
+        ("import os", "", {}),
+        ("import keras", "", {"HOROVOD_RANK": "1"}),
+        ("import keras", "", {"HOROVOD_SIZE": "1"}),
+        ("import keras, sys; sys.exit(1)", "", {}),
+    ],
+)
+def test_ranks_that_train_apart_are_told(
+    tmp_path: Path, script: str, said: str, environment: dict[str, str]
+) -> None:
+    for name, content in STAND_INS.items():
+        path = tmp_path / "sub" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    ranks = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"} | environment
+    result = work(tmp_path, script, **ranks)
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    assert len(warnings) == (said != ""), result.stderr
+    assert said in result.stderr
+    assert ("import hvdtrain.keras as hvd" in result.stderr) == (said != "")

@@ -1,0 +1,122 @@
+"""A job of several ranks that never combined anything, and does not know: each rank trained a model of its own.
+
+That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
+Horovod's own Keras module, which does nothing on Keras 3. Both end without an error.
+
+Imports neither: it looks at what the script imports, and at whether Horovod's collectives are ever called.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.worker.rank_environment import rank_of, size_of
+
+_OPERATIONS = "horovod.tensorflow.mpi_ops"
+_HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
+_OTHER_WAYS = ("mpi4py.MPI", "horovod.torch")
+"""Modules by which a script may combine values without Horovod for TensorFlow."""
+
+_CHANGE = """\
+    import hvdtrain.keras as hvd
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), ...)"""
+
+
+class Watch:
+    """Looks on while the script imports; a finder of sys.meta_path that finds nothing itself.
+
+    Attributes:
+        settled: whether the script has called a collective that combines ranks' values, or has been told.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.settled = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Called by Python for every module that is imported."""
+        if name in _HOROVODS_KERAS and is_keras_3():
+            self.settled = True
+            self._say(
+                f"{name} does nothing on Keras 3: its DistributedOptimizer averages no gradient, and every rank "
+                f"trains a model of its own. Change one line:\n\n    import hvdtrain.keras as hvd\n\nin place of "
+                f"import {name} as hvd"
+            )
+        if name != _OPERATIONS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_note(module: ModuleType) -> None:
+                load(module)
+                _note_calls(module.MPI_LIB, self)
+
+            spec.loader.exec_module = load_and_note  # type: ignore[method-assign]
+        return spec
+
+    def complaint(self) -> str:
+        """What to say at the end of a script that went well; empty if nothing."""
+        loaded = sys.modules
+        if self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS):
+            return ""
+        return (
+            f"the {size_of(os.environ)} ranks never combined a value: if this script trains, every rank trained a "
+            "model of its own. To train one model on all of them, use hvdtrain.Trainer, or with model.fit:\n\n"
+            f"{_CHANGE}"
+        )
+
+
+def watch() -> Watch | None:
+    """Look on from here; None on all ranks but the first, and where there is but one."""
+    if size_of(os.environ) == 1 or rank_of(os.environ):
+        return None
+    watching = Watch(say)
+    sys.meta_path.insert(0, watching)
+    return watching
+
+
+def say(text: str) -> None:
+    """Print a warning."""
+    print(f"hvdtrain: warning: {text}\n", file=sys.stderr, flush=True)
+
+
+def is_keras_3() -> bool:
+    """Whether `import keras` gives, and tf.keras is, a Keras of version 3 or later."""
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        return False
+    try:
+        return int(importlib.metadata.version("keras").split(".")[0]) >= 3
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+def _note_calls(operations: Any, watching: Watch) -> None:
+    """Note the first call of an operation that combines ranks' values: all but broadcast."""
+    names = [
+        f"horovod_{group}{kind}"
+        for group in ("", "grouped_")
+        for kind in ("allreduce", "allgather", "reducescatter", "alltoall")
+    ]
+    originals = {name: getattr(operations, name) for name in names if hasattr(operations, name)}
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            watching.settled = True
+            for name, operation in originals.items():
+                setattr(operations, name, operation)
+            return original(*args, **kwargs)
+
+        return note
+
+    for name, original in originals.items():
+        setattr(operations, name, noting(original))
