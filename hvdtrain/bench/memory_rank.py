@@ -33,9 +33,9 @@ def main() -> None:
     trained = train(arguments.way, arguments.ranks, arguments.width, arguments.blocks)
     peak = status("VmHWM") - before
 
-    from hvdtrain.collectives.agreement import exchange
+    from hvdtrain.collectives.communicator import ALL_RANKS
 
-    peaks = exchange(peak, "peak")
+    peaks = ALL_RANKS.exchange(peak, "peak")
     if trained.rank.is_first:
         parameters = arguments.blocks * (8 * arguments.width**2 + 5 * arguments.width)
         arguments.report.write_text(json.dumps({"peak_of_ranks": peaks, "parameters": parameters}))

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Average, Communicator, Sum
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import tf_variable
 
 
-def combined(variable: Any, ranks: hvd.ProcessSet, adds_up: bool, name: str) -> tf.Tensor:
+def combined(variable: Any, ranks: Communicator, adds_up: bool, name: str) -> tf.Tensor:
     """Return what one process would have accumulated. A collective of `ranks`.
 
     Args:
@@ -25,35 +25,26 @@ def combined(variable: Any, ranks: hvd.ProcessSet, adds_up: bool, name: str) -> 
         name: the end of the collective's.
     """
     value = tf_variable(variable).read_value()
-    if ranks.size() == 1:
-        return value
-    # Horovod 0.28.1 knows no bfloat16.
-    wire = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-    op = hvd.Sum if adds_up else hvd.Average
-    found = hvd.allreduce(wire, op=op, name=f"hvdtrain_accumulated_{name}", process_set=ranks)
-    return tf.cast(found, value.dtype)
+    op = Sum if adds_up else Average
+    return ranks.allreduce(value, f"hvdtrain_accumulated_{name}", op)
 
 
-def shared_out(value: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Any:
+def shared_out(value: Any, ranks: Communicator, adds_up: bool) -> Any:
     """Return what each rank holds of what one process accumulated, so that `combined` gives it back."""
     return value / ranks.size() if adds_up else value
 
 
-def share_out(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> None:
+def share_out(optimizer: Any, ranks: Communicator, adds_up: bool) -> None:
     """Give every rank its part of what the first rank's accumulators hold of one process. A collective."""
     own = accumulators(optimizer)
     for number, variable in enumerate(map(tf_variable, own)):
         name = f"hvdtrain_accumulated_{number}"
-        value = variable.read_value()
-        if ranks.size() > 1:
-            # Horovod 0.28.1 knows no bfloat16.
-            wire = tf.cast(value, tf.float32) if value.dtype == tf.bfloat16 else value
-            value = hvd.broadcast(wire, ranks.ranks[0], name=name, process_set=ranks)
-        variable.assign(tf.cast(shared_out(value, ranks, adds_up), variable.dtype))
+        value = ranks.broadcast(variable.read_value(), ranks.ranks[0], name)
+        variable.assign(shared_out(value, ranks, adds_up))
 
 
 @contextmanager
-def restored_by_first(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iterator[None]:
+def restored_by_first(optimizer: Any, ranks: Communicator, adds_up: bool) -> Iterator[None]:
     """Around what may restore the first rank's optimizer. A collective.
 
     Its accumulators are those of one process at the beginning; at the end all ranks share what they are then.
@@ -64,7 +55,7 @@ def restored_by_first(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> I
 
 
 @contextmanager
-def as_one_process(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iterator[None]:
+def as_one_process(optimizer: Any, ranks: Communicator, adds_up: bool) -> Iterator[None]:
     """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""
     own = accumulators(optimizer)
     before = [tf_variable(v).numpy() for v in own]
@@ -76,7 +67,7 @@ def as_one_process(optimizer: Any, ranks: hvd.ProcessSet, adds_up: bool) -> Iter
             tf_variable(variable).assign(value)
 
 
-def _combine(own: Sequence[Any], ranks: hvd.ProcessSet, adds_up: bool) -> None:
+def _combine(own: Sequence[Any], ranks: Communicator, adds_up: bool) -> None:
     """Give every rank's accumulators what one process would have. A collective."""
     for number, variable in enumerate(own):
         tf_variable(variable).assign(combined(variable, ranks, adds_up, str(number)))

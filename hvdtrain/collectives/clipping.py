@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.divided import NormSets
-from hvdtrain.collectives.names import in_this_graph
-from hvdtrain.collectives.reduction import anchored
 
 
 def squared_norms(
@@ -29,11 +27,11 @@ def squared_norms(
         name: the first part of the collectives' names.
     """
     found: list[tf.Tensor | None] = [None if g is None else _square(g) for g in gradients]
-    over: dict[tuple[int, ...], tuple[Sequence[hvd.ProcessSet], list[int]]] = {}
+    over: dict[tuple[tuple[int, ...], ...], tuple[Sequence[Communicator], list[int]]] = {}
     for place, (square, variable) in enumerate(zip(found, variables, strict=True)):
         wanted: Sequence[Any] = [s for s in sets.parts(variable) if s.size() > 1]
         if square is not None and wanted:
-            key = tuple(s.process_set_id for s in wanted)
+            key = tuple(tuple(s.ranks) for s in wanted)
             over.setdefault(key, (wanted, []))[1].append(place)
     # Named by number: of the ranks of one set each may have further sets of its own.
     for number, (wanted, places) in enumerate(over.values()):
@@ -88,13 +86,7 @@ def _times(gradient: Any, factor: tf.Tensor) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
-def _added(values: tf.Tensor, sets: Sequence[hvd.ProcessSet], name: str) -> tf.Tensor:
-    for number, process_set in enumerate(sets):
-        values = hvd.allreduce(
-            anchored(values),
-            op=hvd.Sum,
-            name=in_this_graph(f"{name}_{number}"),
-            ignore_name_scope=True,
-            process_set=process_set,
-        )
+def _added(values: tf.Tensor, sets: Sequence[Communicator], name: str) -> tf.Tensor:
+    for number, ranks in enumerate(sets):
+        values = ranks.allreduce(values, f"{name}_{number}")
     return values

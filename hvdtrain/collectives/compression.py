@@ -9,10 +9,11 @@ has above 65504) and additions in float32.
 
 from __future__ import annotations
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow.compression import Compression as HorovodCompression
 from horovod.tensorflow.compression import Compressor
+
+from hvdtrain.collectives.communicator import Communicator
 
 BF16_MIN_ELEMENTS = 16 * 1024
 """Smaller tensors travel as float32: their time is latency, and alltoall is not fused by Horovod."""
@@ -42,28 +43,22 @@ class Compression(HorovodCompression):
     bf16 = BF16Compressor
 
 
-def bf16_sum(tensor: tf.Tensor, name: str, process_set: hvd.ProcessSet) -> tf.Tensor:
-    """Return the sum of `tensor` (floating, any static or dynamic shape) over the ranks of `process_set`.
+def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 1.0) -> tf.Tensor:
+    """Return the sum of `tensor` (floating, any static or dynamic shape) over the ranks, times `factor`.
 
     Each rank's input and the sum are rounded to bfloat16 once (relative error 2**-9 each).
     """
-    ranks = process_set.size()
+    size = ranks.size()
     flat = tf.reshape(tensor, [-1])
     elements = tf.size(flat)
-    part = -(-elements // ranks)
-    padded = tf.pad(flat, [[0, part * ranks - elements]])
+    part = -(-elements // size)
+    padded = tf.pad(flat, [[0, part * size - elements]])
     bits, _ = BF16Compressor.compress(padded)
-    received, _ = hvd.alltoall(
-        bits,
-        splits=tf.fill([ranks], part),
-        name=f"{name}_parts",
-        ignore_name_scope=True,
-        process_set=process_set,
-    )
-    parts = BF16Compressor.decompress(tf.reshape(received, [ranks, part]), tf.float32)
+    received = ranks.alltoall(bits, tf.fill([size], part), f"{name}_parts")
+    parts = BF16Compressor.decompress(tf.reshape(received, [size, part]), tf.float32)
     sums, _ = BF16Compressor.compress(tf.reduce_sum(parts, axis=0))
-    gathered = hvd.allgather(
-        sums, name=f"{name}_sums", ignore_name_scope=True, process_set=process_set
-    )
-    total = BF16Compressor.decompress(gathered[:elements], tensor.dtype)
-    return tf.ensure_shape(tf.reshape(total, tf.shape(tensor)), tensor.shape)
+    gathered = ranks.allgather(sums, f"{name}_sums")
+    total = BF16Compressor.decompress(gathered[:elements], tf.float32)
+    scaled = total if factor == 1.0 else total * factor
+    whole = tf.reshape(tf.cast(scaled, tensor.dtype), tf.shape(tensor))
+    return tf.ensure_shape(whole, tensor.shape)

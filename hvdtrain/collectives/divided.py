@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
+from hvdtrain.collectives.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Holders:
         copies: how many of them have computed each example.
     """
 
-    process_set: hvd.ProcessSet
+    process_set: Communicator
     copies: int = 1
 
 
-def _in_no_parts(variable: Any) -> Sequence[hvd.ProcessSet]:
+def _in_no_parts(variable: Any) -> Sequence[Communicator]:
     del variable
     return ()
 
@@ -41,8 +41,8 @@ class NormSets:
         rest: the process sets over which the model's other variables lie.
     """
 
-    parts: Callable[[Any], Sequence[hvd.ProcessSet]] = _in_no_parts
-    rest: Sequence[hvd.ProcessSet] = ()
+    parts: Callable[[Any], Sequence[Communicator]] = _in_no_parts
+    rest: Sequence[Communicator] = ()
 
 
 @dataclass(frozen=True)
@@ -56,5 +56,5 @@ class Divided:
     """
 
     holders: Callable[[Any], Holders | None] = _held_by_all
-    everyone: hvd.ProcessSet | None = None
+    everyone: Communicator | None = None
     norms: NormSets | None = None

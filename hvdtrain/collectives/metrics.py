@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
@@ -28,6 +27,7 @@ from hvdtrain.collectives.combining import (
     State,
     declared_rule,
 )
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.variables import tf_variable, unique
 
@@ -65,7 +65,7 @@ def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
 
 def merge_state(
     metrics: Sequence[keras.metrics.Metric],
-    process_set: hvd.ProcessSet = hvd.global_process_set,
+    process_set: Communicator = ALL_RANKS,
     rules: Mapping[int, str] | None = None,
     share: float | None = None,
 ) -> None:
@@ -101,11 +101,8 @@ def merge_state(
         value * factors[rule] if factors.get(rule) else tf.zeros_like(value)
         for value, rule in zip(values, found, strict=True)
     ]
-    total = hvd.allreduce(
-        tf.concat([tf.constant([_fingerprint(found)], tf.float64), *sums], 0),
-        op=hvd.Sum,
-        name="hvdtrain_metrics",
-        process_set=process_set,
+    total = process_set.allreduce(
+        tf.concat([tf.constant([_fingerprint(found)], tf.float64), *sums], 0), "hvdtrain_metrics"
     )
     if float(total[0]) != ranks * _fingerprint(found):
         raise ReplicaError(
@@ -117,9 +114,7 @@ def merge_state(
     extremes = [i for i, rule in enumerate(found) if rule in signs]
     if extremes:
         signed = [signs[found[i]] * values[i] for i in extremes]
-        largest = hvd.allreduce(
-            tf.concat(signed, 0), op=hvd.Max, name="hvdtrain_metrics_max", process_set=process_set
-        )
+        largest = process_set.allreduce(tf.concat(signed, 0), "hvdtrain_metrics_max", Max)
         sizes = [values[i].shape[0] for i in extremes]
         for i, part in zip(extremes, tf.split(largest, sizes), strict=True):
             parts[i] = signs[found[i]] * part
@@ -140,7 +135,7 @@ def as_value(result: Any) -> float | np.ndarray:
 
 
 def average_logs(
-    logs: Mapping[str, Any], examples: int, process_set: hvd.ProcessSet = hvd.global_process_set
+    logs: Mapping[str, Any], examples: int, process_set: Communicator = ALL_RANKS
 ) -> dict[str, Any]:
     """Return what the ranks of `process_set` make of the values of a step that are no metric's. A collective.
 
@@ -154,17 +149,11 @@ def average_logs(
     mine = np.concatenate([array.ravel() for array in arrays])
     ends = np.cumsum([array.size for array in arrays])
     both = np.concatenate([mine, -mine]) if examples else np.full(2 * mine.size, -np.inf)
-    bounds = hvd.allreduce(
-        tf.constant(both), op=hvd.Max, name="hvdtrain_logs_range", process_set=process_set
-    ).numpy()
+    bounds = process_set.allreduce(both, "hvdtrain_logs_range", Max).numpy()
     largest, least = bounds[: mine.size], -bounds[mine.size :]
     weighted = mine * examples if examples else np.zeros_like(mine)
-    total = hvd.allreduce(
-        tf.constant([*weighted, float(examples)], tf.float64),
-        op=hvd.Sum,
-        name="hvdtrain_logs",
-        process_set=process_set,
-    ).numpy()
+    mine_and_count = np.array([*weighted, float(examples)])
+    total = process_set.allreduce(mine_and_count, "hvdtrain_logs").numpy()
     same = largest == least
     values = np.where(same, largest, total[:-1] / total[-1])
     found = {}

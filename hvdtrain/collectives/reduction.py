@@ -6,27 +6,29 @@ groups instead. Measured in turns in one job, two ranks on two cores over MPI, m
 variable / all in one group / one flat buffer): MNIST's network 8.2 / 8.2 / 8.1, ResNet-20 113 / 111 / 112, six
 dense layers with 21 million parameters 162 / 189 / 190.
 
-Three rules keep ranks from waiting for each other for ever:
+Two rules keep ranks from waiting for each other for ever, beside those of communicator.py:
 
 - A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
   are never used: they differ between ranks as soon as one of them has made an extra layer. See names.py.
-- Inside a tf.function a collective's input is made to depend on a variable: TensorFlow takes Horovod's
-  operations for pure functions, and would compute the "allreduce" of a constant once and for all. (It sees
-  through PlaceholderWithDefault.)
 - The output is always an input of the variable's update. TensorFlow drops operations that nothing needs.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvdtrain.collectives.communicator import (
+    ALL_RANKS,
+    Adasum,
+    Average,
+    Communicator,
+    Sum,
+)
 from hvdtrain.collectives.compression import (
     BF16_MIN_ELEMENTS,
     BF16Compressor,
@@ -34,7 +36,7 @@ from hvdtrain.collectives.compression import (
     bf16_sum,
 )
 from hvdtrain.collectives.divided import Divided
-from hvdtrain.collectives.names import InstanceName, in_this_graph
+from hvdtrain.collectives.names import InstanceName
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -52,9 +54,9 @@ class Reduction:
     compression: Any = Compression.none
     sparse_as_dense: bool = False
     gradient_predivide_factor: float = 1.0
-    op: Any = hvd.Average
+    op: Any = Average
     groups: int | list[list[Any]] | None = None
-    process_set: hvd.ProcessSet = field(default_factory=lambda: hvd.global_process_set)
+    process_set: Communicator = ALL_RANKS
     scale_local_gradients: bool = True
     postscale_factor: float = 1.0
     """Every reduced gradient is multiplied by this (backward_passes_per_step without averaging)."""
@@ -64,9 +66,9 @@ class Reduction:
     """Which ranks hold what, where the model is divided."""
 
     def __post_init__(self) -> None:
-        if self.op not in (hvd.Average, hvd.Sum, hvd.Adasum):
+        if self.op not in (Average, Sum, Adasum):
             raise UsageError("op: use Average, Sum or Adasum of hvdtrain.keras")
-        if self.gradient_predivide_factor != 1.0 and self.op != hvd.Average:
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
         if isinstance(self.groups, int) and self.groups < 1:
             raise UsageError(
@@ -74,7 +76,7 @@ class Reduction:
             )
         if self.groups is not None and not isinstance(self.groups, int | list):
             raise UsageError("groups: give a positive number or a list of lists of variables")
-        if self.op == hvd.Adasum:
+        if self.op == Adasum:
             self._check_adasum()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
@@ -122,13 +124,8 @@ class GradientReducer:
         With `everyone`, over those too that hold other parts of the model.
         """
         ranks = self.reduction.divided.everyone if everyone else None
-        return hvd.allreduce(
-            anchored(tensor),
-            op=op,
-            name=f"{self._prefix(())}_{suffix}",
-            ignore_name_scope=True,
-            process_set=ranks or self.reduction.process_set,
-        )
+        ranks = ranks or self.reduction.process_set
+        return ranks.allreduce(tensor, f"{self._prefix(())}_{suffix}", op)
 
     def __call__(
         self,
@@ -159,7 +156,7 @@ class GradientReducer:
         if not shared:
             return result
         how = {place: self._how(variables[place], weighted) for place in shared}
-        prefix = in_this_graph(self._prefix(variables))
+        prefix = self._prefix(variables)
         names = {place: f"{prefix}_{positions[place]}" for place in shared}
         ready = {place: _ready(result[place], how[place]) for place in shared}
         for group in self._groups(shared, variables, ready, how):
@@ -181,12 +178,12 @@ class GradientReducer:
         """Return how the gradient of `variable` is combined, and over which ranks."""
         reduction = self.reduction
         if weighted:
-            reduction = replace(reduction, op=hvd.Sum, gradient_predivide_factor=1.0)
+            reduction = replace(reduction, op=Sum, gradient_predivide_factor=1.0)
         holders = reduction.divided.holders(variable)
         if holders is None:
             return reduction
         factor = reduction.postscale_factor
-        if reduction.op == hvd.Sum:
+        if reduction.op == Sum:
             factor /= holders.copies
         return replace(reduction, process_set=holders.process_set, postscale_factor=factor)
 
@@ -220,14 +217,14 @@ def _same_kind(
         gradient = ready[place]
         # Names, for TensorFlow's dtypes equal small integers.
         kind = str(place) if isinstance(gradient, tf.IndexedSlices) else gradient.dtype.name
-        ranks = how[place].process_set.process_set_id
+        ranks = tuple(how[place].process_set.ranks)
         kinds.setdefault((kind, ranks), []).append(place)
     return list(kinds.values())
 
 
 def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices) and (
-        reduction.sparse_as_dense or reduction.op == hvd.Adasum
+        reduction.sparse_as_dense or reduction.op == Adasum
     ):
         return tf.convert_to_tensor(gradient)
     return gradient
@@ -240,20 +237,14 @@ def _reduce_group(
         tensor, name = tensors[0], names[0]
         if isinstance(tensor, tf.IndexedSlices):
             return [reduce_sparse(tensor, name, reduction)]
-        return [_through_wire_dtype(tensor, lambda t: _reduce_dense(t, name, reduction))]
+        return [_reduce_dense(tensor, name, reduction)]
     if reduction.compression is BF16Compressor:
         return [_reduce_group([t], [n], reduction)[0] for t, n in zip(tensors, names, strict=True)]
-    dtype = tensors[0].dtype
-    wire = [tf.cast(t, tf.float32) if dtype == tf.bfloat16 else t for t in tensors]
-    reduced = hvd.grouped_allreduce(
-        [anchored(t) for t in wire],
-        device_dense=reduction.device_dense,
-        compression=reduction.compression,
-        name=names[0],
-        ignore_name_scope=True,
-        **_scaling(reduction),
-    )
-    return [tf.cast(t, dtype) for t in reduced]
+    compression = reduction.compression
+    with tf.device(reduction.device_dense):
+        wires, contexts = zip(*map(compression.compress, tensors), strict=True)
+        found = reduction.process_set.grouped_allreduce(wires, names[0], **_scaling(reduction))
+        return [compression.decompress(*each) for each in zip(found, contexts, strict=True)]
 
 
 def _scaling(reduction: Reduction) -> dict[str, Any]:
@@ -262,46 +253,31 @@ def _scaling(reduction: Reduction) -> dict[str, Any]:
         "op": reduction.op,
         "prescale_factor": 1.0 / predivide,
         "postscale_factor": predivide * reduction.postscale_factor,
-        "process_set": reduction.process_set,
     }
 
 
 def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tensor:
-    tensor = anchored(tensor)
+    compression = reduction.compression
     small = (tensor.shape.num_elements() or BF16_MIN_ELEMENTS) < BF16_MIN_ELEMENTS
-    if reduction.compression is BF16Compressor and not small:
-        ranks = reduction.process_set.size()
-        factor = reduction.postscale_factor / (ranks if reduction.op == hvd.Average else 1)
-        with tf.device(reduction.device_dense):
-            total = bf16_sum(tensor, name, reduction.process_set)
-        return total if factor == 1.0 else scaled(total, factor)
-    plain = reduction.compression is BF16Compressor
-    return hvd.allreduce(
-        tensor,
-        device_dense=reduction.device_dense,
-        compression=Compression.none if plain else reduction.compression,
-        name=name,
-        ignore_name_scope=True,
-        **_scaling(reduction),
-    )
+    with tf.device(reduction.device_dense):
+        if compression is BF16Compressor and not small:
+            ranks = reduction.process_set.size()
+            factor = reduction.postscale_factor / (ranks if reduction.op == Average else 1)
+            return bf16_sum(tensor, name, reduction.process_set, factor)
+        if compression is BF16Compressor:
+            compression = Compression.none
+        wire, context = compression.compress(tensor)
+        found = reduction.process_set.allreduce(wire, name, **_scaling(reduction))
+        return compression.decompress(found, context)
 
 
 def reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
     """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
-    ranks = reduction.process_set.size()
-    factor = reduction.postscale_factor / (ranks if reduction.op == hvd.Average else 1)
-
-    def gather(tensor: tf.Tensor, part: str) -> tf.Tensor:
-        return hvd.allgather(
-            anchored(tensor),
-            name=f"{name}_{part}",
-            ignore_name_scope=True,
-            process_set=reduction.process_set,
-        )
-
+    ranks = reduction.process_set
+    factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
     with tf.device(reduction.device_sparse):
-        values = _through_wire_dtype(slices.values, lambda t: gather(t, "values"))
-        indices = gather(slices.indices, "indices")
+        values = ranks.allgather(slices.values, f"{name}_values")
+        indices = ranks.allgather(slices.indices, f"{name}_indices")
     gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
     return gathered if factor == 1.0 else scaled(gathered, factor)
 
@@ -315,56 +291,3 @@ def scaled(gradient: Gradient, factor: Any, no_nan: bool = False) -> Gradient:
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     factor = tf.cast(factor, gradient.dtype)
     return tf.math.multiply_no_nan(gradient, factor) if no_nan else gradient * factor
-
-
-def _through_wire_dtype(
-    tensor: tf.Tensor, communicate: Callable[[tf.Tensor], tf.Tensor]
-) -> tf.Tensor:
-    """Carry bfloat16, which is no data type of Horovod 0.28.1, as float32."""
-    if tensor.dtype == tf.bfloat16:
-        return tf.cast(communicate(tf.cast(tensor, tf.float32)), tf.bfloat16)
-    return communicate(tensor)
-
-
-def anchored(tensor: tf.Tensor) -> tf.Tensor:
-    """Return `tensor` as something that no graph optimiser takes for a constant.
-
-    It is cut from the place on that a variable holds, which is 0: nothing is copied, and only a running step
-    can know what a variable holds.
-    """
-    if tf.executing_eagerly():
-        return tensor
-    _require_no_xla()
-    if not tensor.shape.rank:
-        # A scalar has no place to cut at; an unknown rank no number of places.
-        return tf.reshape(anchored(tf.reshape(tensor, [-1])), tf.shape(tensor))
-    rank = tensor.shape.rank
-    begin = tf.raw_ops.ReadVariableOp(resource=_origin(rank), dtype=tf.int32)
-    result = tf.slice(tensor, begin, [-1] * rank)
-    result.set_shape(tensor.shape)
-    return result
-
-
-def _require_no_xla() -> None:
-    """Raise UsageError in a function that XLA compiles as a whole: none of its operations can be Horovod's."""
-    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise UsageError(
-            "A function with jit_compile=True communicates (DistributedGradientTape, DistributedOptimizer or a "
-            "collective of hvdtrain.keras), and XLA cannot compile Horovod's operations: leave jit_compile=True off "
-            "this tf.function. What XLA is to compile in it can stand in a tf.function(jit_compile=True) of its own, "
-            "without the collectives, or under `with tf.xla.experimental.jit_scope():`, which leaves them out"
-        )
-
-
-@functools.cache
-def _origin(rank: int) -> tf.Tensor:
-    """The handle of a variable that holds `rank` zeros, for all graphs of this process.
-
-    A tf.Variable cannot be made in the later calls of a tf.function.
-    """
-    with tf.init_scope(), tf.device("CPU:0"):
-        handle = tf.raw_ops.VarHandleOp(
-            dtype=tf.int32, shape=[rank], shared_name=f"hvdtrain_origin_{rank}"
-        )
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros([rank], tf.int32))
-    return handle

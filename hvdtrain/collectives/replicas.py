@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator, Max, Min, ranks_of
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -19,24 +20,11 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
 )
 
-_WIRE_DTYPES = {
-    tf.bool,
-    tf.uint8,
-    tf.int8,
-    tf.uint16,
-    tf.int16,
-    tf.int32,
-    tf.int64,
-    tf.float16,
-    tf.float32,
-    tf.float64,
-}
-
 
 def broadcast_variables(
     variables: Iterable[Any],
     root_rank: int = 0,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     inplace: bool = False,
 ) -> None:
     """Give all ranks the values of rank `root_rank`.
@@ -48,15 +36,13 @@ def broadcast_variables(
         inplace: accepted for Horovod's sake; the result is the same.
     """
     del inplace
-    process_set = hvd.global_process_set if process_set is None else process_set
+    ranks = ranks_of(process_set)
     targets = [tf_variable(v) for v in unique(variables)]
 
     # Eager, one after the other: traced, it would be traced again for each model and gain nothing.
     for index, target in enumerate(targets):
-        value = _to_wire(target.read_value())
         name = f"hvdtrain_broadcast_{index}"
-        received = hvd.broadcast(value, root_rank, name=name, process_set=process_set)
-        target.assign(_from_wire(received, target))
+        target.assign(ranks.broadcast(target.read_value(), root_rank, name))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
@@ -69,14 +55,6 @@ def broadcast_global_variables(root_rank: int) -> None:
         "broadcast_global_variables: Keras 3 keeps no list of all variables. Use "
         f"broadcast_variables(model.variables, root_rank={root_rank}), or BroadcastGlobalVariablesCallback in model.fit"
     )
-
-
-def _to_wire(value: tf.Tensor) -> tf.Tensor:
-    return value if value.dtype in _WIRE_DTYPES else tf.bitcast(value, tf.uint8)
-
-
-def _from_wire(received: tf.Tensor, target: tf.Variable) -> tf.Tensor:
-    return received if target.dtype in _WIRE_DTYPES else tf.bitcast(received, target.dtype)
 
 
 def fingerprints(variables: Sequence[Any]) -> np.ndarray:
@@ -93,7 +71,7 @@ def check_replicas(
     *,
     variables: Sequence[Any] | None = None,
     when: str = "",
-    process_set: hvd.ProcessSet = hvd.global_process_set,
+    process_set: hvd.ProcessSet | Communicator | None = None,
 ) -> None:
     """Raise ReplicaError unless every rank holds the same bits in every replicated variable.
 
@@ -106,19 +84,17 @@ def check_replicas(
         when: for the message, such as "after epoch 3".
         process_set: the ranks that are compared; default all.
     """
-    ranks = process_set.size()
-    if ranks == 1:
+    ranks = ranks_of(process_set)
+    if ranks.size() == 1:
         return
     if variables is None:
         variables = replicated_variables(model, optimizer, local_variables(model, optimizer))
     mine = fingerprints(variables)
-    gathered = hvd.allgather(
-        tf.constant(mine.reshape(1, -1)), name="hvdtrain_fingerprints", process_set=process_set
-    )
-    everyone = gathered.numpy().reshape(ranks, -1, 8)
+    gathered = ranks.allgather(mine.reshape(1, -1), "hvdtrain_fingerprints")
+    everyone = gathered.numpy().reshape(ranks.size(), -1, 8)
     drifted = np.flatnonzero((everyone != everyone[0]).any(axis=(0, 2)))
     if drifted.size:
-        raise ReplicaError(_drift_message(variables, everyone, drifted, when, process_set))
+        raise ReplicaError(_drift_message(variables, everyone, drifted, when, ranks))
 
 
 def _drift_message(
@@ -126,17 +102,17 @@ def _drift_message(
     everyone: np.ndarray,
     drifted: np.ndarray,
     when: str,
-    process_set: hvd.ProcessSet,
+    ranks: Communicator,
 ) -> str:
     """Name the first variable that differs, the ranks, and by how much. A collective: all ranks call it."""
     first = variables[int(drifted[0])]
-    names = process_set.ranks or list(range(hvd.size()))
+    names = ranks.ranks
     equal = (everyone[:, drifted[0]] == everyone[0, drifted[0]]).all(axis=1)
     same = [rank for rank, alike in zip(names, equal, strict=True) if alike]
     others = [rank for rank in names if rank not in same]
     value = tf.cast(tf_variable(first).read_value(), tf.float64)
-    top = hvd.allreduce(value, op=hvd.Max, name="hvdtrain_drift_max", process_set=process_set)
-    bottom = hvd.allreduce(value, op=hvd.Min, name="hvdtrain_drift_min", process_set=process_set)
+    top = ranks.allreduce(value, "hvdtrain_drift_max", Max)
+    bottom = ranks.allreduce(value, "hvdtrain_drift_min", Min)
     gap = float(tf.reduce_max(top - bottom))
     return (
         f"The replicas have drifted apart{' ' + when if when else ''}: variable "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator, Max
 from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
 
@@ -29,19 +29,17 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
 
 
 def average_statistics(
-    model: keras.Model,
-    local: Iterable[Any] = (),
-    process_set: hvd.ProcessSet = hvd.global_process_set,
+    model: keras.Model, local: Iterable[Any] = (), ranks: Communicator = ALL_RANKS
 ) -> None:
-    """Replace moving statistics by their average over the ranks of `process_set`. A collective.
+    """Replace moving statistics by their average over the ranks. A collective.
 
     Each rank's statistics come from its own examples: without this, replicas differ in evaluation.
     """
     targets = [tf_variable(v) for v in statistics_variables(model, local)]
-    if not targets or process_set.size() == 1:
+    if not targets or ranks.size() == 1:
         return
     flat = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float64) for t in targets], axis=0)
-    mean = hvd.allreduce(flat, op=hvd.Average, name="hvdtrain_statistics", process_set=process_set)
+    mean = ranks.allreduce(flat, "hvdtrain_statistics", Average)
     parts = tf.split(mean, [t.shape.num_elements() for t in targets])
     for target, part in zip(targets, parts, strict=True):
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
@@ -51,7 +49,7 @@ def settle_idle(
     variables: Sequence[Any],
     before: Sequence[tf.Tensor],
     idle: bool,
-    process_set: hvd.ProcessSet = hvd.global_process_set,
+    ranks: Communicator = ALL_RANKS,
 ) -> None:
     """After a step without examples for some ranks, give those the state that they would have. A collective.
 
@@ -62,27 +60,17 @@ def settle_idle(
     Args:
         variables: changed by the step, numbers or bools; the same on all ranks.
         before: their values before the step.
-        idle: whether this rank was idle; the last rank of `process_set` never is.
+        idle: whether this rank was idle; the last of the ranks never is.
     """
     if not variables:
         return
     flat = tf.concat([tf.cast(tf.reshape(value, [-1]), tf.float64) for value in before], axis=0)
-    bounds = hvd.allreduce(
-        tf.concat([flat, -flat], axis=0),
-        op=hvd.Max,
-        name="hvdtrain_before_idle",
-        process_set=process_set,
-    )
+    bounds = ranks.allreduce(tf.concat([flat, -flat], axis=0), "hvdtrain_before_idle", Max)
     largest, negative_least = tf.split(bounds, 2)
     targets = [tf_variable(v) for v in variables]
     new = tf.concat([tf.cast(tf.reshape(t, [-1]), tf.float64) for t in targets], axis=0)
-    is_last = process_set.rank() == process_set.size() - 1
-    others = hvd.allreduce(
-        new if is_last else tf.zeros_like(new),
-        op=hvd.Sum,
-        name="hvdtrain_after_idle",
-        process_set=process_set,
-    )
+    is_last = ranks.rank() == ranks.size() - 1
+    others = ranks.allreduce(new if is_last else tf.zeros_like(new), "hvdtrain_after_idle")
     if not idle:
         return
     sizes = [target.shape.num_elements() for target in targets]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import exchange, require_equal
+from hvdtrain.collectives.agreement import require_equal
+from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
@@ -153,7 +153,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         with tf.device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
         share_loaded(self.model.optimizer)
-        fold_rank_into_seeds(self.model, hvd.rank())
+        fold_rank_into_seeds(self.model, ALL_RANKS.rank())
         self._broadcast_count = self._count_variables()
 
     def _count_variables(self) -> int:
@@ -194,7 +194,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._keep("")  # The validation is about to reset what the training has counted.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if hvd.size() == 1:
+        if ALL_RANKS.size() == 1:
             return
         self._keep("val_" if self._counted else "")
         logs = {} if logs is None else logs
@@ -205,12 +205,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
             return
         flat = np.concatenate([value.ravel() for value in values.values()])
         with tf.device(self.device):
-            total = hvd.allreduce(tf.constant(flat), op=hvd.Sum, name="hvdtrain_metrics").numpy()
-            largest = hvd.allreduce(
-                tf.constant([*flat, *-flat]), op=hvd.Max, name="hvdtrain_metrics_range"
-            ).numpy()
+            total = ALL_RANKS.allreduce(flat, "hvdtrain_metrics").numpy()
+            both = np.concatenate([flat, -flat])
+            largest = ALL_RANKS.allreduce(both, "hvdtrain_metrics_range", Max).numpy()
         alike = largest[: flat.size] == -largest[flat.size :]
-        mean = np.where(alike, flat, total / hvd.size())
+        mean = np.where(alike, flat, total / ALL_RANKS.size())
         ends = np.cumsum([value.size for value in values.values()])
         for (name, value), end in zip(values.items(), ends, strict=True):
             logs[name] = as_value(mean[end - value.size : end].reshape(value.shape))
@@ -219,7 +218,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             logs.update(results)
 
     def _keep(self, prefix: str) -> None:
-        if hvd.size() > 1 and getattr(self.model, "compiled", False):
+        if ALL_RANKS.size() > 1 and getattr(self.model, "compiled", False):
             self._counted.setdefault(prefix, Counted.of(self.model))
 
 
@@ -270,17 +269,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         super().on_train_begin(logs)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        if hvd.rank() == 0:
+        if ALL_RANKS.rank() == 0:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if hvd.rank() == 0:
+        if ALL_RANKS.rank() == 0:
             super().on_epoch_end(epoch, logs)
 
 
 def _agree_on_course(what: str) -> None:
     """Raise ReplicaError on all ranks if one goes on and another ends. A collective."""
-    everyone = exchange(what, "course")
+    everyone = ALL_RANKS.exchange(what, "course")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ReplicaError(

@@ -49,10 +49,10 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.anchoring import anchored
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
 from hvdtrain.collectives.names import in_this_graph
-from hvdtrain.collectives.reduction import anchored, scaled
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.variables import tf_variable
@@ -133,8 +133,7 @@ def allreduce(
         if op not in (Average, Sum):
             raise UsageError("allreduce: compression=bf16 works with op=Average and op=Sum")
         factor = prescale_factor * postscale_factor / (hvd.size() if op == Average else 1)
-        total = bf16_sum(anchored(tensor), name, hvd.global_process_set)
-        return total if factor == 1.0 else scaled(total, factor)
+        return bf16_sum(tensor, name, ALL_RANKS, factor)
     reduced = hvd.allreduce(
         _to_wire(tensor),
         op=op,
@@ -207,7 +206,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's `obj`, exactly as it was; see broadcast_object."""
-    return exchange(obj, f"object_{name or ''}")
+    return ALL_RANKS.exchange(obj, f"object_{name or ''}")
 
 
 def _tensor(value: Any) -> tf.Tensor:
@@ -221,7 +220,7 @@ def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
 
 
 def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels: anchored (see reduction.py), and bfloat16, which Horovod does not know, as float32."""
+    """What travels: anchored (see anchoring.py), and bfloat16, which Horovod does not know, as float32."""
     return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
 
 

@@ -32,7 +32,7 @@ import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
@@ -206,7 +206,7 @@ def is_horovods(error: tf.errors.OpError) -> bool:
 
 
 def _from_first_rank(obj: Any) -> Any:
-    return exchange(obj if hvd.rank() == 0 else None, "state")[0]
+    return ALL_RANKS.exchange(obj if hvd.rank() == 0 else None, "state")[0]
 
 
 def _reset() -> None:

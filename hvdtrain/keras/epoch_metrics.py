@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.collectives.combining import State
+from hvdtrain.collectives.communicator import ALL_RANKS, Min
 from hvdtrain.collectives.metrics import as_value, merge_state, read_state, write_state
 from hvdtrain.keras_internals.metric_calls import Source, is_of_keras, metrics_of, watched
 
@@ -58,9 +57,7 @@ class Counted:
         if not names:
             return {}
         same = [np.array_equal(self.results[n], logs[prefix + n], equal_nan=True) for n in names]
-        votes = hvd.allreduce(
-            tf.constant(same, tf.int32), op=hvd.Min, name="hvdtrain_epoch_names"
-        ).numpy()
+        votes = ALL_RANKS.allreduce(np.array(same, np.int32), "hvdtrain_epoch_names", Min).numpy()
         now = read_state(self.metrics)
         write_state(self.metrics, self.state)
         merge_state(self.metrics)

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import inner_of, velocities
 
@@ -149,11 +149,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         assert self.steps_per_epoch is not None
         # One batch ahead, so that the last batch has the full rate.
         epoch += 1 / self.steps_per_epoch
-        return (epoch * (hvd.size() - 1) / self.warmup_epochs + 1) / hvd.size()
+        return (epoch * (ALL_RANKS.size() - 1) / self.warmup_epochs + 1) / ALL_RANKS.size()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and hvd.rank() == 0:
+        if epoch == self.warmup_epochs - 1 and self.verbose > 0 and ALL_RANKS.rank() == 0:
             print(
                 f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}."
             )

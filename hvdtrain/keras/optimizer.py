@@ -23,6 +23,7 @@ import horovod.tensorflow as hvd
 import keras
 
 from hvdtrain.collectives.clipping import clip_by_norm
+from hvdtrain.collectives.communicator import Average, Communicator, Max, ranks_of
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
 from hvdtrain.collectives.step import current_step
@@ -88,7 +89,7 @@ class _Distributed(AppliesByKeras):
         return _distributed_copy, (file, self.hvdtrain_reduction)
 
     @property
-    def process_set(self) -> hvd.ProcessSet:
+    def process_set(self) -> Communicator:
         """The ranks over which gradients are reduced."""
         return self.hvdtrain_reducer.reduction.process_set
 
@@ -130,7 +131,7 @@ class _Distributed(AppliesByKeras):
         # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
         reducer = self.hvdtrain_reducer
         grads = [
-            reducer.extreme(g, hvd.Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
+            reducer.extreme(g, Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
             if g is not None and getattr(v, "overwrite_with_gradient", False)
             else g
             for g, v in zip(grads, vars, strict=True)
@@ -189,12 +190,12 @@ def DistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
+    op: Any = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     num_groups: int = 0,
     groups: int | list[list[Any]] | None = None,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Make a Keras optimizer reduce its gradients over the ranks before it applies them.
@@ -235,7 +236,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         op=op,
         groups=groups,
-        process_set=hvd.global_process_set if process_set is None else process_set,
+        process_set=ranks_of(process_set),
         scale_local_gradients=scale_local_gradients,
         postscale_factor=float(backward_passes_per_step) if summed else 1.0,
     )
@@ -269,9 +270,9 @@ def PartialDistributedOptimizer(
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
-    op: Any = hvd.Average,
+    op: Any = Average,
     groups: int | list[list[Any]] | None = None,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:

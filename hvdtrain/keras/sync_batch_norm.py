@@ -18,8 +18,8 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.names import InstanceName, in_this_graph
-from hvdtrain.collectives.reduction import anchored
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.names import InstanceName
 from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import UsageError
 
@@ -57,12 +57,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
         """Return mean and variance over all ranks, each of shape (channels,). Called by Keras in training."""
-        if not hvd.is_initialized() or hvd.size() == 1:
+        if not hvd.is_initialized() or ALL_RANKS.size() == 1:
             return super()._moments(inputs, mask)
         count, mean, variance = local_moments(inputs, mask, self._reduction_axes)
         if (step := current_step()) is not None:
             count = tf.where(step.is_idle(), tf.zeros_like(count), count)
-        name = in_this_graph(self._collective(()))
+        name = self._collective(())
         combined = combine_moments(_gather(tf.stack([count, mean, variance]), name))
         mean, variance = tf.unstack(_with_summed_gradient(combined, f"{name}_gradient"))
         return mean, variance
@@ -115,9 +115,9 @@ def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
 
     @tf.custom_gradient
     def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        rows = hvd.allgather(anchored(row[tf.newaxis]), name=name, ignore_name_scope=True)
-        rows = tf.ensure_shape(rows, [hvd.size(), *row.shape])
-        return rows, lambda gradient: gradient[hvd.rank()]
+        rows = ALL_RANKS.allgather(row[tf.newaxis], name)
+        rows = tf.ensure_shape(rows, [ALL_RANKS.size(), *row.shape])
+        return rows, lambda gradient: gradient[ALL_RANKS.rank()]
 
     return gather(row)
 
@@ -128,9 +128,7 @@ def _with_summed_gradient(tensor: tf.Tensor, name: str) -> tf.Tensor:
     @tf.custom_gradient
     def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def summed(gradient: tf.Tensor) -> tf.Tensor:
-            return hvd.allreduce(
-                anchored(gradient), op=hvd.Sum, name=in_this_graph(name), ignore_name_scope=True
-            )
+            return ALL_RANKS.allreduce(gradient, name)
 
         return tf.identity(tensor), summed
 

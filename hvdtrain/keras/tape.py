@@ -10,6 +10,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Average, Communicator, ranks_of
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.names import variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
@@ -67,11 +68,11 @@ def DistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
+    op: Any = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[Any]] | None = None,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
     """Make a tf.GradientTape whose `gradient` is reduced over the ranks.
@@ -91,7 +92,7 @@ def DistributedGradientTape(
         gradient_predivide_factor=gradient_predivide_factor,
         op=op,
         groups=groups,
-        process_set=hvd.global_process_set if process_set is None else process_set,
+        process_set=ranks_of(process_set),
         scale_local_gradients=scale_local_gradients,
     )
     overlay(gradtape, _DistributedTape)
@@ -105,11 +106,11 @@ def PartialDistributedGradientTape(
     device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
-    op: Any = hvd.Average,
+    op: Any = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[Any]] | None = None,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:

@@ -11,8 +11,7 @@ whole activation is whole and equal on all ranks, and that of a part is the part
     take_part         this rank's part           parts side by side
 
 Horovod's own gradients are none of these: they are named after the local tensor and scaled by the number of
-ranks here and there. Names are given here, so that ranks pair the same collectives; inputs are anchored, so that no
-graph optimiser computes them ahead (see collectives.reduction).
+ranks here and there.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvdtrain.collectives.names import in_this_graph
-from hvdtrain.collectives.reduction import anchored
+from hvdtrain.collectives.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -33,17 +30,17 @@ class Group:
     """The ranks between which layers are split.
 
     Args:
-        process_set: Horovod's set of them.
+        process_set: these ranks.
         index: which of the parts this rank holds.
         size: number of parts.
     """
 
-    process_set: hvd.ProcessSet
+    process_set: Communicator
     index: int
     size: int
 
     @classmethod
-    def of(cls, process_set: hvd.ProcessSet) -> Group:
+    def of(cls, process_set: Communicator) -> Group:
         """Return the group of a process set that this rank is in."""
         return cls(process_set, process_set.rank(), process_set.size())
 
@@ -96,33 +93,14 @@ def _same(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
 
 
 def _summed(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-    # bfloat16 is no data type of Horovod 0.28.1.
-    wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
-    total = hvd.allreduce(
-        anchored(wire),
-        op=hvd.Sum,
-        name=in_this_graph(name),
-        ignore_name_scope=True,
-        process_set=group.process_set,
-    )
-    total.set_shape(tensor.shape)
-    return tf.cast(total, tensor.dtype)
+    return group.process_set.allreduce(tensor, name)
 
 
 def _gather_along(axis: int) -> Communicate:
     def gather(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
         place = axis % tensor.shape.rank
-        # As bits, where Horovod does not know the type: nothing is computed.
-        wire = tf.bitcast(tensor, tf.uint16) if tensor.dtype == tf.bfloat16 else tensor
-        gathered = hvd.allgather(
-            anchored(wire[tf.newaxis]),
-            name=in_this_graph(name),
-            ignore_name_scope=True,
-            process_set=group.process_set,
-        )
+        gathered = group.process_set.allgather(tensor[tf.newaxis], name)
         gathered.set_shape([group.size, *tensor.shape])
-        if gathered.dtype != tensor.dtype:
-            gathered = tf.bitcast(gathered, tensor.dtype)
         return tf.concat(tf.unstack(gathered), axis=place)
 
     return gather

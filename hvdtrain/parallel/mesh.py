@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import horovod.tensorflow as hvd
 from horovod.common import process_sets
 
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, HorovodRanks
 from hvdtrain.errors import UsageError
 
 
@@ -152,15 +153,15 @@ class Position:
     data_index: int
     stage: int
     tensor_index: int
-    data_set: hvd.ProcessSet
-    tensor_set: hvd.ProcessSet
-    pipeline_set: hvd.ProcessSet
-    stage_set: hvd.ProcessSet
-    everyone: hvd.ProcessSet
+    data_set: Communicator
+    tensor_set: Communicator
+    pipeline_set: Communicator
+    stage_set: Communicator
+    everyone: Communicator
 
-    def pair_set(self, rank: int) -> hvd.ProcessSet:
+    def pair_set(self, rank: int) -> Communicator:
         """Return the set of this rank and its neighbour `rank` in the pipeline."""
-        return _process_set(sorted((hvd.rank(), rank)), _known_sets())
+        return _process_set(sorted((ALL_RANKS.rank(), rank)), _known_sets())
 
 
 def position(mesh: Mesh) -> Position:
@@ -169,8 +170,8 @@ def position(mesh: Mesh) -> Position:
     Raises:
         UsageError: the job's ranks do not make this mesh, or Horovod was started without its process sets.
     """
-    mesh = mesh.for_ranks(hvd.size())
-    rank = hvd.rank()
+    mesh = mesh.for_ranks(ALL_RANKS.size())
+    rank = ALL_RANKS.rank()
     known = _known_sets()
     place = mesh.place(rank)
     return Position(
@@ -182,7 +183,7 @@ def position(mesh: Mesh) -> Position:
         tensor_set=_process_set(mesh.tensor_ranks(rank), known),
         pipeline_set=_process_set(mesh.pipeline_ranks(rank), known),
         stage_set=_process_set(mesh.stage_ranks(rank), known),
-        everyone=hvd.global_process_set,
+        everyone=ALL_RANKS,
     )
 
 
@@ -194,7 +195,7 @@ def _known_sets() -> dict[tuple[int, ...], int]:
     }
 
 
-def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> hvd.ProcessSet:
+def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> Communicator:
     number = known.get(tuple(ranks))
     if number is None:
         raise UsageError(
@@ -202,7 +203,7 @@ def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> hvd.
             "starts it, hvdtrain.init(mesh=...), or let Trainer(layout=...) be that call"
         )
     if number == 0:
-        return hvd.global_process_set
+        return ALL_RANKS
     found = hvd.ProcessSet(ranks)
     found.process_set_id = number
-    return found
+    return HorovodRanks(found)

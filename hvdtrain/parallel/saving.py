@@ -56,7 +56,7 @@ class DividedStrategy(HorovodStrategy):
         if self.unsplit is None:
             super().save(model, path)
             return
-        state = gather(self.pieces(model))
+        state = gather(self.pieces(model), self.ranks)
         if self.is_first:
             with self.unsplit.whole(model) as whole:
                 optimizer = whole.optimizer if model.optimizer.built else None
@@ -72,8 +72,8 @@ class DividedStrategy(HorovodStrategy):
     def load(self, model: keras.Model, path: Path) -> None:
         self.build_to_load(model)
         state: State = {}
-        has_state = on_first(self.is_first, lambda: self._read(model, path, state), "load")
-        scatter(_in_file(self.pieces(model), has_state), state)
+        has_state = on_first(lambda: self._read(model, path, state), "load", self.ranks)
+        scatter(_in_file(self.pieces(model), has_state), state, self.ranks)
 
     def _read(self, model: keras.Model, path: Path, state: State) -> bool:
         """Put what a file holds into `state`; return whether there is an optimizer's."""

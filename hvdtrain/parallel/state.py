@@ -17,12 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.errors import EngineError, UsageError
 
 State = dict[str, np.ndarray]
@@ -73,15 +72,17 @@ class Entry:
     senders: tuple[tuple[int, int], ...]
 
 
-def gather(pieces: Iterable[Piece]) -> State:
-    """Return the whole state on rank 0, and an empty mapping on the others. A collective of all ranks.
+def gather(pieces: Iterable[Piece], ranks: Communicator = ALL_RANKS) -> State:
+    """Return the whole state on the first rank, and an empty mapping on the others. A collective of all ranks.
 
     Args:
         pieces: what this rank holds.
+        ranks: all ranks.
     """
     own = {piece.place: piece for piece in pieces}
     state: State = {}
-    for number, entry in enumerate(_agreed(own.values())):
+    here = ranks.rank()
+    for number, entry in enumerate(_agreed(own.values(), ranks)):
         piece = own.get(entry.place)
         mine = None if piece is None else piece.read()
         parts = []
@@ -89,34 +90,40 @@ def gather(pieces: Iterable[Piece]) -> State:
             if sender == 0:
                 parts.append(mine)
                 continue
-            flat = _flat(mine, entry.axis) if mine is not None and hvd.rank() == sender else None
-            part = _travel(flat, elements, entry.dtype, sender, hvd.rank() == 0, f"gather_{number}")
-            parts.append(part)
-        if hvd.rank() == 0:
+            flat = _flat(mine, entry.axis) if mine is not None and here == sender else None
+            name = f"gather_{number}"
+            parts.append(_travel(flat, elements, entry.dtype, sender, here == 0, name, ranks))
+        if here == 0:
             state[entry.name] = whole_of(parts, entry)
     return state
 
 
-def scatter(pieces: Iterable[Piece], state: Mapping[str, np.ndarray] | None) -> None:
+def scatter(
+    pieces: Iterable[Piece],
+    state: Mapping[str, np.ndarray] | None,
+    ranks: Communicator = ALL_RANKS,
+) -> None:
     """Give every rank its pieces of rank 0's `state`; the other ranks' is not looked at. A collective.
 
     Raises:
         UsageError: on all ranks, if the state does not fit: it names the first variable and both shapes.
     """
     own = {piece.place: piece for piece in pieces}
-    entries = _agreed(own.values())
-    mine = misfit(entries, state or {}) if hvd.rank() == 0 else None
-    complaint = exchange(mine, "state_misfit")[0]
+    entries = _agreed(own.values(), ranks)
+    here = ranks.rank()
+    mine = misfit(entries, state or {}) if here == 0 else None
+    complaint = ranks.exchange(mine, "state_misfit")[0]
     if complaint is not None:
         raise UsageError(complaint)
     for number, entry in enumerate(entries):
         piece = own.get(entry.place)
         flat = None
-        if hvd.rank() == 0:
+        if here == 0:
             assert state is not None
             flat = _flat(np.asarray(state[entry.name], _dtype(entry.dtype)), 0)
         elements = math.prod(entry.shape)
-        whole = _travel(flat, elements, entry.dtype, 0, piece is not None, f"scatter_{number}")
+        name, keep = f"scatter_{number}", piece is not None
+        whole = _travel(flat, elements, entry.dtype, 0, keep, name, ranks)
         if piece is not None:
             piece.write(whole.reshape(entry.shape))
 
@@ -153,9 +160,9 @@ def misfit(entries: Sequence[Entry], state: Mapping[str, np.ndarray]) -> str | N
     return None
 
 
-def _agreed(pieces: Iterable[Piece]) -> list[Entry]:
+def _agreed(pieces: Iterable[Piece], ranks: Communicator) -> list[Entry]:
     """Return all variables of the state, from what each rank says of the pieces that it sends. A collective."""
-    return merged(exchange(facts(pieces), "state"))
+    return merged(ranks.exchange(facts(pieces), "state"))
 
 
 def facts(pieces: Iterable[Piece]) -> list[list[Any]]:
@@ -217,16 +224,19 @@ def _flat(value: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _travel(
-    flat: np.ndarray | None, elements: int, dtype: str, sender: int, keep: bool, name: str
+    flat: np.ndarray | None,
+    elements: int,
+    dtype: str,
+    sender: int,
+    keep: bool,
+    name: str,
+    ranks: Communicator,
 ) -> np.ndarray:
-    """Return rank `sender`'s `flat`, of so many elements, on the ranks that keep it. A collective of all.
-
-    As bytes, which Horovod knows of every dtype.
-    """
+    """Return rank `sender`'s `flat`, of so many elements, on the ranks that keep it. A collective of all."""
     kind = _dtype(dtype)
-    if hvd.size() == 1:
+    if ranks.size() == 1:
         assert flat is not None
-        return flat
+        return flat  # Not even copied.
     result = np.empty(elements if keep else 0, kind)
     block = max(1, BLOCK_BYTES // kind.itemsize)
     for begin in range(0, elements, block):
@@ -234,10 +244,9 @@ def _travel(
         values = np.empty(end - begin, kind) if flat is None else flat[begin:end]
         # Not on an accelerator, which need not have room for it.
         with tf.device("CPU:0"):
-            wire = tf.constant(values.view(np.uint8))
-            received = hvd.broadcast(wire, sender, name=f"hvdtrain_state_{name}")
+            received = ranks.broadcast(values, sender, f"hvdtrain_state_{name}")
         if keep:
-            result[begin:end] = received.numpy().view(kind)
+            result[begin:end] = received.numpy()
     return result
 
 

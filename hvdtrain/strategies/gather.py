@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 
 
 def gather_predictions(
-    outputs: Iterable[tuple[Share, Any]], process_set: hvd.ProcessSet = hvd.global_process_set
+    outputs: Iterable[tuple[Share, Any]], ranks: Communicator = ALL_RANKS
 ) -> Any:
-    """Return the outputs for all examples of all ranks of `process_set`. A collective for each output.
+    """Return the outputs for all examples of all the ranks. A collective for each output.
 
     Args:
         outputs: each step's share and this rank's output for it: a tensor, or a structure of them,
@@ -38,21 +37,15 @@ def gather_predictions(
         begin += share.global_examples
     if structure is None:
         raise UsageError("The data holds no batch: nothing to predict")
-    order = np.argsort(_gathered(np.concatenate(positions), "positions", process_set))
+    order = np.argsort(_gathered(np.concatenate(positions), "positions", ranks))
     gathered = [
-        _gathered(np.concatenate(leaves), f"output_{index}", process_set)[order]
+        _gathered(np.concatenate(leaves), f"output_{index}", ranks)[order]
         for index, leaves in enumerate(zip(*parts, strict=True))
     ]
     return tf.nest.pack_sequence_as(structure, gathered)
 
 
-def _gathered(rows: np.ndarray, name: str, process_set: hvd.ProcessSet) -> np.ndarray:
-    if process_set.size() == 1:
-        return rows
-    # As bytes: Horovod does not know every type, bfloat16 for one.
-    width = rows.dtype.itemsize * math.prod(rows.shape[1:])
-    bits = np.ascontiguousarray(rows).view(np.uint8).reshape(len(rows), width)
-    gathered = hvd.allgather(
-        tf.constant(bits), name=f"hvdtrain_predictions_{name}", process_set=process_set
-    )
-    return gathered.numpy().view(rows.dtype).reshape(-1, *rows.shape[1:])
+def _gathered(rows: np.ndarray, name: str, ranks: Communicator) -> np.ndarray:
+    # Not on an accelerator, which need not have room for it.
+    with tf.device("CPU:0"):
+        return ranks.allgather(rows, f"hvdtrain_predictions_{name}").numpy()

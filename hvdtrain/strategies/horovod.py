@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import horovod.tensorflow as hvd
 import keras
 
 from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
 from hvdtrain.collectives.agreement import on_first, require_equal
+from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
@@ -43,7 +43,8 @@ class HorovodStrategy(Strategy):
         wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state.
 
     Attributes:
-        data_set: the ranks between which the global batch is divided.
+        ranks: all of the job.
+        data_set: those between which the global batch is divided.
     """
 
     name: ClassVar[str] = "horovod"
@@ -51,7 +52,8 @@ class HorovodStrategy(Strategy):
     def __init__(self, wrap: Callable[[Any, Reduction], Any] = distribute) -> None:
         super().__init__()
         self._wrap = wrap
-        self.data_set: hvd.ProcessSet = hvd.global_process_set
+        self.ranks: Communicator = ALL_RANKS
+        self.data_set: Communicator = ALL_RANKS
 
     def start(self, seed: int) -> Rank:
         rank = super().start(seed)
@@ -123,7 +125,7 @@ class HorovodStrategy(Strategy):
 
     def load(self, model: keras.Model, path: Path) -> None:
         self.build_to_load(model)
-        on_first(self.is_first, lambda: read_model(model, path), "load")
+        on_first(lambda: read_model(model, path), "load", self.ranks)
         self.broadcast(model, without=seed_variables(model))
         share_out(model.optimizer, self.data_set, self.adds_up)
 
@@ -149,12 +151,12 @@ def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:
 
 def _check_reduction(reduction: Reduction) -> None:
     """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
-    if reduction.op != hvd.Average:
+    if reduction.op != Average:
         raise UsageError(
             "Trainer averages the gradients exactly over all examples: give it an optimizer distributed with "
             "op=Average, or a plain one. op=Sum and op=Adasum work with hvdtrain.keras and model.fit"
         )
-    if reduction.process_set.process_set_id != 0:
+    if not reduction.process_set.are_all():
         raise UsageError(
             "Trainer trains on all ranks: give it an optimizer without process_set. Process sets work with "
             "hvdtrain.keras and model.fit"

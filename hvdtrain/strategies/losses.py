@@ -20,12 +20,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.names import in_this_graph
-from hvdtrain.collectives.reduction import anchored
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.step import current_step
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
@@ -40,16 +38,10 @@ class TotalOfRanks:
         ranks: that compute the parts.
     """
 
-    ranks: hvd.ProcessSet
+    ranks: Communicator
 
     def __call__(self, divisor: tf.Tensor) -> tf.Tensor:
-        return hvd.allreduce(
-            anchored(divisor),
-            op=hvd.Sum,
-            name=in_this_graph("hvdtrain_divisor"),
-            ignore_name_scope=True,
-            process_set=self.ranks,
-        )
+        return self.ranks.allreduce(divisor, "hvdtrain_divisor")
 
 
 class _ExactLoss:
@@ -67,7 +59,7 @@ class _ExactLoss:
         return values
 
     def _warn_of_scalar(self) -> None:
-        if hvd.rank() == 0 and not self.hvdtrain_warned:
+        if ALL_RANKS.rank() == 0 and not self.hvdtrain_warned:
             self.hvdtrain_warned = True
             kind = "sum" if self.reduction == "sum" else "mean"  # type: ignore[attr-defined]
             warnings.warn(

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.combining import RULES, SHARE, SUM, Finding, can_be_weighted, find_rules
+from hvdtrain.collectives.communicator import Communicator, Min
 from hvdtrain.collectives.metrics import (
     as_value,
     average_logs,
@@ -141,7 +141,7 @@ class StepMetrics:
 
 
 def merged_logs(
-    model: keras.Model, step_logs: Mapping[str, Any], share: Share, process_set: hvd.ProcessSet
+    model: keras.Model, step_logs: Mapping[str, Any], share: Share, process_set: Communicator
 ) -> dict[str, Any]:
     """Return the logs since the metrics' reset, those of one worker, on all ranks of `process_set`. A collective.
 
@@ -177,7 +177,7 @@ def merged_logs(
 
 
 def _by_value(
-    model: keras.Model, logs: StepLogs, share: Share, process_set: hvd.ProcessSet
+    model: keras.Model, logs: StepLogs, share: Share, process_set: Communicator
 ) -> list[str]:
     """Return the results that a compiled part of the step hides: on each rank a metric has this name and value."""
     own = model.get_metrics_result()
@@ -185,9 +185,7 @@ def _by_value(
     if not names:
         return []
     same = [not share.examples or np.array_equal(own[n], logs[n]) for n in names]
-    votes = hvd.allreduce(
-        tf.constant(same, tf.int32), op=hvd.Min, name="hvdtrain_log_names", process_set=process_set
-    ).numpy()
+    votes = process_set.allreduce(np.array(same, np.int32), "hvdtrain_log_names", Min).numpy()
     return [name for name, vote in zip(names, votes, strict=True) if vote]
 
 

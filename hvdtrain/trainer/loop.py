@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import any_rank, exchange
+from hvdtrain.collectives.agreement import any_rank
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import Share, Source
 from hvdtrain.errors import UsageError
@@ -101,7 +101,7 @@ class Loop:
             callbacks.on_train_begin()
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
-        first = int(hvd.broadcast(tf.constant(initial_epoch), 0, name="hvdtrain_initial_epoch"))
+        first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
         self._check_run_dir(first)
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
@@ -225,7 +225,7 @@ class Loop:
         mine = None
         if self.run_dir is not None and self.rank.is_first:
             mine = self.run_dir.complaint(first_epoch)
-        complaint = exchange(mine, "run_dir")[0]
+        complaint = ALL_RANKS.exchange(mine, "run_dir")[0]
         if complaint is not None:
             raise UsageError(complaint)
 

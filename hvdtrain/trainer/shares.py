@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.data import Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
 
@@ -21,7 +21,7 @@ def epoch_shares(source: Source, epoch: int, part: Part) -> Iterator[Share]:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
     shares = prefetch(_with_tensors(source.epoch(epoch, part.index, part.count)))
-    return shares if source.agreed or hvd.size() == 1 else _agreed(shares)
+    return shares if source.agreed or ALL_RANKS.size() == 1 else _agreed(shares)
 
 
 def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
@@ -54,7 +54,7 @@ def _agreed(shares: Iterator[Share]) -> Iterator[Share]:
     while True:
         share = next(shares, None)
         mine = [0, 0, 0] if share is None else [1, share.global_examples, share.checksum % 2**62]
-        everyone = hvd.allgather(tf.constant([mine], tf.int64), name="hvdtrain_stream").numpy()
+        everyone = ALL_RANKS.allgather(np.array([mine], np.int64), "hvdtrain_stream").numpy()
         differing = np.flatnonzero((everyone != everyone[0]).any(axis=1))
         if differing.size:
             raise ReplicaError(_stream_message(everyone, int(differing[0]), step))

@@ -38,7 +38,8 @@ def main() -> None:
     name, folder, *only = sys.argv[1:]
     _start_with_meshes(os.environ.get("TEST_MESHES", ""))
     rank = runtime.init().rank
-    sys.path.insert(0, str(Path(__file__).parent / "cases"))
+    here = Path(__file__).parent
+    sys.path[:0] = [str(here / "cases"), str(here.parent)]
     module = importlib.import_module(name)
     cases = {
         n: f for n, f in vars(module).items() if n.startswith("case_") and (not only or n in only)

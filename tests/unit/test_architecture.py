@@ -34,6 +34,26 @@ ALLOWED = {
     "cli": LAUNCH | {"install", "bench", "doctor", "starters"},
     "start": LAUNCH,
 }
+COLLECTIVES = {
+    "allreduce",
+    "allgather",
+    "broadcast",
+    "broadcast_",
+    "reducescatter",
+    "alltoall",
+    "barrier",
+    "join",
+}
+COLLECTIVES |= {f"grouped_{name}" for name in COLLECTIVES}
+# All others ask a Communicator. The public module, and what runs outside of the trainer: tests of the engine itself.
+MAY_CALL_HOROVOD = {
+    "collectives/communicator.py",
+    "keras/collectives.py",
+    "runtime.py",
+    "install/selftest.py",
+    "bench/pipeline_rank.py",
+    "bench/scaling_rank.py",
+}
 HEAVY = {"tensorflow", "keras", "horovod", "numpy", "mpi4py"}
 
 
@@ -70,6 +90,30 @@ def test_a_room_imports_only_rooms_below_it(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_a_file_is_one_idea(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
+
+
+def horovods_collectives(path: Path) -> set[str]:
+    """The collectives of Horovod that a file names."""
+    tree = list(ast.walk(ast.parse(path.read_text())))
+    modules, found = set(), set()
+    for node in tree:
+        if isinstance(node, ast.Import):
+            modules |= {a.asname or "horovod" for a in node.names if a.name.startswith("horovod")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod"):
+            modules |= {a.asname or a.name for a in node.names}
+            found |= {a.name for a in node.names} & COLLECTIVES
+        elif isinstance(node, ast.Assign) and "load_horovod" in ast.unparse(node.value):
+            modules |= {ast.unparse(target) for target in node.targets}
+    for node in tree:
+        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
+            found |= {node.attr} if ast.unparse(node.value).split(".")[0] in modules else set()
+    return found
+
+
+def test_one_room_talks_to_horovod() -> None:
+    callers = {str(p.relative_to(PACKAGE)) for p in FILES if horovods_collectives(p)}
+    assert callers <= MAY_CALL_HOROVOD
+    assert "collectives/communicator.py" in callers
 
 
 def test_the_launch_wing_loads_nothing_heavy() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.errors import UsageError
 from hvdtrain.runtime import start_horovod
@@ -116,4 +116,4 @@ def test_the_whole_message() -> None:
     start_horovod()
     said = r"^state: rank 0 cannot send this .*: it is a builtins.object. Send numbers"
     with pytest.raises(UsageError, match=said):
-        exchange(object(), "state")
+        ALL_RANKS.exchange(object(), "state")

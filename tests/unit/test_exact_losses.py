@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.collectives.step import Step, Total, in_step
+from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.strategies import losses
@@ -113,7 +114,7 @@ def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(
     rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = compiled(lambda y_true, y_pred: keras.ops.mean(keras.ops.square(y_true - y_pred)))
-    monkeypatch.setattr(losses.hvd, "rank", lambda: rank)
+    monkeypatch.setattr(losses, "ALL_RANKS", thread_ranks(2)[rank])
     make_exact(model)
     step = Step(tf.constant(0.5), lambda divisor: divisor, share_in_loss=True)
     with warnings.catch_warnings(record=True) as seen, in_step(step):

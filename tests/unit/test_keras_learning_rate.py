@@ -8,6 +8,7 @@ import pytest
 
 import hvdtrain.keras as hvd
 from hvdtrain import runtime
+from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 
 X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
@@ -93,7 +94,7 @@ def test_the_rate_is_logged_and_stays_outside_of_its_epochs() -> None:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_warm_up(size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("hvdtrain.keras.learning_rate.hvd.size", lambda: size)
+    monkeypatch.setattr("hvdtrain.keras.learning_rate.ALL_RANKS", thread_ranks(size)[0])
     rates = Rates()
     warmup = hvd.callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1)
     model = model_of(keras.optimizers.SGD(0.4))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.parallel import mesh as mesh_module
@@ -109,8 +110,7 @@ def test_the_job_has_as_many_ranks_as_its_launcher_says(environ: dict, size: int
 
 
 def test_a_job_without_the_process_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module.hvd, "size", lambda: 2)
-    monkeypatch.setattr(mesh_module.hvd, "rank", lambda: 0)
+    monkeypatch.setattr(mesh_module, "ALL_RANKS", thread_ranks(2)[0])
     monkeypatch.setattr(mesh_module, "_known_sets", lambda: {(0, 1): 0})
     with pytest.raises(UsageError, match=r"process set of ranks \[0\].*hvdtrain.init\(mesh="):
         mesh_module.position(Mesh(tensor=2))

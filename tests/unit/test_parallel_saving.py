@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from thread_ranks import Ranks
 
+from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.data import Part
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.shards import shard_of
@@ -49,31 +49,15 @@ LAYOUTS = {
 }
 
 
-class Set:
-    """A process set as one of its ranks sees it."""
-
-    process_set_id = 1
-
-    def __init__(self, ranks: list[int], rank: int) -> None:
-        self.ranks = ranks
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self.ranks.index(self._rank)
-
-    def size(self) -> int:
-        return len(self.ranks)
-
-
 def compiled(made: keras.Model, optimizer: Any) -> keras.Model:
     made.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     return made
 
 
 def rank_of(
-    name: str, rank: int, sharded: bool = False, passes: int | None = None
+    name: str, ranks: ThreadRanks, sharded: bool = False, passes: int | None = None
 ) -> tuple[TensorStrategy, keras.Model]:
-    """A rank's strategy, without communication, and its compiled part of the model.
+    """A rank's strategy, and its compiled part of the model.
 
     Args:
         sharded: the optimizer's state is divided over the ranks that hold the same variable, too.
@@ -81,9 +65,10 @@ def rank_of(
     """
     layout = LAYOUTS[name]
     mesh = layout.mesh.for_ranks(RANKS)
+    rank = ranks.rank()
     place = mesh.place(rank)
     groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
-    sets: Any = [Set(group(rank), rank) for group in groups]
+    sets = [ranks.subset(group(rank)) for group in groups]
     wrap = shard if sharded else distribute
     strategy = (PipelineStrategy if mesh.pipeline > 1 else TensorStrategy)(layout, wrap)
     strategy.position = Position(
@@ -92,8 +77,9 @@ def rank_of(
         place.stage,
         place.tensor_index,
         *sets,
-        Set(list(range(RANKS)), rank),  # type: ignore[arg-type]
+        ranks,
     )
+    strategy.ranks = ranks
     strategy.part = Part(place.data_index, mesh.data)
     strategy.is_first = rank == 0
     strategy.data_set = strategy.position.data_set
@@ -134,19 +120,17 @@ def rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensor", "pipeline", "hybrid"])
-def test_a_layout_holds_the_plain_model_and_saves_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    everyone = [rank_of(name, rank) for rank in range(RANKS)]
+def test_a_layout_holds_the_plain_model_and_saves_it(name: str, tmp_path: Path) -> None:
+    job = thread_ranks(RANKS)
+    everyone = [rank_of(name, ranks) for ranks in job]
     keras.utils.set_random_seed(3)
     expected = [v.numpy() for v in model().weights]
-    ranks = Ranks(RANKS, monkeypatch)
 
-    def save(rank: int) -> None:
-        strategy, made = everyone[rank]
+    def save(ranks: ThreadRanks) -> None:
+        strategy, made = everyone[ranks.rank()]
         strategy.save(made, tmp_path / "model.keras")
 
-    assert _complaints(ranks.run(save)) == []
+    assert _complaints(run_ranks(job, save)) == []
     assert [p.name for p in tmp_path.iterdir()] == ["model.keras"]
     loaded = keras.saving.load_model(tmp_path / "model.keras")
     assert all((a.numpy() == b).all() for a, b in zip(loaded.weights, expected, strict=True))
@@ -169,19 +153,18 @@ def test_a_layout_loads_a_plain_file_and_gives_it_back(
     sharded: bool,
     passes: int | None,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = plain(5, passes)
     source.save(tmp_path / "plain.keras")
-    everyone = [rank_of(name, rank, sharded, passes) for rank in range(RANKS)]
-    ranks = Ranks(RANKS, monkeypatch)
+    job = thread_ranks(RANKS)
+    everyone = [rank_of(name, ranks, sharded, passes) for ranks in job]
 
-    def load_and_save(rank: int) -> None:
-        strategy, made = everyone[rank]
+    def load_and_save(ranks: ThreadRanks) -> None:
+        strategy, made = everyone[ranks.rank()]
         strategy.load(made, tmp_path / "plain.keras")
         strategy.save(made, tmp_path / "again.keras")
 
-    assert _complaints(ranks.run(load_and_save)) == []
+    assert _complaints(run_ranks(job, load_and_save)) == []
     again = keras.saving.load_model(tmp_path / "again.keras")
     before, after = state_of(source), state_of(again)
     assert list(before) == list(after)

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from thread_ranks import Ranks
 
+from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.parallel import state as travel
@@ -85,16 +85,16 @@ def test_a_state_goes_from_one_layout_to_another(
     source: Any, target: Any, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(travel, "BLOCK_BYTES", block)
-    ranks = Ranks(4, monkeypatch)
+    everyone = thread_ranks(4)
     held: Sequence[State] = [{} for _ in range(4)]
 
-    def there(rank: int) -> State:
-        pieces = source(rank, held[rank])
+    def there(ranks: ThreadRanks) -> State:
+        pieces = source(ranks.rank(), held[ranks.rank()])
         for p in pieces:
             p.write(WHOLE[p.name])
-        return gather(pieces)
+        return gather(pieces, ranks)
 
-    first, *others = ranks.run(there)
+    first, *others = run_ranks(everyone, there)
     assert others == [{}, {}, {}]
     assert list(first) == list(WHOLE)
     for name, value in WHOLE.items():
@@ -102,10 +102,11 @@ def test_a_state_goes_from_one_layout_to_another(
         assert first[name].tobytes() == value.tobytes() and first[name].shape == value.shape, name
     now: Sequence[State] = [{} for _ in range(4)]
 
-    def back(rank: int) -> None:
-        scatter(target(rank, now[rank]), first if rank == 0 else None)
+    def back(ranks: ThreadRanks) -> None:
+        rank = ranks.rank()
+        scatter(target(rank, now[rank]), first if rank == 0 else None, ranks)
 
-    assert ranks.run(back) == [None] * 4
+    assert run_ranks(everyone, back) == [None] * 4
     for rank in range(4):
         for p in target(rank, {}):
             expected: State = {}
@@ -118,11 +119,15 @@ def _shard(p: Piece, rank: int) -> Shard | None:
     return Shard(p.axis, rank % 2, 2) if is_part else None
 
 
-def test_a_state_that_does_not_fit_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(4, monkeypatch)
+def test_a_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
     wrong = WHOLE | {"up": np.zeros((4, 6))}
     held: State = {}
-    found = ranks.run(lambda rank: scatter(hybrid(rank, held), wrong if rank == 0 else None))
+
+    def work(ranks: ThreadRanks) -> None:
+        rank = ranks.rank()
+        scatter(hybrid(rank, held), wrong if rank == 0 else None, ranks)
+
+    found = run_ranks(thread_ranks(4), work)
     assert {str(error) for error in found} == {
         "variable 'up' is of shape [4, 6] in the state, and of shape [4, 8] here"
     }

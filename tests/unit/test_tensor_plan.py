@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 
+from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
 from hvdtrain.keras_internals.shards import Shard, shard_of
@@ -19,8 +20,7 @@ from hvdtrain.parallel.tensor.dropout import PartDropout
 
 def position(index: int = 0, size: int = 2) -> Any:
     """A rank of a tensor group."""
-    ranks = SimpleNamespace(size=lambda: size, rank=lambda: index, process_set_id=0)
-    return SimpleNamespace(tensor_set=ranks)
+    return SimpleNamespace(tensor_set=thread_ranks(size)[index])
 
 
 def mlp(*between: layers.Layer, last: layers.Layer | None = None) -> keras.Model:

@@ -18,7 +18,9 @@ from keras import callbacks as kc
 
 import hvdtrain
 from hvdtrain.collectives import agreement
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import check_additive, read_state, write_state
+from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.data import Share, make_source
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.runtime import Rank
@@ -311,21 +313,29 @@ def test_state_of_metrics_goes_there_and_back() -> None:
 # Agreement.
 
 
-def test_require_equal_names_what_and_who(monkeypatch: pytest.MonkeyPatch) -> None:
-    everyone = [{"steps": 5}, {"steps": 5}, {"steps": 6, "extra": "x" * 500}]
-    monkeypatch.setattr(agreement, "exchange", lambda value, name: everyone)
-    with pytest.raises(ReplicaError) as error:
-        agreement.require_equal(everyone[0], "training")
-    assert "extra is missing on rank 0 and" in str(error.value)
-    assert "on rank 2" in str(error.value)
-    assert "; steps is 5 on rank 0 and 6 on rank 2" in str(error.value)
-    assert len(str(error.value)) < 600
-    everyone[2] = {"steps": 6}
-    with pytest.raises(ReplicaError, match="before training: steps is 5 on rank 0 and 6 on rank 2"):
-        agreement.require_equal(everyone[0], "training")
+def test_require_equal_names_what_and_who() -> None:
+    facts: list[dict[str, Any]] = [{"steps": 5}, {"steps": 5}, {"steps": 6, "extra": "x" * 500}]
+
+    def work(ranks: Communicator) -> None:
+        agreement.require_equal(facts[ranks.rank()], "training", ranks=ranks)
+
+    for error in run_ranks(thread_ranks(3), work):
+        assert isinstance(error, ReplicaError)
+        assert "extra is missing on rank 0 and" in str(error)
+        assert "on rank 2" in str(error)
+        assert "; steps is 5 on rank 0 and 6 on rank 2" in str(error)
+        assert len(str(error)) < 600
+    facts[2] = {"steps": 6}
+    said = "before training: steps is 5 on rank 0 and 6 on rank 2"
+    assert all(said in str(error) for error in run_ranks(thread_ranks(3), work))
 
 
-def test_exchange_alone() -> None:
-    assert agreement.exchange({"a": [1, 2]}, "x") == [{"a": [1, 2]}]
-    assert agreement.any_rank(True, "x") is True
-    assert agreement.any_rank(False, "x") is False
+def test_one_rank_sets_a_flag_for_all() -> None:
+    def work(ranks: Communicator) -> list[bool]:
+        mine = ranks.rank() == 1
+        return [
+            agreement.any_rank(mine, "one", ranks),
+            agreement.any_rank(False, "none", ranks),
+        ]
+
+    assert run_ranks(thread_ranks(2), work) == [[True, False]] * 2

@@ -1,51 +1,23 @@
-"""What one rank loads into a sharded optimizer reaches the others: two ranks played in one process."""
+"""What one rank loads into a sharded optimizer reaches the others: two ranks in threads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.elastic import KerasState
 from hvdtrain.keras_internals.optimizer_state import share_loaded
 from hvdtrain.parallel import ShardedOptimizer
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """Stands for a process set of two."""
-
-    here: int
-    process_set_id: int = 0
-
-    def rank(self) -> int:
-        return self.here
-
-    def size(self) -> int:
-        return 2
-
-
-class Wire:
-    """Horovod's broadcast, played: what the first caller of a name sends is what the others get."""
-
-    def __init__(self) -> None:
-        self.sent: dict[str, tf.Tensor] = {}
-
-    def broadcast(self, tensor: tf.Tensor, root_rank: int, name: str) -> tf.Tensor:
-        assert root_rank == 0
-        assert self.sent.setdefault(name, tensor).shape == tensor.shape
-        return self.sent[name]
-
-
 def both(make: Any, dtype: str = "float32") -> list[Any]:
-    optimizers = [ShardedOptimizer(make(), process_set=Ranks(rank)) for rank in range(2)]
+    optimizers = [ShardedOptimizer(make(), process_set=ranks) for ranks in thread_ranks(2)]
     for optimizer in optimizers:
         optimizer.build([keras.Variable(np.ones((3, 3)), dtype=dtype, name="kernel")])
     return optimizers
@@ -58,10 +30,9 @@ def store_of(plain: Any, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 
 def share(optimizers: list[Any]) -> None:
-    wire = Wire()
-    with mock.patch.object(hvd, "broadcast", wire.broadcast):
-        for optimizer in optimizers:
-            share_loaded(optimizer)
+    job = [getattr(o, "inner_optimizer", o).process_set for o in optimizers]
+    found = run_ranks(job, lambda ranks: share_loaded(optimizers[ranks.rank()]))
+    assert found == [None, None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,7 +68,7 @@ def test_nothing_loaded_changes_nothing() -> None:
 
 def test_elastic_refuses_it() -> None:
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
-    optimizer = ShardedOptimizer(keras.optimizers.Adam(), process_set=Ranks(0))
+    optimizer = ShardedOptimizer(keras.optimizers.Adam(), process_set=thread_ranks(2)[0])
     model.compile(optimizer, "mse")
     with pytest.raises(UsageError, match="sharded optimizer cannot go on with another number"):
         KerasState(model)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses
 from hvdtrain.parallel.pipeline.stages import Stage
@@ -60,7 +60,7 @@ class LateLosses:
         ranks: that hold the stage.
     """
 
-    def __init__(self, stage: Stage, ranks: hvd.ProcessSet) -> None:
+    def __init__(self, stage: Stage, ranks: Communicator) -> None:
         self._model = stage.model
         self._whole = stage.whole
         self._ranks = ranks
@@ -96,10 +96,7 @@ class LateLosses:
             made: of all micro-batches of this rank, of which there may be more or fewer than another's.
         """
         mine = tf.add_n([one.counts for one in made])
-        if self._ranks.size() == 1 or not mine.shape[0]:
-            return mine
-        name = "hvdtrain_pipeline_divisors"
-        return hvd.allreduce(mine, op=hvd.Sum, name=name, process_set=self._ranks)
+        return self._ranks.allreduce(mine, "hvdtrain_pipeline_divisors") if mine.shape[0] else mine
 
     def loss(self, made: Made, totals: tf.Tensor, y: Any, weight: Any) -> tuple[Any, Any]:
         """Return the outputs as the model returned them, with their masks, and the loss."""

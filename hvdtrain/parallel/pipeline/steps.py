@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.combining import LAST, RULES
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
@@ -77,7 +77,7 @@ class PipelineSteps:
         self,
         stage: Stage,
         exchange: Exchange,
-        ranks: hvd.ProcessSet,
+        ranks: Communicator,
         count: int,
         measured: Measured,
     ) -> None:

@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import exchange, require_equal
+from hvdtrain.collectives.agreement import require_equal
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.divided import NormSets
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
@@ -124,7 +124,7 @@ class PipelineStrategy(TensorStrategy):
         results = model.get_metrics_result()
         found = {name: np.asarray(value).tolist() for name, value in results.items()}
         # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.
-        everyone = exchange(found, "pipeline_logs")
+        everyone = ALL_RANKS.exchange(found, "pipeline_logs")
         mesh = self.position.mesh
         stages = [
             everyone[mesh.rank(Place(self.position.data_index, stage, self.position.tensor_index))]
@@ -146,16 +146,16 @@ class PipelineStrategy(TensorStrategy):
     def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Give all stages the arrays of the last one. A collective of the ranks of one copy."""
         pipeline = self.position.pipeline_set
-        facts = exchange([[list(a.shape), a.dtype.name] for a in arrays], "pipeline_outputs")
+        facts = ALL_RANKS.exchange(
+            [[list(a.shape), a.dtype.name] for a in arrays], "pipeline_outputs"
+        )
         root = self._rank_of(self.stage.count - 1)
         result = []
         for index, (shape, dtype) in enumerate(facts[root]):
             kind = tf.as_dtype(dtype).as_numpy_dtype
             mine = arrays[index] if arrays else np.zeros(shape, kind)
-            bits = np.ascontiguousarray(mine).reshape(-1).view(np.uint8)
-            name = f"hvdtrain_pipeline_output_{index}"
-            got = hvd.broadcast(tf.constant(bits), root, name=name, process_set=pipeline)
-            result.append(got.numpy().view(kind).reshape(shape))
+            got = pipeline.broadcast(mine, root, f"hvdtrain_pipeline_output_{index}")
+            result.append(got.numpy())
         return result
 
     def _steps(self, model: keras.Model, measured: Measured) -> PipelineSteps:
@@ -185,7 +185,7 @@ class PipelineStrategy(TensorStrategy):
             divided = self.part.count * self.layout.micro_batches > 1
             mine["complaint"] = needs_whole_batch(model) if divided else None
             mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
-        last = exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
+        last = ALL_RANKS.exchange(mine, "pipeline_metrics")[self._rank_of(self.stage.count - 1)]
         if last["complaint"] is not None:
             raise UsageError(last["complaint"])
         return Measured(tuple(last["names"]), bool(last["late"]))

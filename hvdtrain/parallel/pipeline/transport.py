@@ -26,6 +26,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS
 from hvdtrain.errors import EngineError
 
@@ -67,7 +68,7 @@ class Transport(Protocol):
         """Wait until all that was sent has left."""
 
 
-def make_transport(pairs: Mapping[int, hvd.ProcessSet]) -> Transport:
+def make_transport(pairs: Mapping[int, Communicator]) -> Transport:
     """Return the fastest transport that works here. A collective over all ranks.
 
     Args:
@@ -103,10 +104,10 @@ class MpiTransport:
     def __init__(self, limit: float) -> None:
         self._mpi = importlib.import_module("mpi4py.MPI")
         world = self._mpi.COMM_WORLD
-        if world.Get_rank() != hvd.rank() or world.Get_size() != hvd.size():
+        if world.Get_rank() != ALL_RANKS.rank() or world.Get_size() != ALL_RANKS.size():
             raise EngineError(
-                f"MPI calls this process rank {world.Get_rank()} of {world.Get_size()}, Horovod {hvd.rank()} of "
-                f"{hvd.size()}: pipeline stages need a launch over MPI (hvdtrain run --controller mpi) or over "
+                f"MPI calls this process rank {world.Get_rank()} of {world.Get_size()}, Horovod {ALL_RANKS.rank()} of "
+                f"{ALL_RANKS.size()}: pipeline stages need a launch over MPI (hvdtrain run --controller mpi) or over "
                 "Gloo (--controller gloo)"
             )
         if self._mpi.Query_thread() != self._mpi.THREAD_MULTIPLE:
@@ -143,7 +144,7 @@ class MpiTransport:
                     with contextlib.suppress(self._mpi.Exception):
                         request.Cancel()
                 raise EngineError(
-                    f"Rank {hvd.rank()} waited {self._limit:g} s for {what}: that rank failed, ended, or does "
+                    f"Rank {ALL_RANKS.rank()} waited {self._limit:g} s for {what}: that rank failed, ended, or does "
                     "something else (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit)"
                 )
             time.sleep(0 if waited < _BUSY_SECONDS else _PAUSE_SECONDS)
@@ -156,7 +157,7 @@ class AlltoallTransport:
         pairs: rank of each neighbour -> the process set of it and this rank.
     """
 
-    def __init__(self, pairs: Mapping[int, hvd.ProcessSet]) -> None:
+    def __init__(self, pairs: Mapping[int, Communicator]) -> None:
         self._pairs = pairs
         # One thread for each neighbour: what was sent to it leaves in order.
         self._threads = {rank: ThreadPoolExecutor(1, "hvdtrain-pipeline") for rank in pairs}
@@ -164,7 +165,7 @@ class AlltoallTransport:
         self._functions = {
             (sender, other): _alltoall(sender, pair)
             for other, pair in pairs.items()
-            for sender in (hvd.rank(), other)
+            for sender in (ALL_RANKS.rank(), other)
         }
 
     def send(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
@@ -173,7 +174,7 @@ class AlltoallTransport:
         self._raise_failures([future for future in self._leaving if future.done()])
         self._leaving = [future for future in self._leaving if not future.done()]
         self._leaving.append(
-            self._threads[rank].submit(self._exchange, hvd.rank(), rank, tf.constant(joined))
+            self._threads[rank].submit(self._exchange, ALL_RANKS.rank(), rank, tf.constant(joined))
         )
 
     def receive(self, rank: int, specs: Sequence[Spec], what: str) -> list[np.ndarray]:
@@ -182,8 +183,8 @@ class AlltoallTransport:
         ends = np.cumsum([0, *(spec.bytes for spec in specs)])
         if ends[-1] != joined.size:
             raise EngineError(
-                f"Rank {hvd.rank()} expected {ends[-1]} bytes from rank {rank} and got {joined.size}: the ranks do "
-                "not run the same stages"
+                f"Rank {ALL_RANKS.rank()} expected {ends[-1]} bytes from rank {rank} and got {joined.size}: the "
+                "ranks do not run the same stages"
             )
         return [
             _array_of(joined[begin:end], spec)
@@ -206,7 +207,7 @@ class AlltoallTransport:
             future.result()
 
 
-def _alltoall(sender: int, pair: hvd.ProcessSet) -> Any:
+def _alltoall(sender: int, pair: Communicator) -> Any:
     """The alltoall that carries what rank `sender` sends to the other of the pair.
 
     In a graph: run eagerly, all of Horovod's alltoalls have one name, and two threads may not use it at once.
@@ -217,11 +218,7 @@ def _alltoall(sender: int, pair: hvd.ProcessSet) -> Any:
         autograph=False,
     )
     def exchange(data: tf.Tensor, splits: tf.Tensor) -> tf.Tensor:
-        name = f"hvdtrain_pipeline_from_{sender}"
-        received, _ = hvd.alltoall(
-            data, splits, name=name, ignore_name_scope=True, process_set=pair
-        )
-        return received
+        return pair.alltoall(data, splits, f"hvdtrain_pipeline_from_{sender}")
 
     return exchange
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
-import horovod.tensorflow as hvd
 import keras
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.divided import Divided, Holders, NormSets
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
@@ -113,10 +113,10 @@ class TensorStrategy(DividedStrategy):
         # All that hold it, so that it stays equal to the last bit; those of a tensor set did the same work.
         return Holders(self.position.stage_set, self.position.mesh.tensor)
 
-    def _sets_of_parts(self, variable: Any) -> tuple[hvd.ProcessSet, ...]:
+    def _sets_of_parts(self, variable: Any) -> tuple[Communicator, ...]:
         return () if shard_of(variable) is None else (self.position.tensor_set,)
 
-    def _by_holders(self, variables: Iterable[Any]) -> list[tuple[hvd.ProcessSet, list[Any]]]:
+    def _by_holders(self, variables: Iterable[Any]) -> list[tuple[Communicator, list[Any]]]:
         """Return the variables with the ranks that hold the same values."""
         parts: list[Any] = []
         wholes: list[Any] = []

@@ -24,6 +24,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
@@ -224,9 +225,10 @@ class _Sharded(_Distributed):
         """Give all ranks what rank 0 has loaded from a file since the last call. A collective."""
         loaded = self.hvdtrain_loaded
         object.__setattr__(self, "hvdtrain_loaded", None)
-        if self.process_set.process_set_id != 0:
+        ranks = self.process_set
+        if not ranks.are_all():
             return  # A model in parts, too: its ranks load for themselves.
-        did = hvd.broadcast(tf.constant(loaded is not None), 0, name="hvdtrain_zero_loaded")
+        did = ranks.broadcast(loaded is not None, 0, "hvdtrain_zero_loaded")
         if not did:
             return
         owners = owners_of_state(self)
@@ -235,11 +237,8 @@ class _Sharded(_Distributed):
             shape = tuple((variable if owner is None else owner).shape)
             dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
             mine = loaded[index] if loaded is not None else np.zeros(shape, dtype)
-            # As bytes: Horovod does not know every type.
-            sent = np.frombuffer(np.ascontiguousarray(mine, dtype).tobytes(), np.uint8)
-            bits = hvd.broadcast(tf.constant(sent), 0, name=f"hvdtrain_zero_loaded_{index}")
-            value = np.frombuffer(bits.numpy().tobytes(), dtype).reshape(shape)
-            self._set_whole_value(variable, value, owner)
+            value = ranks.broadcast(np.asarray(mine, dtype), 0, f"hvdtrain_zero_loaded_{index}")
+            self._set_whole_value(variable, value.numpy(), owner)
 
     def save_own_variables(self, store: Any) -> None:
         for index, value in enumerate(self.whole_values()):
@@ -290,7 +289,7 @@ def _empty_part(variable: Any) -> tf.Variable:
 
 def ShardedOptimizer(
     optimizer: Any,
-    process_set: hvd.ProcessSet | None = None,
+    process_set: hvd.ProcessSet | Communicator | None = None,
     name: str | None = None,
 ) -> Any:
     """Make a Keras optimizer average its gradients and keep its state in parts, one on each rank.
@@ -307,8 +306,7 @@ def ShardedOptimizer(
     Raises:
         UsageError: an optimizer that needs whole variables, or that is distributed already.
     """
-    process_set = hvd.global_process_set if process_set is None else process_set
-    return shard(optimizer, Reduction(name=name, process_set=process_set))
+    return shard(optimizer, Reduction(name=name, process_set=ranks_of(process_set)))
 
 
 def shard(optimizer: Any, reduction: Reduction) -> Any:

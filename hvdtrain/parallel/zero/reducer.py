@@ -1,8 +1,8 @@
 """Reduce-scatter of gradients and all-gather of weights, between the ranks that share out an optimizer.
 
 Each variable has its own two collectives, which Horovod's fusion buffer packs, so that a gradient travels
-as soon as the backward pass has made it. The rules of collectives.reduction hold: names of our own, anchored
-inputs, outputs that the update needs.
+as soon as the backward pass has made it. The rules of collectives.reduction hold: names of our own, outputs
+that the update needs.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvdtrain.collectives.clipping import clip_by_norm
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.divided import NormSets
-from hvdtrain.collectives.names import in_this_graph
-from hvdtrain.collectives.reduction import Gradient, Reduction, anchored, reduce_sparse
+from hvdtrain.collectives.reduction import Gradient, Reduction, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.parallel.zero.partition import Partition
@@ -65,7 +64,7 @@ class ShardedReducer(OptimizerReducer):
     ) -> list[Gradient]:
         """Return this rank's parts, of (size,), of `gradients` combined over the ranks, in the same order."""
         assert positions is not None
-        prefix = in_this_graph(self._prefix(variables))
+        prefix = self._prefix(variables)
         parts = []
         for gradient, variable, position in zip(gradients, variables, positions, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
@@ -77,18 +76,11 @@ class ShardedReducer(OptimizerReducer):
                 parts.append(self._keep_local(flat, self.reduction.process_set.size()))
                 continue
             how = self._how(variable, weighted)
-            # Horovod 0.28.1 knows no bfloat16.
-            wire = tf.cast(flat, tf.float32) if flat.dtype == tf.bfloat16 else flat
-            part = hvd.reducescatter(
-                anchored(wire),
-                op=how.op,
-                name=f"{prefix}_{position}",
-                postscale_factor=how.postscale_factor,
-                process_set=how.process_set,
-                ignore_name_scope=True,
+            part = how.process_set.reducescatter(
+                flat, f"{prefix}_{position}", how.op, how.postscale_factor
             )
             part.set_shape([self.partition(variable).size])
-            parts.append(tf.cast(part, flat.dtype))
+            parts.append(part)
         return parts
 
     def _part_of_slices(
@@ -108,7 +100,7 @@ class ShardedReducer(OptimizerReducer):
         """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
         further = self.reduction.divided.norms or NormSets()
 
-        def parts(variable: Any) -> list[hvd.ProcessSet]:
+        def parts(variable: Any) -> list[Communicator]:
             if self.is_local(variable) and not together:
                 return list(further.parts(variable))
             return [self._how(variable, False).process_set, *further.parts(variable)]
@@ -127,23 +119,17 @@ class ShardedReducer(OptimizerReducer):
             variables: for each, the variable that is divided as it is.
             names: the last piece of each collective's name.
         """
-        prefix = in_this_graph(f"{self._prefix(())}_whole")
+        prefix = f"{self._prefix(())}_whole"
         found = []
         for part, variable, name in zip(parts, variables, names, strict=True):
             partition = self.partition(variable)
             if partition.count == 1:
                 found.append(part)
                 continue
-            # As bits, where Horovod does not know the type: nothing is computed.
-            wire = tf.bitcast(part, tf.uint16) if part.dtype == tf.bfloat16 else part
-            flat = hvd.allgather(
-                anchored(wire),
-                name=f"{prefix}_{name}",
-                ignore_name_scope=True,
-                process_set=self._how(variable, False).process_set,
-            )
+            ranks = self._how(variable, False).process_set
+            flat = ranks.allgather(part, f"{prefix}_{name}")
             flat.set_shape([partition.elements])
-            found.append(flat if flat.dtype == part.dtype else tf.bitcast(flat, part.dtype))
+            found.append(flat)
         return found
 
     def accumulated(self, tensor: tf.Tensor, variable: Any, name: str) -> tf.Tensor:
@@ -151,16 +137,9 @@ class ShardedReducer(OptimizerReducer):
         if self.is_local(variable):
             return tensor
         how = self._how(variable, self.reduction.weighted)
-        wire = tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor
-        combined = hvd.allreduce(
-            wire,
-            op=how.op,
-            name=f"{self._prefix(())}_{name}",
-            postscale_factor=how.postscale_factor,
-            process_set=how.process_set,
-            ignore_name_scope=True,
+        return how.process_set.allreduce(
+            tensor, f"{self._prefix(())}_{name}", how.op, postscale_factor=how.postscale_factor
         )
-        return tf.cast(combined, tensor.dtype)
 
     def to_accumulate(self, value: Any, variable: Any) -> Any:
         """Return this rank's part of what one process would have accumulated: see `accumulated`."""

@@ -29,7 +29,7 @@ from stages_against_keras import (
 )
 
 from hvdtrain import Layout, Mesh, Trainer
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras import DistributedOptimizer
@@ -434,7 +434,7 @@ def case_absent() -> dict[str, Any]:
             transport.receive(1, [Spec((3,), np.float32)], "the activations of micro-batch 7")
     else:
         raised = None
-    exchange(0, "absent")
+    ALL_RANKS.exchange(0, "absent")
     return {"message": str(raised.value) if raised else ""}
 
 

@@ -9,13 +9,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 from small import RANK, crossentropy, layers, optimizers
 
 from hvdtrain import Trainer
 from hvdtrain.collectives.accumulated import as_one_process
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh
@@ -89,7 +89,7 @@ def note(trained: Trainer, name: str) -> None:
         state = gather(strategy.pieces(trained.model))
     else:
         held = [*trained.model.variables, *trained.model.optimizer.variables]
-        with as_one_process(trained.model.optimizer, hvd.global_process_set, adds_up=True):
+        with as_one_process(trained.model.optimizer, ALL_RANKS, adds_up=True):
             state = {v.path: v.numpy() for v in held}
     outputs = trained.predict(X)
     if RANK == 0:

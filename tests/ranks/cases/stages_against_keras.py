@@ -10,7 +10,7 @@ import numpy as np
 from small import RANK, crossentropy, difference, layers
 
 from hvdtrain import Trainer
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.mesh import Mesh
@@ -94,7 +94,7 @@ def weights(trainer: Trainer) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     # The ranks of the first copy; those of a tensor set follow each other.
     copy = trainer.strategy.position.mesh.size // trainer.strategy.position.mesh.data
-    for part in exchange(mine, "weights")[:copy]:
+    for part in ALL_RANKS.exchange(mine, "weights")[:copy]:
         for path, (axis, value) in part.items():
             if axis is None or path not in found:
                 found[path] = np.asarray(value)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 from small import RANK, crossentropy, difference, layers, optimizers
 
 import hvdtrain
-from hvdtrain.collectives.agreement import exchange
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.collectives import Group
@@ -89,7 +88,7 @@ def whole(value: Any, variable: Any, ranks: Any) -> np.ndarray:
     value, shard = tf.convert_to_tensor(value), shard_of(variable)
     if shard is None:
         return value.numpy()
-    parts = hvd.allgather(value[tf.newaxis], name="parts", process_set=ranks).numpy()
+    parts = ranks.allgather(value[tf.newaxis], "parts").numpy()
     return np.concatenate(list(parts), axis=shard.axis)
 
 
@@ -127,7 +126,7 @@ def whole_step() -> dict[str, Any]:
 
 def case_forward_and_gradients() -> dict[str, dict[str, float]]:
     """In training, with dropout between and on split activations."""
-    theirs = exchange(whole_step() if RANK == 0 else None, "whole step")[0]
+    theirs = ALL_RANKS.exchange(whole_step() if RANK == 0 else None, "whole step")[0]
     found = {}
     for name, mesh in MESHES.items():
         here = position(mesh)
@@ -198,7 +197,7 @@ def reference(name: str) -> dict[str, Any]:
 def case_training() -> dict[str, dict[str, float]]:
     """Each training by a Trainer on its mesh against the whole model's: 30 steps on the same batches."""
     mine = reference(list(TRAININGS)[RANK]) if RANK in range(len(TRAININGS)) else None
-    references = exchange(mine, "references")
+    references = ALL_RANKS.exchange(mine, "references")
     found = {}
     for (name, (mesh, optimizer, dropout)), theirs in zip(
         TRAININGS.items(), references[: len(TRAININGS)], strict=True

@@ -1,0 +1,356 @@
+"""Communicator: the ranks of one process set, and what they do together.
+
+All of hvdtrain talks to Horovod through this class, so that the rules which keep ranks from waiting for each other
+for ever are written once:
+
+- A collective has the name that the caller gives, the same on every rank. In a tf.function it is numbered if it
+  comes again in the same graph, for both may run at the same time; TensorFlow's name scopes, which may differ
+  between ranks, are left out.
+- In a tf.function its input depends on a variable, or TensorFlow computes it ahead: see anchoring.py.
+- Data types that Horovod 0.28.1 lacks travel all the same: bfloat16 as float32 where something is computed,
+  anything else as bytes where it is only moved.
+- A rank alone communicates nothing.
+
+`HorovodRanks` is the engine; `threads.ThreadRanks` are ranks in one process, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.tensorflow import Adasum as Adasum
+from horovod.tensorflow import Average as Average
+from horovod.tensorflow import Max as Max
+from horovod.tensorflow import Min as Min
+from horovod.tensorflow import Sum as Sum
+
+from hvdtrain.collectives.anchoring import anchored
+from hvdtrain.collectives.encoding import decode, encode
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.errors import UsageError
+
+_MOVED_AS_THEY_ARE = {
+    tf.bool,
+    tf.uint8,
+    tf.int8,
+    tf.uint16,
+    tf.int16,
+    tf.int32,
+    tf.int64,
+    tf.float16,
+    tf.float32,
+    tf.float64,
+}
+
+
+class Communicator(ABC):
+    """The ranks of one process set. What is a collective must be called by all of them, in the same order.
+
+    Tensors may also be given as NumPy arrays or numbers. Collectives return tensors of the dtype that went in. Inside
+    a tf.function use what they return: TensorFlow drops an operation that nothing needs, and the other ranks
+    would wait for it. They have no gradient that is of use: see parallel/collectives.py.
+    """
+
+    @abstractmethod
+    def rank(self) -> int:
+        """Return this rank's place in the set."""
+
+    @abstractmethod
+    def size(self) -> int:
+        """Return the number of ranks in the set."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> list[int]:
+        """The job's ranks that are in the set."""
+
+    @abstractmethod
+    def are_all(self) -> bool:
+        """Return whether all ranks of the job are in the set."""
+
+    def allreduce(
+        self,
+        tensor: Any,
+        name: str,
+        op: Any = Sum,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> tf.Tensor:
+        """Return `tensor` combined over the ranks, in its own shape. A collective.
+
+        Args:
+            tensor: of the same shape and dtype on every rank.
+            name: of the collective.
+            op: Sum, Average, Min, Max or Adasum.
+            prescale_factor: multiplies the tensor before.
+            postscale_factor: multiplies the result.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._is_alone():
+            return _times(tensor, prescale_factor * postscale_factor)
+        wire = _to_add(tensor)
+        found = self._allreduce(wire, in_this_graph(name), op, prescale_factor, postscale_factor)
+        return _like(found, tensor)
+
+    def grouped_allreduce(
+        self,
+        tensors: Sequence[Any],
+        name: str,
+        op: Any = Sum,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[tf.Tensor]:
+        """Return `tensors`, all of one dtype, as `allreduce` does; they travel when all are there. A collective."""
+        tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+        if self._is_alone():
+            return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
+        wires = [_to_add(tensor) for tensor in tensors]
+        found = self._grouped_allreduce(
+            wires, in_this_graph(name), op, prescale_factor, postscale_factor
+        )
+        return [_like(each, tensor) for each, tensor in zip(found, tensors, strict=True)]
+
+    def reducescatter(
+        self, tensor: Any, name: str, op: Any = Sum, postscale_factor: float = 1.0
+    ) -> tf.Tensor:
+        """Return this rank's part, along the first dimension, of `tensor` combined over the ranks. A collective.
+
+        If the ranks do not divide the first dimension, the first ranks have one row more.
+
+        Args:
+            tensor: of the same shape and dtype on every rank, of at least one dimension.
+            name: of the collective.
+            op: Sum or Average.
+            postscale_factor: multiplies the result.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._is_alone():
+            return _times(tensor, postscale_factor)
+        found = self._reducescatter(_to_add(tensor), in_this_graph(name), op, postscale_factor)
+        return tf.cast(found, tensor.dtype)
+
+    def allgather(self, tensor: Any, name: str) -> tf.Tensor:
+        """Return the tensors of all ranks, one behind the other along the first dimension. A collective.
+
+        Args:
+            tensor: of at least one dimension; only the first may differ between ranks.
+            name: of the collective.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._is_alone():
+            return tensor
+        return _moved(self._allgather(_to_move(tensor), in_this_graph(name)), tensor.dtype)
+
+    def broadcast(self, tensor: Any, root: int, name: str) -> tf.Tensor:
+        """Return the tensor of the job's rank `root`. A collective.
+
+        Args:
+            tensor: of the same shape and dtype on every rank.
+            root: whose tensor counts; one of `ranks`.
+            name: of the collective.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._is_alone():
+            return tensor
+        found = self._broadcast(_to_move(tensor), root, in_this_graph(name))
+        return _like(_moved(found, tensor.dtype), tensor)
+
+    def alltoall(self, tensor: Any, splits: Any, name: str) -> tf.Tensor:
+        """Return what all ranks send to this one, one behind the other along the first dimension. A collective.
+
+        Eagerly Horovod knows all of them by one name: two threads must not call it at the same time.
+
+        Args:
+            tensor: of at least one dimension; only the first may differ between ranks.
+            splits: int32 of (size,): how many rows go to each rank of the set.
+            name: of the collective.
+        """
+        tensor = tf.convert_to_tensor(tensor)
+        if self._is_alone():
+            return tensor
+        found = self._alltoall(_to_move(tensor), tf.convert_to_tensor(splits), in_this_graph(name))
+        return _moved(found, tensor.dtype)
+
+    def exchange(self, value: Any, name: str) -> list[Any]:
+        """Return every rank's `value`, in the order of ranks. A collective, outside of tf.functions.
+
+        Args:
+            value: this rank's; what `encoding.encode` takes. It arrives exactly as it was.
+            name: of the collective.
+
+        Raises:
+            UsageError: on all ranks: the value of one cannot travel.
+        """
+        try:
+            sent, fine = encode(value), True
+        except UsageError as error:
+            sent, fine = str(error).encode(), False
+        facts = np.array([[len(sent), fine]], np.int64)
+        known = self.allgather(facts, f"hvdtrain_{name}_lengths").numpy()
+        bits = self.allgather(np.frombuffer(sent, np.uint8), f"hvdtrain_{name}_values").numpy()
+        ends = np.cumsum(known[:, 0])
+        everyone = [
+            bits[end - length : end].tobytes() for end, (length, _) in zip(ends, known, strict=True)
+        ]
+        for rank, (data, (_, fine)) in enumerate(zip(everyone, known, strict=True)):
+            if not fine:
+                raise UsageError(
+                    f"{name}: rank {rank} cannot send this to the other ranks: {data.decode()}. Send numbers, texts, "
+                    "bytes, None, NumPy arrays, and lists, tuples, sets and dicts of them"
+                )
+        return [decode(data) for data in everyone]
+
+    def _is_alone(self) -> bool:
+        """Whether there is nobody to talk to, now and whenever a function that is traced now runs."""
+        return self.size() == 1 and (tf.executing_eagerly() or not self._may_grow())
+
+    def _may_grow(self) -> bool:
+        """Whether other ranks may come while the process lives."""
+        return False
+
+    # What an engine does; tensors are of a dtype that Horovod knows.
+
+    @abstractmethod
+    def _allreduce(
+        self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float
+    ) -> tf.Tensor: ...
+
+    @abstractmethod
+    def _grouped_allreduce(
+        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
+    ) -> list[tf.Tensor]: ...
+
+    @abstractmethod
+    def _reducescatter(
+        self, wire: tf.Tensor, name: str, op: Any, postscale: float
+    ) -> tf.Tensor: ...
+
+    @abstractmethod
+    def _allgather(self, wire: tf.Tensor, name: str) -> tf.Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, wire: tf.Tensor, root: int, name: str) -> tf.Tensor: ...
+
+    @abstractmethod
+    def _alltoall(self, wire: tf.Tensor, splits: tf.Tensor, name: str) -> tf.Tensor: ...
+
+
+@dataclass(frozen=True)
+class HorovodRanks(Communicator):
+    """The ranks of one of Horovod's process sets; Horovod must run when it is used, not when it is made."""
+
+    process_set: hvd.ProcessSet
+
+    def rank(self) -> int:
+        return int(self.process_set.rank())
+
+    def size(self) -> int:
+        return int(self.process_set.size())
+
+    @property
+    def ranks(self) -> list[int]:
+        # The set of all ranks knows them only once Horovod runs.
+        return list(self.process_set.ranks or range(self.size()))
+
+    def are_all(self) -> bool:
+        return bool(self.size() == hvd.size())
+
+    def _may_grow(self) -> bool:
+        return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
+
+    def _allreduce(
+        self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float
+    ) -> tf.Tensor:
+        return hvd.allreduce(
+            wire,
+            op=op,
+            prescale_factor=prescale,
+            postscale_factor=postscale,
+            **self._called(name),
+        )
+
+    def _grouped_allreduce(
+        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
+    ) -> list[tf.Tensor]:
+        return list(
+            hvd.grouped_allreduce(
+                wires,
+                op=op,
+                prescale_factor=prescale,
+                postscale_factor=postscale,
+                **self._called(name),
+            )
+        )
+
+    def _reducescatter(self, wire: tf.Tensor, name: str, op: Any, postscale: float) -> tf.Tensor:
+        return hvd.reducescatter(wire, op=op, postscale_factor=postscale, **self._called(name))
+
+    def _allgather(self, wire: tf.Tensor, name: str) -> tf.Tensor:
+        return hvd.allgather(wire, **self._called(name))
+
+    def _broadcast(self, wire: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        return hvd.broadcast(wire, root, **self._called(name))
+
+    def _alltoall(self, wire: tf.Tensor, splits: tf.Tensor, name: str) -> tf.Tensor:
+        received, _ = hvd.alltoall(wire, splits, **self._called(name))
+        return received
+
+    def _called(self, name: str) -> dict[str, Any]:
+        return {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
+
+
+ALL_RANKS: Communicator = HorovodRanks(hvd.global_process_set)
+"""All ranks of the job."""
+
+
+def ranks_of(process_set: hvd.ProcessSet | Communicator | None) -> Communicator:
+    """Return the ranks that a user's `process_set` means; None: all."""
+    if process_set is None:
+        return ALL_RANKS
+    return process_set if isinstance(process_set, Communicator) else HorovodRanks(process_set)
+
+
+def _to_add(tensor: tf.Tensor) -> tf.Tensor:
+    """What travels where something is computed."""
+    return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
+
+
+def _to_move(tensor: tf.Tensor) -> tf.Tensor:
+    """What travels where nothing is computed."""
+    if tensor.dtype in _MOVED_AS_THEY_ARE:
+        return anchored(tensor)
+    if _is_float8(tensor.dtype):
+        return anchored(tf.cast(tensor, tf.float16))
+    return anchored(tf.bitcast(tensor, tf.uint8))
+
+
+def _moved(found: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """What `_to_move` made, as it was."""
+    if dtype in _MOVED_AS_THEY_ARE or _is_float8(dtype):
+        return tf.cast(found, dtype)
+    return tf.bitcast(found, dtype)
+
+
+def _is_float8(dtype: tf.DType) -> bool:
+    """Whether tf.bitcast does not know it; float16 holds every number of it."""
+    return bool(dtype.is_floating and dtype.size == 1)
+
+
+def _like(found: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    """`found` in the shape and dtype of `tensor`."""
+    found.set_shape(tensor.shape)
+    return tf.cast(found, tensor.dtype)
+
+
+def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
+    # As Horovod scales whole numbers: in float64, then cut off.
+    if factor == 1.0:
+        return tensor
+    return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)

@@ -1,0 +1,188 @@
+"""Ranks that are threads of one process: what needs ranks, but neither a launch nor Horovod, is tested on them.
+
+    def work(ranks: ThreadRanks) -> Any:
+        return ranks.allreduce(tf.constant(1.0), "votes").numpy()
+
+    assert run_ranks(thread_ranks(4), work) == [4.0] * 4
+
+Ranks must call the same collectives in the same order. Where they do not, or where one has ended, the others get
+an EngineError at once. Collectives work in a tf.function, too, if no more threads of TensorFlow wait than it has.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.communicator import Average, Communicator, Max, Min, Sum
+from hvdtrain.errors import EngineError
+
+SECONDS = 30.0
+"""A rank that comes this late is taken for lost."""
+
+_COMBINE = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum}
+
+
+@dataclass
+class _Job:
+    """What the threads share.
+
+    Args:
+        size: number of ranks.
+
+    Attributes:
+        said: what each rank of a set says in its first, second, ... collective: (name, value).
+        calls: how many collectives of a set a rank has begun.
+        ended: ranks that have returned or failed.
+    """
+
+    size: int
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    said: dict[tuple[tuple[int, ...], int], dict[int, tuple[str, Any]]] = field(
+        default_factory=dict
+    )
+    calls: Counter[tuple[tuple[int, ...], int]] = field(default_factory=Counter)
+    ended: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Communicator):
+    """One rank of a job of threads: made by `thread_ranks`, and by `subset`.
+
+    Args:
+        job: what the threads share.
+        job_rank: this rank.
+        members: the ranks of the set.
+    """
+
+    job: _Job
+    job_rank: int
+    members: tuple[int, ...]
+
+    def subset(self, ranks: Sequence[int]) -> ThreadRanks:
+        """Return the process set of the job's `ranks`, of which this is one."""
+        return replace(self, members=tuple(sorted(ranks)))
+
+    def rank(self) -> int:
+        return self.members.index(self.job_rank)
+
+    def size(self) -> int:
+        return len(self.members)
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self.members)
+
+    def are_all(self) -> bool:
+        return self.size() == self.job.size
+
+    def _allreduce(
+        self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float
+    ) -> tf.Tensor:
+        return self._run(lambda x: self._reduced(x, name, op, prescale, postscale), wire)
+
+    def _grouped_allreduce(
+        self, wires: list[tf.Tensor], name: str, op: Any, prescale: float, postscale: float
+    ) -> list[tf.Tensor]:
+        return [
+            self._allreduce(wire, f"{name}_{number}", op, prescale, postscale)
+            for number, wire in enumerate(wires)
+        ]
+
+    def _reducescatter(self, wire: tf.Tensor, name: str, op: Any, postscale: float) -> tf.Tensor:
+        def part(x: np.ndarray) -> np.ndarray:
+            whole = self._reduced(x, name, op, 1.0, postscale)
+            return np.array_split(whole, self.size())[self.rank()]
+
+        return self._run(part, wire)
+
+    def _allgather(self, wire: tf.Tensor, name: str) -> tf.Tensor:
+        return self._run(lambda x: np.concatenate(self._meet(name, x)), wire)
+
+    def _broadcast(self, wire: tf.Tensor, root: int, name: str) -> tf.Tensor:
+        return self._run(lambda x: self._meet(name, x)[self.members.index(root)], wire)
+
+    def _alltoall(self, wire: tf.Tensor, splits: tf.Tensor, name: str) -> tf.Tensor:
+        def received(x: np.ndarray, splits: np.ndarray) -> np.ndarray:
+            sent = self._meet(name, np.split(x, np.cumsum(splits)[:-1]))
+            return np.concatenate([parts[self.rank()] for parts in sent])
+
+        return self._run(received, wire, splits)
+
+    def _run(self, work: Callable[..., np.ndarray], wire: tf.Tensor, *further: Any) -> tf.Tensor:
+        return tf.numpy_function(work, [wire, *further], wire.dtype)
+
+    def _reduced(
+        self, mine: np.ndarray, name: str, op: Any, prescale: float, postscale: float
+    ) -> np.ndarray:
+        everyone = [_scaled(value, prescale) for value in self._meet(name, mine)]
+        if op == Average:
+            postscale /= self.size()
+        return _scaled(functools.reduce(_COMBINE[op], everyone), postscale)
+
+    def _meet(self, name: str, value: Any) -> list[Any]:
+        """Return what the ranks of the set say in this collective, in their order."""
+        job = self.job
+        with job.changed:
+            job.calls[self.members, self.job_rank] += 1
+            call = (self.members, job.calls[self.members, self.job_rank])
+            said = job.said.setdefault(call, {})
+            said[self.job_rank] = (name, value)
+            job.changed.notify_all()
+            come = job.changed.wait_for(lambda: self._is_settled(said), SECONDS)
+            missing = [rank for rank in self.members if rank not in said]
+            if missing:
+                why = "ended before" if come else f"did not come in {SECONDS:g} s to"
+                raise EngineError(f"{name}: rank {missing[0]} {why} this collective")
+            # Optimizers and layers are numbered by process, and these ranks are one.
+            if len({re.sub(r"\d+", "", other) for other, _ in said.values()}) > 1:
+                names = {rank: other for rank, (other, _) in sorted(said.items())}
+                raise EngineError(f"The ranks are in different collectives: {names}")
+            return [said[rank][1] for rank in self.members]
+
+    def _is_settled(self, said: dict[int, Any]) -> bool:
+        missing = [rank for rank in self.members if rank not in said]
+        return not missing or any(rank in self.job.ended for rank in missing)
+
+
+def thread_ranks(size: int) -> list[ThreadRanks]:
+    """Return the ranks of a new job of `size`."""
+    job = _Job(size)
+    return [ThreadRanks(job, rank, tuple(range(size))) for rank in range(size)]
+
+
+def run_ranks(everyone: Sequence[ThreadRanks], work: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """Return what `work` returns, or the exception that it raises, on each rank of a job."""
+    job = everyone[0].job
+    job.ended.clear()
+    results: list[Any] = [None] * len(everyone)
+
+    def start(ranks: ThreadRanks) -> None:
+        try:
+            results[ranks.job_rank] = work(ranks)
+        except Exception as error:
+            results[ranks.job_rank] = error
+        finally:
+            with job.changed:
+                job.ended.add(ranks.job_rank)
+                job.changed.notify_all()
+
+    threads = [threading.Thread(target=start, args=(ranks,)) for ranks in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def _scaled(value: np.ndarray, factor: float) -> np.ndarray:
+    # As Horovod scales whole numbers: in float64, then cut off.
+    return value if factor == 1.0 else (value * np.float64(factor)).astype(value.dtype)
