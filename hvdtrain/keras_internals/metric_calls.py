@@ -75,6 +75,12 @@ def is_of_keras(metric: keras.metrics.Metric) -> bool:
     return type(metric).__module__.startswith("keras.src.metrics")
 
 
+def is_known_to_add_up(metric: keras.metrics.Metric) -> bool:
+    """Whether a metric is Keras's, and what it is given is not the user's choice: a value for each example."""
+    general = (keras.metrics.Mean, keras.metrics.Sum, keras.metrics.MeanMetricWrapper)
+    return is_of_keras(metric) and type(metric) not in general
+
+
 @contextlib.contextmanager
 def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
     """In this block note the calls of `metrics`; what one metric calls of another belongs to the first."""
@@ -96,15 +102,19 @@ def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
             return value
 
         # Not by setattr, which Keras tracks.
-        vars(metric)[name] = call
+        own = vars(metric)
+        if name in own:
+            undo.callback(own.update, {name: own[name]})
+        else:
+            undo.callback(own.pop, name)
+        own[name] = call
 
-    for metric in metrics:
-        watch(
-            metric, "update_state", lambda metric, _, args, kw: calls.add_update(metric, args, kw)
-        )
-        watch(metric, "result", lambda metric, value, *_: calls.add_result(metric, value))
-    try:
-        yield calls
-    finally:
+    with contextlib.ExitStack() as undo:
         for metric in metrics:
-            del vars(metric)["update_state"], vars(metric)["result"]
+            watch(
+                metric,
+                "update_state",
+                lambda metric, _, args, kw: calls.add_update(metric, args, kw),
+            )
+            watch(metric, "result", lambda metric, value, *_: calls.add_result(metric, value))
+        yield calls

@@ -1,7 +1,8 @@
 """What metrics need of a step on a part of a batch: how their states combine, and which logs are their results.
 
 While a step is traced (or first runs eagerly) its calls of metrics are noted. Each metric is then tried out once, with
-numbers made up in the shapes of those calls (collectives/combining.py); that costs some 10 ms a metric. What has to
+numbers made up in the shapes of those calls (collectives/combining.py), which costs some 10 ms; those of Keras's that
+are known to add up are not. What has to
 count by its share of the batch is weighted in the step itself; the rest is done when the states are merged.
 """
 
@@ -27,7 +28,7 @@ from hvdtrain.collectives.metrics import (
 )
 from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.metric_calls import Source, metrics_of, watched
+from hvdtrain.keras_internals.metric_calls import Source, is_known_to_add_up, metrics_of, watched
 from hvdtrain.keras_internals.models import metrics_or_logs
 from hvdtrain.keras_internals.variables import tf_variable, unique
 
@@ -98,7 +99,7 @@ class StepMetrics:
         with watched(self.all) as calls:
             logs = work()
         for metric, updates in calls.updates:
-            if id(metric) not in self._tried:
+            if id(metric) not in self._tried and not is_known_to_add_up(metric):
                 self._tried.add(id(metric))
                 self._learn(metric, updates, examples)
         for target, value in zip(self._targets, before, strict=True):

@@ -16,6 +16,7 @@ from keras import metrics, ops
 
 from hvdtrain.collectives.combining import SHARE, Finding, combine, find_rules
 from hvdtrain.collectives.trials import make_trials
+from hvdtrain.keras_internals.metric_calls import watched
 
 CLASSES = 3
 ROWS = 4
@@ -250,3 +251,30 @@ def test_what_cannot_be_tried_says_why() -> None:
     with pytest.raises(tf.errors.InvalidArgumentError):
         findings(metric, *FLOATS)
     assert float(metric.value) == 3.0
+
+
+def test_calls_and_results_are_noted() -> None:
+    class Two(metrics.Metric):
+        """Its calls of another metric are its own business."""
+
+        def __init__(self) -> None:
+            super().__init__(name="two")
+            self.inner = metrics.Mean()
+
+        def update_state(self, value: Any) -> None:
+            self.inner.update_state(value)
+
+        def result(self) -> dict[str, Any]:
+            return {"mean": self.inner.result(), "double": 2 * self.inner.result()}
+
+    two = Two()
+    with watched([two, two.inner]) as calls:
+        two.update_state(3.0)
+        found = two.result()
+    sources = calls.sources(found | {"other": found["mean"] + 0})
+    assert [metric for metric, _ in calls.updates] == [two]
+    assert {name: float(source.value()) for name, source in sources.items()} == {
+        "mean": 3.0,
+        "double": 6.0,
+    }
+    assert not {"update_state", "result"} & vars(two).keys()
