@@ -1,7 +1,7 @@
-"""Start real ranks in tests: one launch runs many checks and brings every rank's results back.
+"""Real ranks in tests: they run cases, and every rank's results come back.
 
-A file `cases/NAME.py` holds functions `case_...()`, which every rank calls in the order in which
-they are written; what they return (anything JSON can hold) is what a test looks at:
+A file `cases/NAME.py` holds functions `case_...()`, which every rank calls; what they return (anything JSON can hold,
+and arrays) is what a test looks at:
 
     @pytest.fixture(scope="module", params=CONTROLLERS)
     def results(request):
@@ -15,10 +15,10 @@ they are written; what they return (anything JSON can hold) is what a test looks
 
 from __future__ import annotations
 
-import json
+import ast
+import functools
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -28,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
+from pool import Pools, end_family
 
 CONTROLLERS = ("mpi", "gloo")
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,15 @@ ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "CUDA_VISIBLE_DEVICES": "",
 }
+POOLED = {
+    # Cases bring their own process sets.
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+    # Ranks may compute for a while what others do not.
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+}
+"""More environment, of the ranks of a pool."""
+READ_AT_START = ("HOROVOD_", "HVDTRAIN_", "OMPI_", "OMP_", "TF_", "CUDA_")
 NOISE = ("I0000", "WARNING: All log", "UCX")
 
 
@@ -87,25 +96,53 @@ def run_cases(
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> Results:
-    """Run the functions of `cases/<name>.py` on `np` ranks.
+    """Run the functions of `cases/<name>.py` on `np` ranks, each whatever became of those before it.
 
     Args:
         name: of the file, without .py.
         np: number of ranks.
         controller: "mpi" or "gloo".
         only: the functions to run; default all.
-        env: additional environment.
-        timeout: seconds until the job is killed and the test fails.
+        env: additional environment. Variables that are read when a process starts get ranks of their own, others are
+            set in the session's.
+        timeout: seconds until a case is broken off and fails.
     """
-    runner = Path(__file__).with_name("run_cases.py")
-    with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
-        command = [sys.executable, str(runner), name, folder, *only]
-        launched = launch(command, np, controller, env=env, timeout=timeout)
-        return Results([_read(Path(folder) / f"rank{rank}.json") for rank in range(np)], launched)
+    extra = dict(env or {})
+    at_start = {k: v for k, v in extra.items() if k.startswith(READ_AT_START)}
+    environment = _environment(POOLED | at_start)
+    ranks: list[dict[str, dict[str, Any]]] = [{} for _ in range(np)]
+    output, start, broken = [], time.monotonic(), None
+    for case in only or case_names(name):
+        job = {"module": name, "case": case, "env": extra}
+        found, printed, why = pools().run(launcher(np, controller), np, environment, job, timeout)
+        for rank, result in enumerate(found):
+            ranks[rank][case] = result or {"error": f"did not end: {why}"}
+        output += [line for line in printed.splitlines(True) if not is_noise(line)]
+        broken = broken or why
+    launched = Launched(int(broken is not None), "".join(output), time.monotonic() - start)
+    return Results(ranks, launched)
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def case_names(name: str) -> list[str]:
+    """Return the cases that `cases/<name>.py` defines or imports, in their order."""
+    tree = ast.parse((Path(__file__).parent / "cases" / f"{name}.py").read_text())
+    names = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            names.append(node.name)
+        elif isinstance(node, ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+    return [name for name in names if name.startswith("case_")]
+
+
+@functools.cache
+def pools() -> Pools:
+    """The session's; conftest.py closes them."""
+    return Pools()
+
+
+def is_noise(line: str) -> bool:
+    return any(noise in line for noise in NOISE)
 
 
 def launch(
@@ -152,9 +189,9 @@ def run_command(
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            _end(job)
+            end_family(job)
         output.seek(0)
-        lines = [line for line in output if not any(noise in line for noise in NOISE)]
+        lines = [line for line in output if not is_noise(line)]
     seconds = time.monotonic() - start
     if late:
         pytest.fail(f"still running after {timeout} s:\n{''.join(lines)}", pytrace=False)
@@ -189,16 +226,3 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     python_path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     path = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
     return found | ENVIRONMENT | {"PYTHONPATH": python_path, "PATH": path} | dict(extra)
-
-
-def _end(job: subprocess.Popen[bytes]) -> None:
-    """End the job with everything that it started."""
-    if job.poll() is not None:
-        return
-    family = psutil.Process(job.pid).children(recursive=True)
-    job.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(family, timeout=5)
-    for process in alive:
-        process.kill()
-    job.kill()
-    job.wait()

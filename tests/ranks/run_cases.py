@@ -1,62 +1,112 @@
-"""What each rank of `launch.run_cases` runs: `run_cases.py NAME FOLDER [CASE]...`."""
+"""What each rank of a pool runs: `run_cases.py FOLDER REFERENCES` takes one case after another (see pool.py).
 
-import contextlib
+Between cases all is put back that a case may leave behind: Keras's session and settings, seeds, patches, the
+environment, Horovod's process sets, the numbers in names of collectives, and the modules of cases themselves.
+"""
+
+from __future__ import annotations
+
+import gc
 import importlib
+import itertools
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import psutil
+import results
 
 from hvdtrain import runtime
 
+CASES = Path(__file__).with_name("cases")
 
-def _start_with_meshes(text: str) -> None:
-    """Start Horovod with the process sets of several meshes: "DATA,TENSOR,PIPELINE;..."."""
+
+def main() -> None:
+    folder, references = map(Path, sys.argv[1:])
+    rank = runtime.init().rank
+    launched_by = psutil.Process().parent()
+    sys.path[:0] = [str(CASES), str(CASES.parents[1])]
+    before = dict(os.environ)
+    for number in itertools.count():
+        if number == 0:
+            (folder / f"rank{rank}.part").write_text(str(os.getpid()))
+            (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pid")
+        job = _wait_for(folder / f"job{number}.json", launched_by)
+        os.environ.update(job["env"] | {"TEST_CASE": f"{job['module']}.{job['case']}"})
+        try:
+            result = {"value": _run(job, references)}
+            results.write(folder / f"job{number}.rank{rank}.json", result)
+        except BaseException:
+            result = {"error": traceback.format_exc()}
+            results.write(folder / f"job{number}.rank{rank}.json", result)
+            sys.exit(1)
+        _reset(before, number + 1)
+
+
+def _wait_for(path: Path, launcher: psutil.Process | None) -> dict[str, Any]:
+    while not path.exists():
+        if launcher is None or not launcher.is_running():
+            sys.exit(1)
+        time.sleep(0.01)
+    return json.loads(path.read_text())
+
+
+def _run(job: dict[str, Any], references: Path) -> Any:
+    _add_process_sets(job["env"].get("TEST_MESHES", ""))
+    value = getattr(importlib.import_module(job["module"]), job["case"])()
+    importlib.import_module("references").compute_all(references)
+    return value
+
+
+def _add_process_sets(text: str) -> None:
+    """Add the process sets of several meshes: "DATA,TENSOR,PIPELINE;..."."""
     if not text:
         return
     from hvdtrain.parallel.mesh import Mesh
 
-    hvd = runtime.load_horovod()
     meshes = [Mesh(*map(int, one.split(","))) for one in text.split(";")]
     groups = {tuple(group) for mesh in meshes for group in mesh.rank_lists(mesh.size)}
-    runtime.start_horovod(process_sets=[hvd.ProcessSet(group) for group in sorted(groups)])
+    for group in sorted(groups):
+        runtime.load_horovod().add_process_set(group)
 
 
-def _wait_for_all() -> None:
-    """The first rank to shut Horovod down takes it away from those that are still at a case."""
-    import tensorflow as tf
+def _remove_process_sets() -> None:
+    from horovod.common import process_sets
 
-    hvd = runtime.load_horovod()
-    # A case may have ended Horovod already.
-    with contextlib.suppress(Exception):
-        hvd.allreduce(tf.constant(0.0), name="end_of_cases")
+    known = process_sets._basics._get_process_set_ids_and_ranks()
+    for number, ranks in sorted(known.items()):
+        if number:
+            found = process_sets.ProcessSet(ranks)
+            found.process_set_id = number
+            process_sets.remove_process_set(found)
 
 
-def main() -> None:
-    name, folder, *only = sys.argv[1:]
-    _start_with_meshes(os.environ.get("TEST_MESHES", ""))
-    rank = runtime.init().rank
-    here = Path(__file__).parent
-    sys.path[:0] = [str(here / "cases"), str(here.parent)]
-    module = importlib.import_module(name)
-    cases = {
-        n: f for n, f in vars(module).items() if n.startswith("case_") and (not only or n in only)
-    }
-    results: dict[str, dict[str, Any]] = {}
-    path = Path(folder) / f"rank{rank}.json"
-    for case in only or cases:
-        try:
-            results[case] = {"value": cases[case]()}
-        except BaseException:
-            results[case] = {"error": traceback.format_exc()}
-        # After each one: what was reached survives a rank that hangs later and is killed.
-        path.write_text(json.dumps(results))
-        if "error" in results[case]:
-            sys.exit(1)
-    _wait_for_all()
-    runtime.shutdown()
+def _reset(environment: dict[str, str], number: int) -> None:
+    """Put all back before case `number`. A collective."""
+    import keras
+
+    mock.patch.stopall()
+    os.environ.clear()
+    os.environ.update(environment)
+    _remove_process_sets()
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).parent == CASES:
+            del sys.modules[name]
+        elif name.split(".")[0] == "hvdtrain":
+            # Ranks that did different things go on counting from the same number.
+            counters = [n for n, v in vars(module).items() if isinstance(v, itertools.count)]
+            for counter in counters:
+                setattr(module, counter, itertools.count(1_000_000 * number))
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(number)
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The launcher of these tests: results of all ranks, and errors that show."""
+"""The launcher and the pools of these tests: results of all ranks, errors that show, nothing left behind."""
+
+import os
 
 import pytest
 from launch import CONTROLLERS, run_cases
@@ -6,15 +8,38 @@ from launch import CONTROLLERS, run_cases
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_results_of_all_ranks(controller: str) -> None:
-    results = run_cases("hello", np=2, controller=controller)
+    cases = ["case_size", "case_sum", "case_one_rank_fails"]
+    results = run_cases("hello", np=2, controller=controller, only=cases)
     assert results.of("case_size") == [[0, 2], [1, 2]]
     assert results.of("case_sum") == [3.0, 3.0]
     assert results.of("case_one_rank_fails") == [None, None]
     assert results.launched.returncode == 0
 
 
-def test_a_failure_on_one_rank_fails_the_test_and_names_it() -> None:
-    results = run_cases("hello", np=2, env={"FAILS": "1"})
+def test_ranks_stay_and_nothing_else() -> None:
+    cases = ["case_process", "case_disorder", "case_order", "case_process"]
+    first = run_cases("hello", only=cases[:1]).of("case_process")
+    results = run_cases("hello", only=cases)
+    assert results.of("case_process") == first
+    assert results.of("case_order") == [[None, "float32", "dense", [0], "new"]] * 2
+
+
+def test_a_case_that_hangs_is_named_and_the_next_has_new_ranks() -> None:
+    hangs = run_cases("hello", controller="gloo", only=["case_one_rank_hangs"], timeout=2)
+    said = r"case_one_rank_hangs failed\nrank 1: did not end: still running after 2 s"
+    with pytest.raises(pytest.fail.Exception, match=said):
+        hangs.of("case_one_rank_hangs")
+    fails = run_cases("hello", controller="gloo", only=["case_one_rank_fails"], env={"FAILS": "1"})
     with pytest.raises(pytest.fail.Exception, match=r"rank 1: Traceback(.|\n)*this rank fails"):
-        results.of("case_one_rank_fails")
-    assert results.launched.returncode != 0
+        fails.of("case_one_rank_fails")
+    assert fails.launched.returncode != 0
+
+
+def test_references_are_computed_once_and_compared_here() -> None:
+    first, second = run_cases("hello", only=["case_compared"]).of("case_compared")
+    assert (first["array"], second["array"]) == (2.0, 3.0)
+    assert first["history"] == second["history"] == 0.25
+    assert first["computed by"] == second["computed by"] != os.getpid()
+    # Once a session.
+    again = run_cases("hello", only=["case_compared"]).of("case_compared")
+    assert again == [first, second]

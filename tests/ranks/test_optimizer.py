@@ -45,8 +45,7 @@ def two_gloo() -> Results:
 
 @pytest.fixture(scope="module")
 def three() -> Results:
-    dynamic = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
-    return run_cases("optimizer", np=3, only=[*SUBSET, "case_process_set"], env=dynamic)
+    return run_cases("optimizer", np=3, controller="gloo", only=[*SUBSET, "case_process_set"])
 
 
 def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:

@@ -18,9 +18,6 @@ Sums in another order differ by 6e-8 an addition in float32; what was seen is 1e
 weight that is wrong is 1e-3 and more.
 """
 
-PATIENCE = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60"}
-"""The others wait while rank 0 trains with plain Keras."""
-
 
 @pytest.fixture(scope="module")
 def four() -> Results:
@@ -30,7 +27,7 @@ def four() -> Results:
         *("case_ignored_labels", "case_dropout", "case_absent"),
     )
     meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
-    return run_cases("pipeline", np=4, only=cases, env=meshes | PATIENCE, timeout=400)
+    return run_cases("pipeline", np=4, only=cases, env=meshes)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +37,15 @@ def two() -> Results:
         *("case_compiled_by_its_function", "case_refused", "case_alltoall"),
     )
     meshes = {"TEST_MESHES": "1,1,2"}
-    return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes | PATIENCE)
+    return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes)
 
 
 def check(ranks: list[Any], parts: int = 2) -> None:
-    """Rank 0 compared; what the others were told is the same; each holds its part of the weights."""
-    measured = ("weights", "history", "evaluation", "predictions")
-    far = {k: ranks[0][k] for k in measured if k in ranks[0] and not ranks[0][k] <= EXACT}
+    """All are as one process, and were told the same; each holds its part of the weights."""
+    measured = ("weights", "history", "evaluation", "predictions", "steps")
+    far = {k: one[k] for one in ranks for k in measured if k in one and not one[k] <= EXACT}
     assert not far
-    assert "weights" in ranks[0]
+    assert all("weights" in one for one in ranks)
     told = ("histories", "evaluated", "predicted")
     assert all(one.get(k) == ranks[0].get(k) for one in ranks for k in told)
     assert all(one["held"] < ranks[0]["whole"] for one in ranks)
@@ -67,7 +64,7 @@ def test_four_stages(four: Results) -> None:
     ranks = four.of("case_four_stages")
     check(ranks, parts=4)
     assert sum(one["held"] for one in ranks) == ranks[0]["whole"]
-    assert ranks[0]["steps"] <= EXACT
+    assert "steps" in ranks[0]
 
 
 def test_four_stages_by_alltoall(four: Results) -> None:
@@ -122,8 +119,8 @@ def test_precision(two: Results) -> None:
         assert found[precision]["weights"] <= 4 * 12 * 0.05 * 2.0**-bits
         assert found[precision]["sent"] == [precision.removeprefix("mixed_")]
     # All stages skip the steps that overflow, as one process does.
-    mine, plain = found["mixed_float16"]["scales"]
-    assert 0 < mine == plain
+    assert found["mixed_float16"]["scale"] > 0
+    assert found["mixed_float16"]["scales"] == 0
 
 
 def test_callbacks(two: Results) -> None:

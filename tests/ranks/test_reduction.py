@@ -16,7 +16,7 @@ ROUNDINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(2, "mpi"), (2, "gloo"), (3, "mpi")], ids=str)
+@pytest.fixture(scope="module", params=[(2, "mpi"), (2, "gloo"), (3, "gloo")], ids=str)
 def results(request: pytest.FixtureRequest) -> Results:
     np, controller = request.param
     cases = ["case_compression", "case_bf16_options", "case_range", "case_own_compressor"]

@@ -6,12 +6,7 @@ import pytest
 from launch import Results, run_cases
 
 EXACT = 1e-5
-MESHES = {
-    "TEST_MESHES": "2,2,1;1,4,1",
-    # Two ranks train whole models while the others wait.
-    "HOROVOD_STALL_CHECK_TIME_SECONDS": "40",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "80",
-}
+MESHES = {"TEST_MESHES": "2,2,1;1,4,1"}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ SIZES = {1: (*MAIN, "case_two_outputs"), 2: (), 3: (*MAIN, "case_sources", "case
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    return run_cases("trainer_exact", np=2, timeout=600)
+    return run_cases("trainer_exact", np=2)
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3])

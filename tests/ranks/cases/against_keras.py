@@ -8,7 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from small import crossentropy, difference, layers, optimizers, weights
+from references import Reference, reference
+from results import far
+from small import crossentropy, layers, optimizers, weights
 
 import hvdtrain
 
@@ -69,6 +71,7 @@ def one_process(
     fit: dict[str, Any],
     compiled: dict[str, Any],
 ) -> tuple[keras.Model, Any]:
+    """Train with plain Keras here and now; `plain` does it once for all ranks and numbers of ranks."""
     keras.utils.set_random_seed(1)
     model = make()
     model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
@@ -80,6 +83,38 @@ def one_process(
         **{"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0} | fit,
     )
     return model, history.history
+
+
+def plain(
+    make: Callable[[], keras.Model],
+    optimizer: Any,
+    data: tuple,
+    fit: dict[str, Any] | None = None,
+    compiled: dict[str, Any] | None = None,
+    answers: bool = False,
+) -> Reference:
+    """What plain Keras makes of the whole batches: weights, "all" weights, history; `answers`: evaluate, predict."""
+
+    def compute() -> dict[str, Any]:
+        model, history = one_process(make, optimizer, data, fit or {}, compiled or {})
+        everything = [v.numpy() for v in model.weights]
+        found = {"weights": weights(model), "all": everything, "history": history}
+        found["mean loss"] = float(np.mean(history["loss"]))
+        if not answers:
+            return found
+        x, y, *weight = data
+        evaluated = model.evaluate(
+            x,
+            y,
+            sample_weight=weight[0] if weight else None,
+            batch_size=BATCH,
+            verbose=0,
+            return_dict=True,
+        )
+        predicted = tf.nest.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+        return found | {"evaluate": evaluated, "predict": predicted}
+
+    return reference(compute, data, any_size=True)
 
 
 def apart(
@@ -104,9 +139,7 @@ def apart(
         compiled: makes loss, metrics and so on for both.
         reference: arguments of compile for plain Keras alone.
     """
-    model, wanted = one_process(
-        make, make_optimizer(), data, fit or {}, compiled() | (reference or {})
-    )
+    wanted = plain(make, make_optimizer(), data, fit, compiled() | (reference or {}), answers=True)
     trained = hvdtrain.Trainer(
         make,
         make_optimizer(),
@@ -119,32 +152,20 @@ def apart(
         given,
         **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {}) | (source_fit or {}),
     ).history
-    assert set(history) == set(wanted), (set(history), set(wanted))
-    x, y, *weight = data
     evaluated = trained.evaluate(*data, verbose=0, return_dict=True)
-    expected = model.evaluate(
-        x,
-        y,
-        sample_weight=weight[0] if weight else None,
-        batch_size=BATCH,
-        verbose=0,
-        return_dict=True,
-    )
-    predicted = tf.nest.flatten(trained.predict(x))
-    probable = tf.nest.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    predicted = tf.nest.flatten(trained.predict(data[0]))
     return {
-        "weights": difference(weights(trained.model), weights(model)),
-        "history": max(relative(history[n], wanted[n]) for n in wanted),
-        "evaluate": max(relative(evaluated[n], expected[n]) for n in expected),
-        "predict": difference(predicted, probable),
+        "weights": wanted.apart(weights(trained.model), "weights"),
+        "history": wanted.apart(history, "history", "relative"),
+        "evaluate": wanted.apart(evaluated, "evaluate", "relative"),
+        "predict": wanted.apart(predicted, "predict"),
         "histories": history,
     }
 
 
 def relative(a: Any, b: Any) -> float:
     """Largest difference, relative above 1."""
-    a, b = np.asarray(a, "float64"), np.asarray(b, "float64")
-    return float(np.max(np.abs(a - b) / np.maximum(1, np.abs(b))))
+    return far(np.asarray(a), np.asarray(b), "relative")
 
 
 def vectors() -> tuple[np.ndarray, np.ndarray]:

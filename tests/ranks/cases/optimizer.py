@@ -1,4 +1,4 @@
-"""DistributedOptimizer against plain Keras with the whole batch, which every rank trains as well."""
+"""DistributedOptimizer against plain Keras with the whole batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+from results import Apart
 from small import (
     BATCH,
     IMAGES,
@@ -54,17 +55,17 @@ def apart(
     wrap: Callable[..., Any] = hvd.DistributedOptimizer,
     compiled: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> float:
+) -> Apart:
     """Largest difference of the weights between the ranks' training and one process's."""
     found = weights(train(wrap(make_optimizer(), **kwargs), **compiled or {}))
-    return difference(found, one_process((reference or make_optimizer)()))
+    return one_process(reference or make_optimizer).apart(found, "weights")
 
 
 def momentum(rate: float = 0.1, **kwargs: Any) -> Any:
     return SGD(rate, momentum=0.9, **kwargs)
 
 
-def case_optimizers() -> dict[str, float]:
+def case_optimizers() -> dict[str, Apart]:
     decay = optimizers.schedules.ExponentialDecay
     made = {
         "momentum": momentum,
@@ -81,11 +82,11 @@ def case_optimizers() -> dict[str, float]:
     return {name: apart(make) for name, make in made.items()}
 
 
-def case_subset() -> dict[str, float]:
+def case_subset() -> dict[str, Apart]:
     return {"momentum": apart(momentum), "Adam": apart(lambda: Adam(1e-2), groups=2)}
 
 
-def case_ways_of_running() -> dict[str, float]:
+def case_ways_of_running() -> dict[str, Apart]:
     ways = {
         "run_eagerly": {"run_eagerly": True},
         "steps_per_execution": {"steps_per_execution": 4},
@@ -94,7 +95,7 @@ def case_ways_of_running() -> dict[str, float]:
     return {name: apart(momentum, compiled=way) for name, way in ways.items()}
 
 
-def case_arguments() -> dict[str, float]:
+def case_arguments() -> dict[str, Apart]:
     def listed(optimizer: Any) -> Any:
         # Two groups by hand, and two variables in none.
         model.append(small_model())
@@ -104,8 +105,8 @@ def case_arguments() -> dict[str, float]:
     model: list[keras.Model] = []
     return {
         "groups": apart(momentum, groups=3),
-        "groups, lists": difference(
-            weights(train(listed(momentum()), lambda: model[-1])), one_process(momentum())
+        "groups, lists": one_process(momentum).apart(
+            weights(train(listed(momentum()), lambda: model[-1])), "weights"
         ),
         "predivide": apart(momentum, gradient_predivide_factor=4.0),
         "sum": apart(lambda: momentum(0.1 / SIZE), momentum, op=hvd.Sum),
@@ -114,7 +115,7 @@ def case_arguments() -> dict[str, float]:
     }
 
 
-def case_accumulation() -> dict[str, float]:
+def case_accumulation() -> dict[str, Apart]:
     def averaged() -> Any:
         return momentum(gradient_accumulation_steps=2)
 
@@ -142,7 +143,7 @@ def case_accumulation_communicates_at_its_boundary() -> dict[str, int]:
     return counted
 
 
-def case_loss_scaling() -> dict[str, float]:
+def case_loss_scaling() -> dict[str, Apart]:
     scaled = optimizers.LossScaleOptimizer
 
     def outside(optimizer: Any) -> Any:
@@ -239,7 +240,7 @@ def case_two_optimizers_in_one_function() -> float:
     return difference(play(True, own_part(x)), play(False, x))
 
 
-def case_extra_objects_on_one_rank() -> float:
+def case_extra_objects_on_one_rank() -> Apart:
     """Layers, optimizers and tapes that only rank 0 makes must not shift any name."""
     if RANK == 0:
         for _ in range(3):
@@ -269,15 +270,15 @@ def case_constant_gradient() -> float:
     return float(w.numpy()[0])
 
 
-def case_stays_distributed() -> dict[str, float]:
+def case_stays_distributed() -> dict[str, Any]:
     """Copies of a distributed optimizer, and the second wrapping that must fail."""
     original = hvd.DistributedOptimizer(momentum(), groups=2)
     copies = {
         "from_config": type(original).from_config(original.get_config()),
         "deepcopy": copy.deepcopy(original),
     }
-    found = {
-        name: difference(weights(train(optimizer)), one_process(momentum()))
+    found: dict[str, Any] = {
+        name: one_process(momentum).apart(weights(train(optimizer)), "weights")
         for name, optimizer in copies.items()
     }
     try:
@@ -310,10 +311,10 @@ def case_process_set() -> dict[str, Any]:
     model.compile(optimizer, crossentropy(), jit_compile=False)
     x, y = own_part(IMAGES), own_part(LABELS)
     model.fit(x, y, batch_size=LOCAL_BATCH, shuffle=False, verbose=0)
-    reference = small_model()
-    reference.compile(momentum(), crossentropy(), jit_compile=False)
+    whole = small_model()
+    whole.compile(momentum(), crossentropy(), jit_compile=False)
     if RANK < 2:
         rows = np.arange(BATCH * STEPS).reshape(STEPS, BATCH)[:, : 2 * LOCAL_BATCH].reshape(-1)
         x, y = IMAGES[rows], LABELS[rows]
-    reference.fit(x, y, batch_size=LOCAL_BATCH * (2 if RANK < 2 else 1), shuffle=False, verbose=0)
-    return {"difference": difference(weights(model), weights(reference))}
+    whole.fit(x, y, batch_size=LOCAL_BATCH * (2 if RANK < 2 else 1), shuffle=False, verbose=0)
+    return {"difference": difference(weights(model), weights(whole))}

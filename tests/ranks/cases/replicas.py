@@ -24,12 +24,12 @@ from against_keras import (
     inputs,
     mixed_model,
     momentum,
-    one_process,
-    relative,
+    plain,
     tagging_model,
     vector_model,
     vectors,
 )
+from results import Apart
 from small import crossentropy, difference, layers, optimizers, weights
 from trainer_exact import (
     SGD,
@@ -72,23 +72,23 @@ def trained(
     fit: dict[str, Any] | None = None,
     reference: dict[str, Any] | None = None,
     **arguments: Any,
-) -> dict[str, float]:
+) -> dict[str, Apart]:
     """How far weights and history of the Trainer are from plain Keras; `apart` also evaluates and predicts."""
     x, y, *weight = data
-    model, wanted = one_process(make, optimizer(), data, fit or {}, compiled() | (reference or {}))
+    wanted = plain(make, optimizer(), data, fit, compiled() | (reference or {}))
     trainer = trainer_of(make, optimizer=optimizer(), **compiled() | arguments)
     history = trainer.fit(
         x, y, *weight, **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
     ).history
     return {
-        "weights": difference(weights(trainer.model), weights(model)),
-        "history": max(relative(history[n], wanted[n]) for n in wanted),
+        "weights": wanted.apart(weights(trainer.model), "weights"),
+        "history": wanted.apart(history, "history", "relative"),
     }
 
 
 def vector(
     optimizer: Callable[[], Any] = momentum, data: tuple = (), make: Any = vector_model, **more: Any
-) -> dict[str, float]:
+) -> dict[str, Apart]:
     compiled = {"loss": "mse"} | (
         {} if make in (custom_model, guide_model) else {"metrics": ["mae"]}
     )
@@ -270,7 +270,7 @@ def case_one_program() -> dict[str, Any]:
     """A step, its all-reduce and its update included, compiles as one XLA program, for filled-up rows as well."""
     x, y = vectors()
     real = 5
-    model, _ = one_process(
+    wanted = plain(
         constrained, SGD(0.1, momentum=0.9), (x[:real], y[:real]), {"epochs": 1}, {"loss": "mse"}
     )
     keras.utils.set_random_seed(1)
@@ -291,7 +291,7 @@ def case_one_program() -> dict[str, Any]:
     placement = place(real, 1, BATCH)
     rows = tuple(tf.constant(part[placement.rows[0]]) for part in (x, y))
     program(rows, tf.constant(placement.mask[0]), states)
-    return {"weights": difference(weights(compiled), weights(model))}
+    return {"weights": wanted.apart(weights(compiled), "weights")}
 
 
 def normalized(**arguments: Any) -> Callable[[], keras.Model]:
@@ -302,7 +302,7 @@ def normalized(**arguments: Any) -> Callable[[], keras.Model]:
 
 def case_normalization() -> dict[str, Any]:
     """Synchronized statistics are those of the whole batch; others are the average of the replicas'."""
-    model, _ = one_process(normalized(), momentum(), even(), {}, {"loss": "mse"})
+    wanted = plain(normalized(), momentum(), even(), {}, {"loss": "mse"})
     synced = trainer_of(normalized(synchronized=True), optimizer=momentum())
     synced.fit(*even(), epochs=EPOCHS, shuffle=False, verbose=0)
     # Momentum 0 keeps the last batch only: a tail of 1 on the second replica, the first one's rows all filled up.
@@ -317,9 +317,7 @@ def case_normalization() -> dict[str, Any]:
             float(v) for v in own.model.layers[0].moving_variance.numpy()
         ]
     return {
-        "synchronized": difference(
-            [v.numpy() for v in synced.model.weights], [v.numpy() for v in model.weights]
-        ),
+        "synchronized": wanted.apart([v.numpy() for v in synced.model.weights], "all"),
         **means,
     }
 
@@ -353,14 +351,12 @@ def case_precision() -> dict[str, Any]:
             compute = trainer.model.layers[0].compute_dtype
             trainer.fit(*vectors(), epochs=2, shuffle=False, verbose=0)
             predicted = trainer.predict(vectors()[0])
-            model, _ = one_process(
-                vector_model, SGD(0.05), vectors(), {"epochs": 2}, {"loss": "mse"}
-            )
+            wanted = plain(vector_model, SGD(0.05), vectors(), {"epochs": 2}, {"loss": "mse"})
         finally:
             keras.config.set_dtype_policy("float32")
         found[precision] = {
             "compute": compute,
-            "weights": difference(weights(trainer.model), weights(model)),
+            "weights": wanted.apart(weights(trainer.model), "weights"),
             "predictions": len(predicted),
             "optimizer": type(trainer.model.optimizer).__name__,
         }

@@ -8,6 +8,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+from references import Reference, reference
 
 layers, optimizers = keras.layers, keras.optimizers
 SIZE, RANK = hvd.size(), hvd.rank()
@@ -56,11 +57,15 @@ def difference(a: Sequence[Any], b: Sequence[Any]) -> float:
     )
 
 
-def one_process(
-    optimizer: Any, make: Callable[[], keras.Model] = small_model, **compiled: Any
-) -> list[np.ndarray]:
-    """Weights after plain Keras has trained on whole global batches."""
-    model = make()
-    model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
-    model.fit(IMAGES, LABELS, batch_size=BATCH, shuffle=False, verbose=0)
-    return weights(model)
+def one_process(make_optimizer: Callable[[], Any]) -> Reference:
+    """The weights after plain Keras has trained on whole global batches."""
+
+    def compute() -> dict[str, Any]:
+        model = small_model()
+        model.compile(make_optimizer(), crossentropy(), jit_compile=False)
+        model.fit(IMAGES, LABELS, batch_size=BATCH, shuffle=False, verbose=0)
+        return {"weights": weights(model)}
+
+    # Cases have those optimizers in common that have a name.
+    name = make_optimizer.__qualname__
+    return reference(compute, name="" if "<" in name else f"small.{name}")

@@ -1,4 +1,4 @@
-"""A model in stages on several ranks, and the same in plain Keras on rank 0 with the whole global batch."""
+"""A model in stages on several ranks, and the same in plain Keras with the whole global batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 import numpy as np
-from small import RANK, crossentropy, difference, layers
+from references import Reference, reference
+from small import crossentropy, layers
 
 from hvdtrain import Trainer
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -53,15 +54,53 @@ def transformer(
     return keras.Model({"words": words, "facts": facts}, layers.Dense(5, name="out")(joined))
 
 
+class Watch(keras.callbacks.Callback):
+    """Keeps the loss that each step told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(float(logs["loss"]))
+
+
 def plain(
-    make: Callable[[], keras.Model], optimizer: Any, data: Sequence[Any], fit: Any, compiled: Any
-) -> tuple[keras.Model, dict[str, list[float]]]:
-    keras.utils.set_random_seed(1)
-    model = make()
-    model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
-    options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
-    x, y, weight = (*data, None)[:3]
-    return model, model.fit(x, y, sample_weight=weight, **options | fit).history
+    make: Callable[[], keras.Model],
+    optimizer: Any,
+    data: Sequence[Any],
+    fit: Any,
+    compiled: Any,
+    answers: bool = False,
+) -> Reference:
+    """What plain Keras makes of the whole batches.
+
+    Weights by path, history, the loss after each step; `answers`: what evaluate and predict return, too.
+    """
+
+    def compute() -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
+        model = make()
+        model.compile(optimizer, **{"loss": crossentropy(), "jit_compile": False} | compiled)
+        options = {"batch_size": BATCH, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+        x, y, weight = (*data, None)[:3]
+        watch = Watch()
+        options |= fit | {"callbacks": [watch, *fit.get("callbacks", [])]}
+        history = model.fit(x, y, sample_weight=weight, **options).history
+        found = {
+            "steps": watch.steps,
+            "weights": {v.path: v.numpy() for v in model.trainable_variables},
+            "history": history,
+            "whole": model.count_params(),
+            "scale": float(getattr(model.optimizer, "dynamic_scale", 0.0)),
+        }
+        if not answers:
+            return found
+        evaluated = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
+        predicted = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+        return found | {"evaluate": evaluated, "predict": predicted}
+
+    return reference(compute, data)
 
 
 def trainer_of(
@@ -111,50 +150,38 @@ def apart(
     compiled: Callable[[], Any] = dict,
     *,
     weights_only: bool = False,
+    watch: bool = False,
     reference: Any = None,
     model: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """How far weights, history, evaluation and predictions are from plain Keras's, on rank 0.
+    """How far weights, history, evaluation and predictions are from plain Keras's; `watch`: each step's loss, too.
 
     `reference` are compile's arguments for plain Keras alone; `model` is for the Trainer what `make` makes.
     """
     fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | (fit or {})
     trainer = trainer_of(model or make, optimizer(), **compiled(), **options)
-    history = trainer.fit(*data, **fit).history
-    found = weights(trainer)
+    watching = Watch()
+    history = trainer.fit(*data, **fit, callbacks=[watching] if watch else []).history
+    wanted = plain(
+        make, optimizer(), data, fit, compiled() | (reference or {}), answers=not weights_only
+    )
     result: dict[str, Any] = {
         "histories": history,
         "held": sum(int(np.prod(v.shape)) for v in trainer.model.trainable_variables),
+        "whole": wanted.apart(0, "whole"),
+        "weights": wanted.apart(weights(trainer), "weights"),
+        "history": wanted.apart(history, "history", "ratio"),
     }
-    if not weights_only:
-        evaluated = trainer.evaluate(*data, verbose=0, return_dict=True)
-        predicted = keras.tree.flatten(trainer.predict(data[0]))
-        result |= {
-            "evaluated": evaluated,
-            "predicted": float(sum(np.abs(p).sum() for p in predicted)),
-        }
-    if RANK:
-        return result
-    model, wanted = plain(make, optimizer(), data, fit, compiled() | (reference or {}))
-    assert set(history) == set(wanted), (history, wanted)
-    assert found.keys() == {v.path for v in model.trainable_variables}
-    result |= {
-        "weights": max(difference([found[v.path]], [v.numpy()]) for v in model.trainable_variables),
-        "history": max(relative(history[name], wanted[name]) for name in wanted),
-        "whole": model.count_params(),
-    }
+    if watch:
+        result["steps"] = wanted.apart(watching.steps, "steps", "ratio")
     if weights_only:
         return result
-    x, y, weight = (*data, None)[:3]
-    expected = model.evaluate(x, y, BATCH, sample_weight=weight, verbose=0, return_dict=True)
-    answers = keras.tree.flatten(model.predict(x, batch_size=BATCH, verbose=0))
+    evaluated = trainer.evaluate(*data, verbose=0, return_dict=True)
+    predicted = keras.tree.flatten(trainer.predict(data[0]))
     return result | {
-        "evaluation": max(relative(evaluated[name], expected[name]) for name in expected),
-        "predictions": difference(predicted, answers),
+        "evaluated": evaluated,
+        "predicted": float(sum(np.abs(p).sum() for p in predicted)),
+        "evaluation": wanted.apart(evaluated, "evaluate", "ratio"),
+        "predictions": wanted.apart(predicted, "predict"),
     }
-
-
-def relative(a: Any, b: Any) -> float:
-    a, b = np.asarray(a, float), np.asarray(b, float)
-    return float(np.max(np.abs(a - b) / np.maximum(np.abs(b), 1e-3)))

@@ -8,6 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from references import Reference, reference
+from results import Apart
 from small import RANK, crossentropy, difference, layers, optimizers
 
 import hvdtrain
@@ -98,11 +100,6 @@ def relative(mine: np.ndarray, theirs: np.ndarray, least: float) -> float:
     return difference([mine], [theirs]) / max(least, float(np.abs(theirs).max()))
 
 
-def worst(found: dict[str, float]) -> dict[str, float]:
-    """The three largest."""
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:3])
-
-
 def outputs_and_gradients(model: keras.Model) -> tuple[Any, list[Any], Any]:
     @tf.function(autograph=False)
     def step(x: Any, y: Any) -> Any:
@@ -172,7 +169,7 @@ def adamw() -> Any:
     return optimizers.LossScaleOptimizer(inner, initial_scale=8.0)
 
 
-# Name -> mesh, optimizer, dropout. The whole model of each is trained by one of the ranks.
+# Name -> mesh, optimizer, dropout.
 TRAININGS: dict[str, tuple[Mesh, Callable[[], Any], float]] = {
     "sgd hybrid": (HYBRID, sgd, 0.0),
     "adamw tensor": (WIDE, adamw, 0.2),
@@ -180,28 +177,29 @@ TRAININGS: dict[str, tuple[Mesh, Callable[[], Any], float]] = {
 EPOCHS = 5  # Of 6 steps.
 
 
-def reference(name: str) -> dict[str, Any]:
+def one_process(name: str) -> Reference:
     """What plain Keras makes of the whole model in one process."""
     _, optimizer, dropout = TRAININGS[name]
-    model = make(dropout, more=False)()
-    model.compile(optimizer(), crossentropy(), metrics=["accuracy"], jit_compile=False)
-    history = model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
-    return {
-        "weights": {v.path: v.numpy().tolist() for v in model.trainable_variables},
-        "history": history.history,
-        "predicted": model(X).numpy().tolist(),
-        "evaluated": model.evaluate(X, Y, batch_size=BATCH, verbose=0),
-    }
+
+    def compute() -> dict[str, Any]:
+        model = make(dropout, more=False)()
+        model.compile(optimizer(), crossentropy(), metrics=["accuracy"], jit_compile=False)
+        history = model.fit(X, Y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
+        return {
+            "weights": {v.path: v.numpy() for v in model.trainable_variables},
+            "history": history.history,
+            "predicted": model(X).numpy(),
+            "evaluated": model.evaluate(X, Y, batch_size=BATCH, verbose=0),
+        }
+
+    return reference(compute)
 
 
-def case_training() -> dict[str, dict[str, float]]:
+def case_training() -> dict[str, dict[str, Apart]]:
     """Each training by a Trainer on its mesh against the whole model's: 30 steps on the same batches."""
-    mine = reference(list(TRAININGS)[RANK]) if RANK in range(len(TRAININGS)) else None
-    references = ALL_RANKS.exchange(mine, "references")
     found = {}
-    for (name, (mesh, optimizer, dropout)), theirs in zip(
-        TRAININGS.items(), references[: len(TRAININGS)], strict=True
-    ):
+    for name, (mesh, optimizer, dropout) in TRAININGS.items():
+        wanted = one_process(name)
         trainer = hvdtrain.Trainer(
             make(dropout, more=False),
             optimizer(),
@@ -212,17 +210,16 @@ def case_training() -> dict[str, dict[str, float]]:
         )
         history = trainer.fit(X, Y, epochs=EPOCHS, shuffle=False, verbose=0).history
         ranks = position(mesh).tensor_set
-        found[name] = worst(
-            {
-                v.path: relative(whole(v.value, v, ranks), np.array(theirs["weights"][v.path]), 1.0)
-                for v in trainer.model.trainable_variables
-            }
-        ) | {key: difference(history[key], theirs["history"][key]) for key in ("loss", "accuracy")}
+        weights = {v.path: whole(v.value, v, ranks) for v in trainer.model.trainable_variables}
+        found[name] = {
+            "weights": wanted.apart(weights, "weights", "relative"),
+            "history": wanted.apart(history, "history"),
+        }
         if name == "sgd hybrid":
             evaluated = trainer.evaluate(X, Y, verbose=0)
             found[name] |= {
-                "evaluated": difference(evaluated, theirs["evaluated"]),
-                "predicted": difference([trainer.predict(X)], [theirs["predicted"]]),
+                "evaluated": wanted.apart(evaluated, "evaluated"),
+                "predicted": wanted.apart(trainer.predict(X), "predicted"),
             }
     return found
 

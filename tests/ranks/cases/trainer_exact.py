@@ -24,12 +24,14 @@ from against_keras import (
     inputs,
     mixed_model,
     momentum,
-    one_process,
+    plain,
     relative,
     tagging_model,
     vector_model,
     vectors,
 )
+from references import reference
+from results import Apart, far
 from small import RANK, SIZE, crossentropy, difference, layers, optimizers, weights
 
 import hvdtrain
@@ -133,18 +135,12 @@ def case_synchronized_normalization() -> dict[str, Any]:
         seed=1,
     )
     history = synced.fit(inputs(), Y, epochs=EPOCHS, shuffle=False, verbose=0).history
-    model, wanted = one_process(
-        lambda: mixed_model(normalization=layers.BatchNormalization),
-        momentum(),
-        (inputs(), Y),
-        {},
-        {},
+    wanted = plain(
+        lambda: mixed_model(normalization=layers.BatchNormalization), momentum(), (inputs(), Y)
     )
     return {
-        "weights": difference(
-            [v.numpy() for v in synced.model.weights], [v.numpy() for v in model.weights]
-        ),
-        "history": relative(history["loss"], wanted["loss"]),
+        "weights": wanted.apart([v.numpy() for v in synced.model.weights], "all"),
+        "history": wanted.apart(history, "history", "relative"),
         "histories": history,
     }
 
@@ -197,19 +193,22 @@ def case_numpy() -> dict[str, float]:
     }
 
 
-def case_shuffled() -> float:
+def case_shuffled() -> Apart:
     """The order of examples is that of seed and epoch, whatever the number of ranks."""
-    make = vector_model
-    trainer = hvdtrain.Trainer(make, momentum(), "mse", global_batch_size=BATCH, seed=1)
-    keras.utils.set_random_seed(1)
-    model = make()
-    model.compile(momentum(), "mse", jit_compile=False)
     x, y = vectors()
+    trainer = hvdtrain.Trainer(vector_model, momentum(), "mse", global_batch_size=BATCH, seed=1)
     trainer.fit(x, y, epochs=3, verbose=0)
-    for epoch in range(3):
-        order = np.random.default_rng([1, epoch]).permutation(EXAMPLES)
-        model.fit(x[order], y[order], batch_size=BATCH, shuffle=False, verbose=0)
-    return difference(weights(trainer.model), weights(model))
+
+    def in_order() -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
+        model = vector_model()
+        model.compile(momentum(), "mse", jit_compile=False)
+        for epoch in range(3):
+            order = np.random.default_rng([1, epoch]).permutation(EXAMPLES)
+            model.fit(x[order], y[order], batch_size=BATCH, shuffle=False, verbose=0)
+        return {"weights": weights(model)}
+
+    return reference(in_order, any_size=True).apart(weights(trainer.model), "weights")
 
 
 class Batches(keras.utils.PyDataset):
@@ -241,24 +240,22 @@ def case_sources() -> dict[str, Any]:
         "endless": (lambda: dataset.repeat(), steps),
         "arrays": (lambda: (x, y), steps),
     }
+    # With steps_per_epoch: five full batches an epoch, read on from pass to pass.
+    rows = np.arange(EPOCHS * 5 * BATCH) % EXAMPLES
+    mse = {"loss": "mse"}
+    whole = plain(vector_model, momentum(), (x, y), {}, mse)
+    once = plain(vector_model, momentum(), (x, y), {"epochs": 1}, mse)
+    read_on = plain(vector_model, momentum(), (x[rows], y[rows]), {"epochs": 1}, mse)
     found = {}
     for name, (source, fit) in sources.items():
-        data = (x, y)
-        if "steps_per_epoch" in fit:
-            # Five full batches an epoch, read on from pass to pass.
-            rows = np.arange(EPOCHS * 5 * BATCH) % EXAMPLES
-            model, wanted = one_process(
-                vector_model, momentum(), (x[rows], y[rows]), {"epochs": 1}, {"loss": "mse"}
-            )
-        else:
-            model, wanted = one_process(vector_model, momentum(), data, fit, {"loss": "mse"})
+        wanted = read_on if fit is steps else once if fit else whole
         trainer = hvdtrain.Trainer(vector_model, momentum(), "mse", global_batch_size=BATCH, seed=1)
         history = trainer.fit(
             source(), **{"epochs": EPOCHS, "shuffle": False, "verbose": 0} | fit
         ).history
         found[name] = {
-            "weights": difference(weights(trainer.model), weights(model)),
-            "history": relative(np.mean(history["loss"]), np.mean(wanted["loss"])),
+            "weights": wanted.apart(weights(trainer.model), "weights"),
+            "history": wanted.apart(np.mean(history["loss"]), "mean loss", "relative"),
         }
     evaluated = [
         trainer.evaluate(given, steps=3, verbose=0)
@@ -273,14 +270,12 @@ def case_sources() -> dict[str, Any]:
 
 
 def case_validation_split() -> dict[str, Any]:
-    _, wanted = one_process(
-        vector_model, momentum(), vectors(), {"validation_split": 0.25}, {"loss": "mse"}
-    )
+    wanted = plain(vector_model, momentum(), vectors(), {"validation_split": 0.25}, {"loss": "mse"})
     trainer = hvdtrain.Trainer(vector_model, momentum(), "mse", global_batch_size=BATCH, seed=1)
     history = trainer.fit(
         *vectors(), validation_split=0.25, epochs=EPOCHS, shuffle=False, verbose=0
     ).history
-    return {name: relative(history[name], wanted[name]) for name in wanted}
+    return {"history": wanted.apart(history, "history", "relative")}
 
 
 def case_ways_of_running() -> dict[str, Any]:
@@ -332,8 +327,8 @@ def case_ways_of_running() -> dict[str, Any]:
     compiled.compile(momentum(), "mse", metrics=["mae"], jit_compile=False)
     trainer = hvdtrain.Trainer(compiled, global_batch_size=BATCH)
     history = trainer.fit(*vectors(), epochs=EPOCHS, shuffle=False, verbose=0).history
-    plain = found["run_eagerly"]["histories"]
-    found["compiled model"] = {"history": max(relative(history[n], plain[n]) for n in plain)}
+    eager = found["run_eagerly"]["histories"]
+    found["compiled model"] = {"history": far(history, eager, "relative")}
     return found
 
 
@@ -392,13 +387,11 @@ def case_precision() -> dict[str, Any]:
             assert trainer.model.layers[0].compute_dtype == precision.removeprefix("mixed_")
             trainer.fit(*vectors(), epochs=2, shuffle=False, verbose=0)
             predicted = trainer.predict(vectors()[0])
-            model, _ = one_process(
-                vector_model, SGD(0.05), vectors(), {"epochs": 2}, {"loss": "mse"}
-            )
+            wanted = plain(vector_model, SGD(0.05), vectors(), {"epochs": 2}, {"loss": "mse"})
         finally:
             keras.config.set_dtype_policy("float32")
         found[precision] = {
-            "weights": difference(weights(trainer.model), weights(model)),
+            "weights": wanted.apart(weights(trainer.model), "weights"),
             "predictions": len(predicted),
         }
     return found
@@ -446,8 +439,8 @@ def case_fit_again_while_gradients_wait() -> dict[str, Any]:
     twice.fit(x, y, shuffle=False, verbose=0)
     twice.fit(x, y, epochs=4, initial_epoch=1, shuffle=False, verbose=0)
     fit = {"epochs": 4}
-    model, _ = one_process(vector_model, accumulating(), (x, y), fit, {"loss": "mse"})
-    return {"weights": difference(weights(twice.model), weights(model))}
+    wanted = plain(vector_model, accumulating(), (x, y), fit, {"loss": "mse"})
+    return {"weights": wanted.apart(weights(twice.model), "weights")}
 
 
 def case_metric_of_each_class() -> dict[str, Any]:

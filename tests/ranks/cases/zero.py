@@ -1,4 +1,4 @@
-"""ShardedOptimizer against the plain optimizer in one process, which rank 0 runs as well."""
+"""ShardedOptimizer against the plain optimizer in one process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import horovod.tensorflow as engine
 import keras
 import numpy as np
 import tensorflow as tf
-from against_keras import BATCH, WEIGHT, Y, inputs, mixed_model, one_process, relative
+from against_keras import BATCH, WEIGHT, Y, inputs, mixed_model, plain
+from references import reference
+from results import Apart
 from small import RANK, SIZE, crossentropy, difference, optimizers, weights
 
 import hvdtrain
@@ -22,7 +25,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer, gathered_state, scatter_sta
 from hvdtrain.parallel.zero import optimizer as sharding
 
 # The weights of these small models, too, arrive in several groups.
-sharding.GATHERED_BYTES = 90
+mock.patch.object(sharding, "GATHERED_BYTES", 90).start()
 STEPS = 30
 SHORT = range(8)
 """Steps in which every third (accumulation) and fourth (averages) came twice, and the 5th (schedule) is past."""
@@ -94,13 +97,12 @@ def far(
     wrap: Callable[..., Any] = ShardedOptimizer,
     steps: range = range(STEPS),
     eager: bool = False,
-) -> float:
+) -> Apart:
     found = play(wrap(make()), True, steps=steps, eager=eager)
     require_same(found)
-    if RANK != 0:
-        return 0.0
     # Eagerly: that is faster than to trace 30 steps' worth of small operations.
-    return difference(found, play(make(), False, steps=steps, eager=True))
+    wanted = reference(lambda: {"weights": play(make(), False, steps=steps, eager=True)})
+    return wanted.apart(found, "weights")
 
 
 def require_same(found: list[np.ndarray]) -> None:
@@ -115,7 +117,7 @@ def without_bias() -> Any:
     return optimizer
 
 
-def case_optimizers() -> dict[str, float]:
+def case_optimizers() -> dict[str, Apart]:
     decay = optimizers.schedules.ExponentialDecay
     made = {
         "momentum": momentum,
@@ -150,14 +152,14 @@ def case_optimizers() -> dict[str, float]:
     return found | {name: far(make, steps=range(3), eager=True) for name, make in others.items()}
 
 
-def case_few() -> dict[str, float]:
+def case_few() -> dict[str, Apart]:
     return {
         "AdamW, exclusions": far(without_bias, eager=True),
         "EMA, clipnorm": far(lambda: momentum(use_ema=True, clipnorm=0.5), steps=SHORT),
     }
 
 
-def case_ways() -> dict[str, float]:
+def case_ways() -> dict[str, Apart]:
     def inside(optimizer: Any) -> Any:
         return optimizers.LossScaleOptimizer(ShardedOptimizer(optimizer), initial_scale=8.0)
 
@@ -169,13 +171,14 @@ def case_ways() -> dict[str, float]:
     }
 
 
-def case_dtypes() -> dict[str, float]:
+def case_dtypes() -> dict[str, Apart]:
     """Other types: as far from float32 as the plain optimizer of that type, and equal on all ranks."""
     found = {}
+    wanted = reference(lambda: {"weights": play(momentum(), False, steps=SHORT, eager=True)})
     for dtype in ("float16", "bfloat16", "float64"):
         eager = dtype != "bfloat16"
         sharded = play(ShardedOptimizer(momentum()), True, variables(dtype), SHORT, eager)
-        found[dtype] = difference(sharded, play(momentum(), False, steps=SHORT, eager=True))
+        found[dtype] = wanted.apart(sharded, "weights")
     return found
 
 
@@ -301,7 +304,7 @@ def regularized() -> keras.Model:
     return mixed_model(penalties=True)
 
 
-def case_trainer() -> dict[str, dict[str, float]]:
+def case_trainer() -> dict[str, dict[str, Apart]]:
     """Trainer on uneven batches: the last of 6 has one example, and all ranks but one are idle."""
     adam = {"global_clipnorm": 0.5, "use_ema": True, "ema_momentum": 0.9}
     return {
@@ -312,8 +315,8 @@ def case_trainer() -> dict[str, dict[str, float]]:
     }
 
 
-def trained(make: Callable[[], Any], epochs: int, **arguments: Any) -> dict[str, float]:
-    """How far a Trainer is from plain Keras, which rank 0 runs as well."""
+def trained(make: Callable[[], Any], epochs: int, **arguments: Any) -> dict[str, Apart]:
+    """How far a Trainer is from plain Keras."""
     trainer = hvdtrain.Trainer(
         regularized,
         make(),
@@ -327,12 +330,10 @@ def trained(make: Callable[[], Any], epochs: int, **arguments: Any) -> dict[str,
     history = trainer.fit(inputs(), Y, WEIGHT, **fit).history
     found = weights(trainer.model)
     require_same(found)
-    if RANK != 0:
-        return {}
-    model, wanted = one_process(regularized, make(), (inputs(), Y, WEIGHT), fit, {})
+    wanted = plain(regularized, make(), (inputs(), Y, WEIGHT), fit)
     return {
-        "weights": difference(found, weights(model)),
-        "history": relative(history["loss"], wanted["loss"]),
+        "weights": wanted.apart(found, "weights"),
+        "history": wanted.apart(history, "history", "relative"),
     }
 
 
