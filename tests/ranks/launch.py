@@ -10,11 +10,13 @@ and arrays) is what a test looks at:
     def test_broadcast(results):
         root, other = results.of("case_broadcast")
 
-`launch` alone runs any command on all ranks, for scripts and for jobs that must fail.
+`launch` alone runs any command on all ranks, for scripts and for jobs that must fail. As a program this file runs
+cases and prints what they return: `launch.py [-np N] [--controller C] NAME [CASE]...`.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import os
@@ -226,3 +228,25 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     python_path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     path = f"{here}{os.pathsep}{os.environ.get('PATH', '')}"
     return found | ENVIRONMENT | {"PYTHONPATH": python_path, "PATH": path} | dict(extra)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run cases on ranks and print what they return.")
+    parser.add_argument("-np", type=int, default=2)
+    parser.add_argument("--controller", choices=CONTROLLERS, default="mpi")
+    parser.add_argument("name", help="of the file in cases/, without .py")
+    parser.add_argument("case", nargs="*", help="default: all of the file")
+    given = parser.parse_args()
+    try:
+        found = run_cases(given.name, given.np, given.controller, only=given.case)
+    finally:
+        pools().close()
+    print(found.launched.output, end="")
+    for rank, cases in enumerate(found.ranks):
+        for case, result in cases.items():
+            print(f"rank {rank} {case}: {result.get('value', result.get('error'))}")
+    sys.exit(found.launched.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -139,6 +139,7 @@ def test_what_workers_cannot_do_is_refused(equal: Any) -> None:
         assert name in message
 
 
+@pytest.mark.slow
 def test_digits_and_a_table_are_learnt_asynchronously(tmp_path: Path) -> None:
     """To the same quality as under Horovod, by scripts that know nothing of it."""
     command = ["run", "--strategy", "parameter-server", "--workers", "2", "--ps", "2"]

@@ -73,15 +73,28 @@ def history(run_dir: Path) -> dict[str, list[float]]:
     return {name: [float(row[name]) for row in rows] for name in rows[0]}
 
 
-def test_digits_to_97_percent_and_two_workers_are_one(tmp_path: Path) -> None:
-    two = hvdtrain_run(tmp_path, "train_mnist.py", "--run-dir", tmp_path / "two")
-    assert accuracy(two) >= 0.97
-    one = alone("train_mnist.py", "--epochs", "3", "--run-dir", tmp_path / "one")
+def test_digits_and_two_workers_are_one(tmp_path: Path) -> None:
+    epochs = ("--epochs", "2")
+    hvdtrain_run(tmp_path, "train_mnist.py", *epochs, "--run-dir", tmp_path / "two")
+    one = alone("train_mnist.py", *epochs, "--run-dir", tmp_path / "one")
     ones, twos = history(tmp_path / "one"), history(tmp_path / "two")
     assert accuracy(one) == pytest.approx(ones["val_accuracy"][-1], abs=5e-4)
     for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
-        assert twos[name][:3] == pytest.approx(ones[name], rel=1e-3), name
+        assert twos[name] == pytest.approx(ones[name], rel=1e-3), name
     assert keras.saving.load_model(tmp_path / "two" / "model.keras").count_params() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "least"), [("train_mnist.py", 0.97), ("train_custom_loop.py", 0.97)]
+)
+def test_full_length(tmp_path: Path, script: str, least: float) -> None:
+    assert accuracy(hvdtrain_run(tmp_path, script)) >= least
+
+
+@pytest.mark.slow
+def test_horovod_style_at_full_length() -> None:
+    assert accuracy(horovodrun("horovod_style.py")) >= 0.96
 
 
 def test_mnist_file_under_horovodrun_over_gloo(tmp_path: Path) -> None:
@@ -109,24 +122,27 @@ def test_table_and_two_workers_are_one(tmp_path: Path) -> None:
 
 
 def test_own_loop_and_two_workers_are_one(tmp_path: Path) -> None:
-    one = alone("train_custom_loop.py", "--epochs", "3")
-    two = hvdtrain_run(tmp_path, "train_custom_loop.py", controller="gloo")
-    assert accuracy(two) >= 0.97
+    one = alone("train_custom_loop.py", "--epochs", "2")
+    two = hvdtrain_run(tmp_path, "train_custom_loop.py", "--epochs", "2", controller="gloo")
     losses = values(one, "validation loss")
-    assert len(losses) == 3
-    assert values(two, "validation loss")[:3] == pytest.approx(losses, rel=1e-3)
+    assert len(losses) == 2
+    assert values(two, "validation loss") == pytest.approx(losses, rel=1e-3)
 
 
 def test_horovod_style_under_horovodrun(tmp_path: Path) -> None:
     file = tmp_path / "model.keras"
-    assert accuracy(horovodrun("horovod_style.py", "--checkpoint", file)) >= 0.96
+    # Chance is 0.1.
+    short = ("--epochs", "2", "--checkpoint", file)
+    assert accuracy(horovodrun("horovod_style.py", *short)) >= 0.5
     assert keras.saving.load_model(file).count_params() > 0
 
 
+@pytest.mark.slow
 def test_horovod_style_alone() -> None:
     assert accuracy(alone("horovod_style.py", "--epochs", "6")) >= 0.9
 
 
+@pytest.mark.slow
 def test_model_parallel_in_any_layout_is_one(tmp_path: Path) -> None:
     """Four workers hold a quarter of the model each; two others go on from their file with sharded state."""
     script, one_epoch = "train_model_parallel.py", ("--epochs", "1")

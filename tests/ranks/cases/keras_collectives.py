@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from references import reference
+from results import Apart
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.replicas import fingerprints
@@ -96,24 +98,33 @@ def largest_gap(one: keras.Model, other: keras.Model) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
 
 
-def case_sync_batch_norm_equals_one_process() -> dict[str, float]:
-    found: dict[str, float] = {}
+def values_of(model: keras.Model) -> list[np.ndarray]:
+    return [v.numpy() for v in model.weights]
+
+
+def case_sync_batch_norm_equals_one_process() -> dict[str, Apart]:
+    found: dict[str, Apart] = {}
     if hvd.rank() == 1:
         # An extra layer on one rank must not change anybody's names.
         hvd.SyncBatchNormalization()(keras.Input((3,)))
     x, y = X[hvd.rank() :: hvd.size()], Y[hvd.rank() :: hvd.size()]
     options: dict[str, Any] = {"shuffle": False, "verbose": 0, "epochs": 2}
     for eager in (False, True):
-        whole = layer_model(keras.layers.BatchNormalization(momentum=0.8))
-        sgd = keras.optimizers.SGD(0.05, momentum=0.9)
-        whole.compile(sgd, "mse", jit_compile=False, run_eagerly=eager)
-        whole.fit(X, Y, batch_size=8, **options)
+
+        def one_process(eager: bool = eager) -> dict[str, Any]:
+            whole = layer_model(keras.layers.BatchNormalization(momentum=0.8))
+            sgd = keras.optimizers.SGD(0.05, momentum=0.9)
+            whole.compile(sgd, "mse", jit_compile=False, run_eagerly=eager)
+            whole.fit(X, Y, batch_size=8, **options)
+            return {"weights": values_of(whole)}
+
+        wanted = reference(one_process, any_size=True)
         for kind in (hvd.SyncBatchNormalization, keras.layers.BatchNormalization):
             mine = layer_model(kind(momentum=0.8))
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9))
             mine.compile(optimizer, "mse", jit_compile=False, run_eagerly=eager)
             mine.fit(x, y, batch_size=8 // hvd.size(), **options)
-            found[f"{kind.__name__} {eager=}"] = largest_gap(mine, whole)
+            found[f"{kind.__name__} {eager=}"] = wanted.apart(values_of(mine), "weights")
     return found
 
 

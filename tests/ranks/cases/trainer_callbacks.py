@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from references import Reference, reference
 from small import RANK, SIZE, difference, layers, optimizers, weights
 
 import hvdtrain
@@ -42,13 +43,23 @@ def fit(trained: hvdtrain.Trainer, callbacks: Any = (), **kwargs: Any) -> dict[s
     return trained.fit(X, Y, callbacks=callbacks, **arguments).history
 
 
-def plain(callbacks: Any = (), epochs: int = 8, x: np.ndarray = X) -> keras.Model:
-    keras.utils.set_random_seed(1)
-    built = model()
-    built.compile(optimizers.SGD(0.05), "mse", jit_compile=False)
-    arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": VALID}
-    built.fit(x, Y, epochs=epochs, callbacks=callbacks, **arguments)
-    return built
+def plain(callback: Any, epochs: int = 8) -> Reference:
+    """Plain Keras's training with a callback: weights, epochs, rates, and what a Record noted."""
+
+    def compute() -> dict[str, Any]:
+        keras.utils.set_random_seed(1)
+        built = model()
+        built.compile(optimizers.SGD(0.05), "mse", jit_compile=False)
+        arguments = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "validation_data": VALID}
+        history = built.fit(X, Y, epochs=epochs, callbacks=[callback], **arguments).history
+        return {
+            "weights": weights(built),
+            "epochs": len(history["loss"]),
+            "rates": history.get("learning_rate", []),
+            "losses": getattr(callback, "losses", []),
+        }
+
+    return reference(compute)
 
 
 def case_early_stopping() -> dict[str, Any]:
@@ -57,10 +68,11 @@ def case_early_stopping() -> dict[str, Any]:
 
     trained = trainer()
     history = fit(trained, [stopping()])
-    reference = plain([stopping()])
+    wanted, epochs = plain(stopping()), len(history["loss"])
     return {
-        "epochs": [len(history["loss"]), len(reference.history.history["loss"])],
-        "weights": difference(weights(trained.model), weights(reference)),
+        "epochs": epochs,
+        "epochs apart": wanted.apart(epochs, "epochs"),
+        "weights": wanted.apart(weights(trained.model), "weights"),
     }
 
 
@@ -70,10 +82,11 @@ def case_reduce_on_plateau() -> dict[str, Any]:
 
     trained = trainer()
     history = fit(trained, [plateau()])
-    reference = plain([plateau()])
+    wanted = plain(plateau())
     return {
-        "rates": [history["learning_rate"], reference.history.history["learning_rate"]],
-        "weights": difference(weights(trained.model), weights(reference)),
+        "rates": history["learning_rate"],
+        "rates apart": wanted.apart(history["learning_rate"], "rates", "ratio"),
+        "weights": wanted.apart(weights(trained.model), "weights"),
     }
 
 
@@ -144,12 +157,12 @@ class Record(keras.callbacks.Callback):
         self.rates.append(float(self.model.optimizer.learning_rate))
 
 
-def case_batch_logs() -> list[list[float]]:
+def case_batch_logs() -> dict[str, Any]:
     """What a callback sees after every step, and what it sees in plain Keras."""
-    ours, keras_own = Record(), Record()
+    ours = Record()
     fit(trainer(), [ours], epochs=2)
-    plain([keras_own], epochs=2)
-    return [ours.losses, keras_own.losses]
+    wanted = plain(Record(), epochs=2)
+    return {"losses": ours.losses, "apart": wanted.apart(ours.losses, "losses", "ratio")}
 
 
 def case_backup_and_restore() -> dict[str, Any]:
