@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import Pools, end_family
+from pool import Kind, Pool, Pools, end_family
 
 CONTROLLERS = ("mpi", "gloo")
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,18 +110,17 @@ def run_cases(
         timeout: seconds until a case is broken off and fails.
     """
     extra = dict(env or {})
-    at_start = {k: v for k, v in extra.items() if k.startswith(READ_AT_START)}
-    environment = _environment(POOLED | at_start)
+    at_start = tuple((k, v) for k, v in sorted(extra.items()) if k.startswith(READ_AT_START))
     ranks: list[dict[str, dict[str, Any]]] = [{} for _ in range(np)]
-    output, start, broken = [], time.monotonic(), None
+    output, start, broken = [], time.monotonic(), ""
     for case in only or case_names(name):
         job = {"module": name, "case": case, "env": extra}
-        found, printed, why = pools().run(launcher(np, controller), np, environment, job, timeout)
-        for rank, result in enumerate(found):
-            ranks[rank][case] = result or {"error": f"did not end: {why}"}
-        output += [line for line in printed.splitlines(True) if not is_noise(line)]
-        broken = broken or why
-    launched = Launched(int(broken is not None), "".join(output), time.monotonic() - start)
+        ran = pools().run(Kind(np, controller, at_start), job, timeout)
+        for rank, result in enumerate(ran.found):
+            ranks[rank][case] = result or {"error": f"did not end: {ran.broken}"}
+        output += [line for line in ran.printed.splitlines(True) if not is_noise(line)]
+        broken = broken or ran.broken
+    launched = Launched(int(bool(broken)), "".join(output), time.monotonic() - start)
     return Results(ranks, launched)
 
 
@@ -140,7 +139,12 @@ def case_names(name: str) -> list[str]:
 @functools.cache
 def pools() -> Pools:
     """The session's; conftest.py closes them."""
-    return Pools()
+    return Pools(_start)
+
+
+def _start(kind: Kind, references: Path) -> Pool:
+    environment = _environment(POOLED | dict(kind.variables))
+    return Pool(launcher(kind.np, kind.controller), kind.np, environment, references)
 
 
 def is_noise(line: str) -> bool:

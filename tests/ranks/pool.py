@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,21 @@ RUNNER = Path(__file__).with_name("run_cases.py")
 START_SECONDS = 180
 """Until all ranks have imported TensorFlow, on a busy machine."""
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a case.
+
+    Args:
+        found: what each rank returned; {} for one that did not get there.
+        printed: by all ranks meanwhile.
+        broken: why these ranks take no other case; else empty.
+    """
+
+    found: list[dict[str, Any]]
+    printed: str
+    broken: str
 
 
 class Pool:
@@ -46,33 +62,27 @@ class Pool:
             references: the folder of the session's references.
         """
         self._folder = Path(tempfile.mkdtemp(prefix="hvdtrain-pool-"))
+        self._output = self._folder / "output"
         self._references = references
-        self.np, self._jobs = np, 0
-        self._output = (self._folder / "output").open("w+", errors="replace")
+        self._np, self._jobs = np, 0
         prctl = ctypes.CDLL(None).prctl
-        self._launcher = subprocess.Popen(
-            [*command, sys.executable, str(RUNNER), str(self._folder), str(references)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A launcher that is told to end ends its ranks, stopped ones as well.
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+        with self._output.open("w") as output:
+            self._launcher = subprocess.Popen(
+                [*command, sys.executable, str(RUNNER), str(self._folder), str(references)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                # A launcher that is told to end ends its ranks, stopped ones as well.
+                preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),
+            )
 
-    def run(
-        self, job: dict[str, Any], timeout: float
-    ) -> tuple[list[dict[str, Any]], str, str | None]:
-        """Run one case on all ranks.
-
-        Returns:
-            What each rank returned ({} if it did not get there), what the ranks printed meanwhile, and if the pool
-            can take no other case why not.
-        """
-        begin = self._output.seek(0, os.SEEK_END)
+    def run(self, job: dict[str, Any], timeout: float) -> Ran:
+        """Run one case on all ranks; end them if it raises on one, or takes longer than `timeout` seconds."""
+        printed_before = self._output.stat().st_size
         number, self._jobs = self._jobs, self._jobs + 1
-        paths = [self._folder / f"job{number}.rank{rank}.json" for rank in range(self.np)]
+        paths = [self._folder / f"job{number}.rank{rank}.json" for rank in range(self._np)]
         self._signal(signal.SIGCONT)
         results.write(self._folder / f"job{number}.json", job)
         end = time.monotonic() + timeout + (0 if number else START_SECONDS)
@@ -82,7 +92,7 @@ class Pool:
             time.sleep(0.01)
         ended = self._launcher.poll()
         found = [self._read(path) for path in paths]
-        broken = None
+        broken = ""
         if ended is not None:
             broken = f"the ranks ended with exit code {ended}"
         elif not all(found):
@@ -90,28 +100,25 @@ class Pool:
         elif any("error" in one for one in found):
             broken = "an error"
         if broken:
-            # What is printed last is the reason.
-            self.close(keep=True)
+            self._end()
         else:
             self._signal(signal.SIGSTOP)
-        self._output.seek(begin)
-        printed = self._output.read()
+        # What is printed last may be the reason.
+        printed = self._output.read_bytes()[printed_before:].decode(errors="replace")
         if broken:
-            self._discard()
-        return found, printed, broken
+            self.close()
+        return Ran(found, printed, broken)
 
-    def close(self, keep: bool = False) -> None:
-        """End the ranks; `keep` their output."""
+    def close(self) -> None:
+        """End the ranks."""
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _end(self) -> None:
         self._signal(signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(2)
         end_family(self._launcher)
-        if not keep:
-            self._discard()
-
-    def _discard(self) -> None:
-        self._output.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read(self, path: Path) -> dict[str, Any]:
         return results.read(path, self._references) if path.exists() else {}
@@ -139,38 +146,39 @@ def end_family(job: subprocess.Popen[Any]) -> None:
     job.wait()
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What makes one pool differ from another: number, controller, and variables that a rank reads when it starts."""
+
+    np: int
+    controller: str
+    variables: tuple[tuple[str, str], ...] = ()
+
+
 class Pools:
     """The pools of a session, and its references."""
 
-    def __init__(self) -> None:
-        self.references = Path(tempfile.mkdtemp(prefix="hvdtrain-references-"))
+    def __init__(self, start: Callable[[Kind, Path], Pool]) -> None:
+        self._start = start
+        self._references = Path(tempfile.mkdtemp(prefix="hvdtrain-references-"))
         # The last one used is the last.
-        self._pools: dict[tuple[str, ...], Pool] = {}
+        self._pools: dict[Kind, Pool] = {}
 
-    def run(
-        self,
-        command: list[str],
-        np: int,
-        environment: Mapping[str, str],
-        job: dict[str, Any],
-        timeout: float,
-    ) -> tuple[list[dict[str, Any]], str, str | None]:
-        """Run a case in the pool of this command and environment, which starts if there is none; see Pool.run."""
-        key = (*command, *(f"{name}={value}" for name, value in sorted(environment.items())))
-        pool = self._pools.pop(key, None)
+    def run(self, kind: Kind, job: dict[str, Any], timeout: float) -> Ran:
+        """Run a case in the pool of this kind, which starts if there is none; see Pool.run."""
+        pool = self._pools.pop(kind, None)
         if pool is None:
-            while self._pools and np + sum(p.np for p in self._pools.values()) > MOST_RANKS:
+            while self._pools and kind.np + sum(k.np for k in self._pools) > MOST_RANKS:
                 self._pools.pop(next(iter(self._pools))).close()
-            pool = Pool(command, np, environment, self.references)
-        self._pools[key] = pool
-        done = pool.run(job, timeout)
-        if done[-1]:
-            del self._pools[key]
-        return done
+            pool = self._start(kind, self._references)
+        ran = pool.run(job, timeout)
+        if not ran.broken:
+            self._pools[kind] = pool
+        return ran
 
     def close(self) -> None:
         """End all ranks, and forget the references."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-        shutil.rmtree(self.references, ignore_errors=True)
+        shutil.rmtree(self._references, ignore_errors=True)

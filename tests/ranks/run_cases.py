@@ -32,10 +32,9 @@ def main() -> None:
     launched_by = psutil.Process().parent()
     sys.path[:0] = [str(CASES), str(CASES.parents[1])]
     before = dict(os.environ)
+    (folder / f"rank{rank}.part").write_text(str(os.getpid()))
+    (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pid")
     for number in itertools.count():
-        if number == 0:
-            (folder / f"rank{rank}.part").write_text(str(os.getpid()))
-            (folder / f"rank{rank}.part").rename(folder / f"rank{rank}.pid")
         job = _wait_for(folder / f"job{number}.json", launched_by)
         os.environ.update(job["env"] | {"TEST_CASE": f"{job['module']}.{job['case']}"})
         try:
