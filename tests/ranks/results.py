@@ -46,7 +46,12 @@ MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], Any]] = {
 
 
 def far(found: Any, wanted: Any, measure: str = "difference") -> float:
-    """Return the largest distance between two values of the same structure; nan if there is one."""
+    """Return the largest distance between two values of the same structure; nan if there is one.
+
+    Raises:
+        AssertionError: their structure differs.
+        ValueError: there is nothing in them.
+    """
     if isinstance(wanted, dict):
         assert set(found) == set(wanted), (sorted(found), sorted(wanted))
         pairs = [(found[name], wanted[name]) for name in wanted]
@@ -56,8 +61,8 @@ def far(found: Any, wanted: Any, measure: str = "difference") -> float:
     else:
         a, b = np.asarray(found, "float64"), np.asarray(wanted, "float64")
         assert a.shape == b.shape, (a.shape, b.shape)
-        return float(np.max(MEASURES[measure](a, b), initial=0.0))
-    return float(np.max([far(a, b, measure) for a, b in pairs], initial=0.0))
+        return float(np.max(MEASURES[measure](a, b)))
+    return float(np.max([far(a, b, measure) for a, b in pairs]))
 
 
 def write(path: Path, value: Any) -> None:
