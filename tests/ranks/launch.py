@@ -55,6 +55,8 @@ POOLED = {
     # Ranks may compute for a while what others do not.
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "30",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "60",
+    # Gloo counts the time in which they are stopped.
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400",
 }
 """More environment, of the ranks of a pool."""
 READ_AT_START = ("HOROVOD_", "HVDTRAIN_", "OMPI_", "OMP_", "TF_", "CUDA_")
