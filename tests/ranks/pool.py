@@ -83,13 +83,10 @@ class Pool:
         printed_before = self._output.stat().st_size
         number, self._jobs = self._jobs, self._jobs + 1
         paths = [self._folder / f"job{number}.rank{rank}.json" for rank in range(self._np)]
+        self._wait_for([self._folder / f"rank{r}.pid" for r in range(self._np)], START_SECONDS)
         self._signal(signal.SIGCONT)
         results.write(self._folder / f"job{number}.json", job)
-        end = time.monotonic() + timeout + (0 if number else START_SECONDS)
-        while not all(path.exists() for path in paths) and self._launcher.poll() is None:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.01)
+        self._wait_for(paths, timeout)
         ended = self._launcher.poll()
         found = [self._read(path) for path in paths]
         broken = ""
@@ -119,6 +116,14 @@ class Pool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._launcher.wait(2)
         end_family(self._launcher)
+
+    def _wait_for(self, paths: list[Path], seconds: float) -> None:
+        """Wait until all are there, or the ranks have ended, or the time is over."""
+        end = time.monotonic() + seconds
+        while not all(path.exists() for path in paths) and self._launcher.poll() is None:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.01)
 
     def _read(self, path: Path) -> dict[str, Any]:
         return results.read(path, self._references) if path.exists() else {}

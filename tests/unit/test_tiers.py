@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+import tiers
 
-SOURCE = Path(__file__).parents[1] / "tiers.py"
 TESTS = """
 import pytest
 
@@ -25,17 +23,8 @@ def test_skipped(): pytest.skip("not here")
 """
 
 
-@pytest.fixture
-def tiers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tiers", SOURCE)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_test_counts_once(
-    tiers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_none.py").write_text("")
@@ -51,9 +40,7 @@ def test_every_test_counts_once(
     assert last.startswith("4 failed, 1 passed, 1 skipped in ")
 
 
-def test_nothing_but_good_tests_is_success(
-    tiers: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_but_good_tests_is_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_some.py").write_text("def test_good(): pass\n")
     monkeypatch.setattr(tiers, "ROOT", tmp_path)
     monkeypatch.setattr(tiers, "TIERS", [["test_some.py"]])
