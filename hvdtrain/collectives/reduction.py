@@ -37,6 +37,7 @@ from hvdtrain.collectives.compression import (
 )
 from hvdtrain.collectives.divided import Divided
 from hvdtrain.collectives.names import InstanceName
+from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -272,14 +273,12 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
 
 
 def reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
-    """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
+    """Return the slices of all ranks, combined as one process would have them: see sparse.py."""
     ranks = reduction.process_set
     factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
     with tf.device(reduction.device_sparse):
-        values = ranks.allgather(slices.values, f"{name}_values")
-        indices = ranks.allgather(slices.indices, f"{name}_indices")
-    gathered = tf.IndexedSlices(values, indices, slices.dense_shape)
-    return gathered if factor == 1.0 else scaled(gathered, factor)
+        total = sum_slices(slices, ranks, name)
+    return total if factor == 1.0 else scaled(total, factor)
 
 
 def scaled(gradient: Gradient, factor: Any, no_nan: bool = False) -> Gradient:

@@ -30,11 +30,17 @@ class Step:
         total: of what a loss is divided by, where that is not the number of examples.
         share_in_loss: the step passes its loss through `optimizer.scale_loss`, where the share costs nothing and,
             with loss scaling, comes before anything can overflow; otherwise the gradients are multiplied by it.
+        loss_is_sum: what the model's compute_loss returns is a sum over examples, not a mean.
+        checked: the probe has found that the step of a batch is what those of its parts add up to.
+        half: id() of the tf.Variables whose gradients are computed in float16.
     """
 
     share: Any
     total: Total
     share_in_loss: bool
+    loss_is_sum: bool = False
+    checked: bool = False
+    half: frozenset[int] = frozenset()
 
     def weigh_loss(self, loss: Any) -> Any:
         """Return `loss`, on its way through `optimizer.scale_loss`, times the share if it belongs there."""

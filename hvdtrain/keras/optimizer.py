@@ -15,8 +15,9 @@ nested, and the ranks agree on whether the gradients are finite before any of th
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -28,6 +29,7 @@ from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
 from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.optimizers import (
     AppliesByKeras,
@@ -45,12 +47,13 @@ class OptimizerReducer(GradientReducer):
     Attributes:
         pending: the variables of the update that is being made: Keras calls the hooks below without them.
         reduced: whether their gradients have been reduced.
+        early: they were, before the update: see `reduce_before`.
     """
 
     def __init__(self, reduction: Reduction) -> None:
         super().__init__(reduction)
         self.pending: list[Any] = []
-        self.reduced = False
+        self.reduced = self.early = False
 
     def reduce(self, gradients: list[Any], optimizer: Any) -> list[Any]:
         """Return the gradients of the variables in `pending`, combined over the ranks."""
@@ -108,9 +111,9 @@ class _Distributed(AppliesByKeras):
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         reducer = self.hvdtrain_reducer
-        reducer.pending, reducer.reduced = list(trainable_variables), False
+        reducer.pending, reducer.reduced = list(trainable_variables), reducer.early
         # Before they are accumulated: the steps between two updates may have other shares.
-        grads = _weighed(list(grads))
+        grads = list(grads) if reducer.early else _weighed(list(grads))
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
         if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -121,11 +124,28 @@ class _Distributed(AppliesByKeras):
 
     def _clip_gradients(self, grads: Any) -> Any:
         reducer = self.hvdtrain_reducer
-        reduced = reducer.reduce(list(grads), self)
+        reduced = list(grads) if reducer.early else reducer.reduce(list(grads), self)
         limit = self.clipnorm or self.global_clipnorm  # type: ignore[attr-defined]
         if reducer.holds_parts and limit:
             return reducer.clip(reduced, limit, together=not self.clipnorm)  # type: ignore[attr-defined]
         return super()._clip_gradients(reduced)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def reduce_before(self, grads: Any, variables: Any) -> Iterator[list[Any]]:
+        """Reduce the gradients of an update before it begins; in this block the update takes them as they are.
+
+        For loss scaling in a step: what overflows is then what overflows in one process with the whole batch.
+        """
+        reducer = self.hvdtrain_reducer
+        reducer.pending = list(variables)
+        own = [getattr(v, "overwrite_with_gradient", False) for v in variables]
+        mine = [None if kept else g for g, kept in zip(grads, own, strict=True)]
+        reduced = reducer.reduce(_weighed(mine), self)
+        reducer.early = True
+        try:
+            yield [g if kept else r for g, r, kept in zip(grads, reduced, own, strict=True)]
+        finally:
+            reducer.early = False
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
         # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
@@ -170,6 +190,7 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     """Make a plain Keras optimizer, or the one inside its loss scaling, reduce its gradients; return `optimizer`."""
     inner = require_plain(optimizer)
     prepare_keras()
+    correct_loss_scaling()
     overlay(inner, _Distributed, hvdtrain_reduction=reduction)
     # Not through Keras's __setattr__, which would track (and save) what it holds.
     object.__setattr__(inner, "hvdtrain_reducer", OptimizerReducer(reduction))

@@ -1,7 +1,7 @@
 """Corrections of Keras classes for models that communicate; others stay as they are. Tested with Keras 3.15.
 
-LossScaleOptimizer agrees over the ranks whether gradients are finite, and in a model that is to be compiled by XLA
-Horovod's operations, which have no XLA kernel, stand between the compiled parts.
+In a model that is to be compiled by XLA Horovod's operations, which have no XLA kernel, stand between the
+compiled parts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
@@ -20,8 +19,6 @@ from hvdtrain.keras_internals.optimizers import is_distributed
 
 def prepare_keras() -> None:
     """Install the corrections; calling again changes nothing."""
-    correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
-    correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
     correct(keras.Model, "_make_function", _make_function)
 
 
@@ -37,21 +34,6 @@ def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     corrected.hvdtrain_corrected = True  # type: ignore[attr-defined]
     setattr(owner, name, corrected)
-
-
-def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
-    """All ranks skip the step if one has an inf or nan; else the others would wait for it for ever."""
-    finite = original(self, grads)
-    reducer = getattr(self.inner_optimizer, "hvdtrain_reducer", None)
-    if reducer is None:
-        return finite
-    vote = reducer.extreme(tf.cast(finite, tf.int32), hvd.Min, "finite", everyone=True)
-    return tf.cast(vote, tf.bool)
-
-
-def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
-    """Keras's loss scaling does not pass the loss on to the optimizer inside it."""
-    return original(self, self.inner_optimizer.scale_loss(loss))
 
 
 def _make_function(original: Callable[..., Any], self: Any, step: Callable[[Any], Any]) -> Any:

@@ -18,6 +18,17 @@ def own_non_trainable_variables(model: keras.Model) -> list[Any]:
     return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
 
 
+def computed_in_half(model: keras.Model) -> list[Any]:
+    """Return the float32 weights of a built model that its layers read as float16, and so their gradients."""
+    return [
+        v
+        for layer in model._flatten_layers()
+        if layer.compute_dtype == "float16"
+        for v in layer._trainable_variables
+        if v.autocast and v.dtype == "float32"
+    ]
+
+
 def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:
     """Create all variables of a compiled model, its metrics and its optimizer from the shapes of `data`."""
     model._symbolic_build(data_batch=data)

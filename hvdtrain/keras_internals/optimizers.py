@@ -67,6 +67,12 @@ def inner_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Return the optimizer of a compiled model, and those that it holds besides (of a GAN, say), each once."""
+    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
+    return list({id(v): v for v in [model.optimizer, *held] if v is not None}.values())
+
+
 def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
     inner = inner_of(optimizer)
@@ -111,6 +117,11 @@ def velocities(optimizer: Any) -> list[Any] | None:
         return list(inner._momentums)
     known = not getattr(inner, "momentum", 0) or isinstance(inner, keras.optimizers.Muon)
     return [] if known else None
+
+
+def is_scaled(optimizer: Any) -> bool:
+    """Whether `optimizer` scales losses against underflow (mixed_float16)."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
 
 
 def is_distributed(optimizer: Any) -> bool:

@@ -26,6 +26,12 @@ def unique(variables: Iterable[Any]) -> list[Any]:
     return list({id(tf_variable(v)): v for v in variables}.values())
 
 
+def without(variables: Iterable[Any], left_out: Iterable[Any]) -> list[Any]:
+    """Return `variables`, each once, except those in `left_out`."""
+    known = {id(tf_variable(v)) for v in left_out}
+    return [v for v in unique(variables) if id(tf_variable(v)) not in known]
+
+
 def seed_variables(model: keras.Model) -> list[Any]:
     """Return the states of the model's random seed generators (dropout and the like)."""
     return [v for v in model.variables if "seed_generator_state" in variable_name(v)]

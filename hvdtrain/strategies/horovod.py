@@ -94,6 +94,10 @@ class HorovodStrategy(Strategy):
         broadcast_variables(model.variables)
         return RankSteps(model, reducer_of(model.optimizer), self.part.count)
 
+    def probe(self, steps: Steps, share: Share) -> None:
+        if isinstance(steps, RankSteps):
+            steps.probe(share)
+
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         optimizer = model.optimizer
         broadcast_variables(shared_state(model, without))

@@ -16,6 +16,7 @@ original.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,8 @@ class _ExactLoss:
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
         self.hvdtrain_mask = graph_internals.mask_of(values)
-        if getattr(values, "shape", ()) == () and current_step() is not None:
+        step = current_step()
+        if getattr(values, "shape", ()) == () and step is not None and not step.checked:
             self._warn_of_scalar()
         return values
 
@@ -95,3 +97,17 @@ def make_exact(model: keras.Model) -> None:
     """Give the losses of a built, compiled model the factor that they need in a step; elsewhere they are Keras's."""
     for loss in compiled_losses(model):
         overlay(loss, _ExactLoss)
+    object.__setattr__(model, "_compute_loss", functools.partial(_exact_total, model))
+
+
+def _exact_total(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
+    """What compute_loss returns, weighed so that over the ranks its gradient adds up, and its mean is theirs."""
+    loss = type(model)._compute_loss(model, *args, **kwargs)
+    step = current_step()
+    if step is None:
+        return loss
+    if tf.is_tensor(loss) and loss.shape.rank != 0:
+        # A tape takes the gradient of its sum, and the logs show its mean.
+        mean, total = tf.reduce_mean(loss), _over_share(tf.reduce_sum(loss), step.share)
+        return tf.stop_gradient(mean - total) + total
+    return _over_share(loss, step.share) if step.loss_is_sum else loss

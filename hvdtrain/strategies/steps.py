@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Min
+from hvdtrain.collectives.idle import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
-from hvdtrain.collectives.statistics import settle_idle
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
@@ -18,9 +19,11 @@ from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source
-from hvdtrain.keras_internals.models import trains_by_keras
-from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.keras_internals.models import computed_in_half, trains_by_keras
+from hvdtrain.keras_internals.optimizers import is_scaled
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
+from hvdtrain.strategies.probe import EXAMPLES, Verdict, probe
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
 
@@ -66,24 +69,25 @@ class RankSteps:
 
     def __init__(self, model: keras.Model, reducer: OptimizerReducer, workers: int) -> None:
         self._model = model
+        self._ranks = reducer.reduction.process_set
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
+        self._probed = False
         self._step: Step | None = None
-        self._set = reducer.reduction.process_set
         if workers > 1:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
             make_exact(model)
-            total = TotalOfRanks(self._set)
-            self._step = Step(self._share, total, share_in_loss=trains_by_keras(model))
-        self._synchronized = [
-            layer
-            for layer in model._flatten_layers()
-            if getattr(layer, "hvdtrain_synchronized", False)
-        ]
+            self._step = Step(
+                self._share,
+                TotalOfRanks(self._ranks),
+                # With loss scaling every train_step passes its loss through scale_loss.
+                share_in_loss=trains_by_keras(model) or is_scaled(model.optimizer),
+                half=frozenset(id(tf_variable(v)) for v in computed_in_half(model)),
+            )
         train = in_clusters(model.train_step) if model.jit_compile else model.train_step
         test = model.test_step
-        self._metrics = StepMetrics(model, self._share, self._set.rank() == 0)
+        self._metrics = StepMetrics(model, self._share, self._ranks.rank() == 0)
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
@@ -116,11 +120,40 @@ class RankSteps:
         """Train on `shares`, one after the other; return this rank's logs so far, as scalar tensors."""
         if len(shares) == 1:
             logs = self._run(self._train, shares[0])
+            if self._some_are_idle(shares[0]):
+                own = [*state_variables(self._metrics.all), *seed_variables(self._model)]
+                state = without(self._model.non_trainable_variables, own)
+                take_over(state, not shares[0].examples, self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             logs = self._run(self._train_several, replace(shares[0], data=stacked))
         return self._metrics.logs(logs, self._train_sources)
+
+    def probe(self, share: Share) -> None:
+        """Try, before the first step, whether what the ranks compute adds up to the whole batch. A collective.
+
+        Raises:
+            UsageError: on all ranks: it does not.
+        """
+        if self._step is None or self._probed:
+            return
+        self._probed = True
+        rows = min(EXAMPLES, int(self._ranks.allreduce(share.examples, "hvdtrain_probe", Min)))
+        if rows < 2:
+            return
+        data = tf.nest.map_structure(lambda leaf: leaf[:rows], share.data)
+        mine = probe(self._model, data, self._step)
+        found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
+        judged = [each for each in found if each.as_mean is not None]
+        if not judged:
+            return
+        if all(each.as_mean for each in judged):
+            self._step = replace(self._step, checked=True)
+        elif all(each.as_sum for each in judged) and trains_by_keras(self._model):
+            self._step = replace(self._step, checked=True, loss_is_sum=True)
+        else:
+            raise UsageError(_does_not_add_up(self._model, judged))
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
@@ -141,23 +174,32 @@ class RankSteps:
             self._share.assign(value)
             self._share_value = value
         with in_step(self._step):
-            some_idle = share.global_examples < self._set.size()
-            return self._run_tail(step, share) if some_idle else step(share.data)
+            return step(share.data) if share.examples else self._run_idle(step, share)
 
-    def _run_tail(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Run a step in which some ranks are idle: they take part in the collectives, on a filler example.
+    def _some_are_idle(self, share: Share) -> bool:
+        return self._step is not None and share.global_examples < self._ranks.size()
 
-        What it did to an idle rank's own state is forgotten.
-        """
-        metrics = self._metrics.all
-        counted = read_state(metrics)
-        # The statistics of synchronized layers are those of the other ranks' examples: they count.
-        synchronized = [v for layer in self._synchronized for v in layer.non_trainable_variables]
-        others = {id(tf_variable(v)) for v in [*state_variables(metrics), *synchronized]}
-        own = [v for v in self._model.non_trainable_variables if id(tf_variable(v)) not in others]
-        before = [tf_variable(v).read_value() for v in own]
+    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        """Take part in the collectives on a filler example, which no metric counts."""
+        counted = read_state(self._metrics.all)
         logs = step(share.data)
-        if not share.examples:
-            write_state(metrics, counted)
-        settle_idle(own, before, not share.examples, self._set)
+        write_state(self._metrics.all, counted)
         return logs
+
+
+def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
+    worst = max(found, key=lambda each: each.gap)
+    begin = (
+        f"The gradients of a batch are not what those of its parts add up to: that of {worst.worst!r} differs by "
+        f"{worst.gap:.0%}, and each worker has a part of the batch. "
+    )
+    if all(each.as_sum for each in found):
+        return begin + (
+            f"The train_step of {type(model).__name__} adds up over the examples: let it take the mean over them, so "
+            "that it does not depend on how many a worker has"
+        )
+    return begin + (
+        "The loss, or a layer, looks at several examples at once, or divides by something else than their number: "
+        "let the loss be a mean of one value for each example, or train on one worker. With "
+        "Trainer(probe=False) each worker goes by its own part, and the result depends on their number"
+    )

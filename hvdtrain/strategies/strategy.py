@@ -99,6 +99,9 @@ class Strategy:
         """Create the variables of `model` for symbolic `inputs`; return steps that can only predict."""
         raise NotImplementedError
 
+    def probe(self, steps: Steps, share: Share) -> None:
+        """Before the first step: raise UsageError, on all ranks, if the steps of parts do not make that of a batch."""
+
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         """Give all workers the first one's weights, statistics and optimizer state, except `without`."""
 

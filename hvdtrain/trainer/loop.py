@@ -68,6 +68,7 @@ class Loop:
 
     Attributes:
         guard: compare the replicas after the first step and every epoch.
+        probe: before the first step, see whether what the workers compute adds up to what one would.
         steps_per_execution: how many steps run between two calls of callbacks.
         run_dir: where the run's files go; None: nowhere.
         config: what config.json says of the Trainer.
@@ -78,6 +79,7 @@ class Loop:
     steps: Steps
     rank: Rank
     guard: bool
+    probe: bool
     steps_per_execution: int
     run_dir: RunDir | None
     config: dict[str, Any]
@@ -150,6 +152,8 @@ class Loop:
         done = 0
         shares = epoch_shares(plan.train, epoch, self.strategy.part)
         for group in grouped(shares, self.steps_per_execution):
+            if self.probe and done == 0 and check_first_step:
+                self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)
             step_logs = self.steps.train(group)
             share = group[-1]

@@ -79,6 +79,8 @@ class Trainer:
         layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
         guard: compare the replicas after the first step and every epoch.
+        probe: before the first step with several workers, run it on five examples, whole and in parts, and refuse a
+            model whose gradients do not add up to those of one worker (a loss that compares examples, for one).
 
     Raises:
         UsageError: arguments that cannot work.
@@ -108,6 +110,7 @@ class Trainer:
         layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
         guard: bool = True,
+        probe: bool = True,
     ) -> None:
         self.strategy = make_strategy(strategy, layout, shard_optimizer)
         self.rank = self.strategy.start(seed)
@@ -117,6 +120,7 @@ class Trainer:
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._guard = guard
+        self._probe = probe
         self._steps_per_execution = steps_per_execution
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
@@ -153,6 +157,7 @@ class Trainer:
             "learning_rate_scaling": learning_rate_scaling,
             "learning_rate": float(optimizer.learning_rate),
             "optimizer": type(optimizer).__name__,
+            "probe": probe,
             "precision": self.model.dtype_policy.name,
             "seed": seed,
             "steps_per_execution": steps_per_execution,
@@ -373,6 +378,7 @@ class Trainer:
             self.steps,
             self.rank,
             guard=self._guard,
+            probe=self._probe,
             steps_per_execution=self._steps_per_execution,
             run_dir=self._run_dir,
             config=self._config,

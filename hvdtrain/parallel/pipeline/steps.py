@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.combining import LAST, RULES
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.collectives.idle import take_over
+from hvdtrain.collectives.metrics import read_state, state_variables, write_state
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.variables import tf_variable, unique
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
 from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
@@ -83,6 +83,7 @@ class PipelineSteps:
     ) -> None:
         self._stage = stage
         self._exchange = exchange
+        self._ranks = ranks
         self._count = count
         self._names = list(measured.names)
         self._share = tf.Variable(1.0, trainable=False)
@@ -179,6 +180,7 @@ class PipelineSteps:
                 del gradients, opened
             self._passes.apply(total or [])
         self._exchange.flush()
+        self._take_over(share)
         return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
 
     def _train_forward(self, number: int, part: MicroBatch) -> _Open:
@@ -244,21 +246,23 @@ class PipelineSteps:
     @contextlib.contextmanager
     def _weighing(self, share: Share) -> Iterator[None]:
         """Weigh losses by the share; let an idle rank's filler leave no trace in this rank's state."""
-        model = self._stage.model
-        kept = [] if share.examples else _state(model)
-        values = [tf_variable(v).numpy() for v in kept]
+        metrics = self._stage.model.metrics
+        counted = read_state(metrics)
         with in_step(self._step):
             yield
-        for variable, value in zip(kept, values, strict=True):
-            tf_variable(variable).assign(value)
+        if not share.examples:
+            write_state(metrics, counted)
+
+    def _take_over(self, share: Share) -> None:
+        """Give an idle rank the state of the same stage elsewhere."""
+        if share.global_examples < self._ranks.size():
+            model = self._stage.model
+            own = [*state_variables(model.metrics), *seed_variables(model)]
+            take_over(without(model.non_trainable_variables, own), not share.examples, self._ranks)
 
 
 def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
     raise AssertionError("a loss divides by what was not known to be needed")
-
-
-def _state(model: keras.Model) -> list[Any]:
-    return unique([*model.non_trainable_variables, *state_variables(model.metrics)])
 
 
 def _add(total: list[Any], gradients: list[Any]) -> None:

@@ -27,6 +27,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
@@ -327,6 +328,7 @@ def _bytes_of(variable: Any) -> int:
 def _shard(optimizer: Any, reduction: Reduction) -> None:
     """Make `optimizer` an instance of a sharded subclass of its class; state that it has is divided."""
     prepare_keras()
+    correct_loss_scaling()
     prepare_saving()
     variables, values = take_state(optimizer)
     overlay(optimizer, _Sharded, hvdtrain_reduction=reduction)

@@ -1,0 +1,90 @@
+"""Sparse gradients (IndexedSlices) over the ranks, with the slices that one process with the whole batch would have.
+
+Which slices there are matters: what is not linear in a gradient (Adam squares it, clipnorm takes its norm) is done
+slice by slice, in plain Keras too. A lookup by the data makes a slice for each index in the data: the slices of all
+ranks, one behind the other, are those of the whole batch. A lookup by something else (the positions 0, 1, 2, ... of a
+sequence, a table of relative positions) is made once for a batch, and each of its slices is a sum over the
+examples: the ranks' slices are added up. That also sends fewer bytes: an allreduce of the values alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.collectives.communicator import Communicator
+
+_ONLY_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
+_OTHER_ON_EACH_RANK = ("Iterator", "PyFunc", "EagerPyFunc", "Random", "Stateless", "Multinomial")
+"""Beginnings of the types of operations whose results differ between ranks though none of their inputs does."""
+
+
+def sum_slices(slices: tf.IndexedSlices, ranks: Communicator, name: str) -> tf.IndexedSlices:
+    """Return the sum of the ranks' slices, as the slices of one process with all of their examples. A collective."""
+    if not tf.executing_eagerly():
+        if follows_data(slices.indices):
+            return _behind_each_other(slices, ranks, name)
+        if slices.values.shape.is_fully_defined():
+            total = ranks.allreduce(slices.values, f"{name}_values")
+            return tf.IndexedSlices(total, slices.indices, slices.dense_shape)
+        return _by_index(_behind_each_other(slices, ranks, name))
+    gathered = _behind_each_other(slices, ranks, name)
+    return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
+
+
+def follows_data(tensor: tf.Tensor) -> bool:
+    """Whether the values of a tensor of a graph may depend on what the graph is fed, and so on the rank's examples.
+
+    Shapes do not count, and variables are equal on all ranks. Of a call of another function all inputs count.
+    """
+    waiting: list[Any] = [tensor]
+    seen: set[int] = set()
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, tf.__internal__.EagerTensor) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        operation = one.op
+        if operation.type == "Placeholder":
+            captured = _captured(one)
+            if captured is None:
+                return one.dtype != tf.resource
+            waiting.append(captured)
+        elif operation.type.startswith(_OTHER_ON_EACH_RANK):
+            return True
+        elif operation.type not in _ONLY_SHAPES:
+            waiting += operation.inputs
+    return False
+
+
+def _captured(placeholder: tf.Tensor) -> Any:
+    """What a placeholder stands for that a tf.function took from outside; None for an argument."""
+    for outside, inside in getattr(placeholder.graph, "captures", ()):
+        if inside is placeholder:
+            return outside
+    return None
+
+
+def _behind_each_other(
+    slices: tf.IndexedSlices, ranks: Communicator, name: str
+) -> tf.IndexedSlices:
+    values = ranks.allgather(slices.values, f"{name}_values")
+    indices = ranks.allgather(slices.indices, f"{name}_indices")
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _by_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Add up the slices of one index."""
+    indices, places = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _are_positions(gathered: tf.Tensor, ranks: Communicator) -> bool:
+    """Whether all ranks have looked up the same run of indices, each once: eagerly nothing else is known of them."""
+    count, rest = divmod(int(tf.size(gathered)), ranks.size())
+    if rest or count < 2:
+        return False
+    rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
+    return bool((rows == rows[0]).all() and (rows[0][1:] - rows[0][:-1] == 1).all())

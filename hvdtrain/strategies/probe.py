@@ -1,0 +1,214 @@
+"""Probe: is what a step does with a batch the sum of what it does with the batch's parts?
+
+Training on several workers rests on that: each computes the gradients of its share, and they are added up. It holds
+for losses that are means over examples, and for what losses.py makes exact. It does not for a loss that compares
+examples with each other, a sum in a train_step, a layer that mixes the examples of a batch. Rather than know all of
+these by name, each rank tries: before the first step it runs the model's own train_step on a few of its examples,
+whole and in two uneven parts, and compares the gradients, which nothing applies. Whatever a run assigns is put back.
+
+Normalisation by the batch and dropout differ by nature, and are off while the probe runs. A step that draws other
+random numbers each time cannot be judged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.keras_internals.models import trains_by_keras
+from hvdtrain.keras_internals.optimizers import gradients_taken, optimizers_of
+from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
+
+EXAMPLES = 5
+"""That the probe runs on: parts of 3 and 2, and with fewer examples of other uneven sizes."""
+
+TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
+"""Relative, by the dtype of the computation: 8 and 11 bits, some ten roundings deep. Others: 1e-3; a wrong rule is
+off by about the ratio of the parts' sizes, 0.2 and more."""
+
+Marks = dict[str, np.ndarray]
+"""For each variable's name (2,): its gradient projected to one number, which adds up over parts, and its norm."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rank found.
+
+    Attributes:
+        as_mean: the parts, each times its share, add up to the whole; None: it cannot be said.
+        as_sum: they do so without shares.
+        worst: the variable whose gradient differs most.
+        gap: by how much, relative.
+    """
+
+    as_mean: bool | None = None
+    as_sum: bool = False
+    worst: str = ""
+    gap: float = 0.0
+
+
+def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
+    """Return whether the gradients of `data` are those of its parts, put together. No communication.
+
+    Args:
+        model: compiled and built, its losses exact (see losses.make_exact).
+        data: as train_step takes it: tensors with at least 2 examples in the leading dimension.
+        step: how a rank's part is weighed.
+    """
+    size = int(tf.nest.flatten(data)[0].shape[0])
+    cut = size // 2 + 1 if size > 2 else 1
+    bounds = [(0, cut), (cut, size)]
+    try:
+        step = replace(step, checked=True)
+        with _unchanged(model), _repeatable(model):
+            whole = _marks(model, data, None)
+            again = _marks(model, data, None)
+            if not whole or _gap(model, whole, again)[1] > 0:
+                return Verdict()
+            shares = [(end - begin) / size for begin, end in bounds]
+            parts = [_rows(data, *each) for each in bounds]
+            weighed = _of_parts(model, parts, shares, step)
+            plain = _of_parts(model, parts, [1.0] * len(parts), step)
+    except Exception:
+        # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
+        return Verdict()
+    worst, gap = _gap(model, whole, weighed)
+    return Verdict(gap == 0, _gap(model, whole, plain)[1] == 0, worst, gap)
+
+
+def _of_parts(
+    model: keras.Model, parts: Sequence[Any], shares: Sequence[float], step: Step
+) -> Marks:
+    """Return the marks of the sum of the parts' gradients, each times its share."""
+    counted: list[list[tf.Tensor]] = [[] for _ in parts]
+    found: list[Marks] = []
+    for number, part in enumerate(parts):  # What the losses divide by, as far as they ask.
+        _marks(
+            model, part, replace(step, share=_scalar(shares[number]), total=_count(counted[number]))
+        )
+    totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
+    for number, part in enumerate(parts):
+        own = replace(step, share=_scalar(shares[number]), total=_tell(iter(totals)))
+        found.append(_marks(model, part, own))
+    weights = [1.0] * len(parts) if step.share_in_loss else shares
+    return {
+        name: np.sum([w * marks[name] for w, marks in zip(weights, found, strict=True)], axis=0)
+        for name in found[0]
+    }
+
+
+def _scalar(share: float) -> tf.Tensor:
+    return tf.constant(share, tf.float32)
+
+
+def _count(counted: list[tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    def total(divisor: tf.Tensor) -> tf.Tensor:
+        counted.append(divisor)
+        return divisor
+
+    return total
+
+
+def _tell(totals: Iterator[tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
+    return lambda divisor: next(totals)
+
+
+def _rows(data: Any, begin: int, end: int) -> Any:
+    return tf.nest.map_structure(lambda leaf: leaf[begin:end], data)
+
+
+def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
+    """Run the model's train_step; return the marks of all gradients that it would apply."""
+    found: Marks = {}
+
+    def take(pairs: list[tuple[Any, Any]]) -> bool:
+        for gradient, variable in pairs:
+            if gradient is not None:
+                name = variable_name(variable)
+                found[name] = found.get(name, 0.0) + _mark(gradient)
+        return True
+
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(gradients_taken(optimizer, take))
+        stack.enter_context(in_step(step))
+        model.train_step(data)
+    return found
+
+
+def _mark(gradient: Any) -> np.ndarray:
+    """Return the projection of a gradient on a fixed direction, which adds up over parts, and its norm."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values, rows = gradient.values, gradient.indices
+    else:
+        values = tf.reshape(gradient, [1]) if not gradient.shape.rank else gradient
+        rows = tf.range(tf.shape(values)[0])
+    values = tf.reshape(tf.cast(values, tf.float32), [tf.size(rows), -1])
+    columns = tf.range(tf.shape(values)[1])
+    across = tf.linalg.matvec(values, tf.cos(tf.cast(columns, tf.float32)))
+    along = tf.reduce_sum(across * tf.cos(tf.cast(rows, tf.float32)))
+    return np.array([along, tf.norm(values)], np.float64)
+
+
+def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
+    """Return the variable whose gradient differs most and by how much, relative; 0 within the tolerance."""
+    if whole.keys() != other.keys():
+        return next(iter(whole.keys() ^ other.keys())), 1.0
+    dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
+    limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
+    # A gradient that is nothing but rounding (the bias of an attention's keys) has no direction.
+    floor = 1e-3 * float(np.sqrt(sum(mark[1] ** 2 for mark in whole.values())))
+    worst, gap = "", 0.0
+    for name, mark in whole.items():
+        own = abs(mark[0] - other[name][0]) / max(mark[1], floor, 1e-12)
+        if not own <= max(limit, gap):
+            worst, gap = name, float(own)
+    return worst, gap
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[None]:
+    """Put back what is assigned in this block."""
+    kept = [*model.non_trainable_variables, *model.metrics_variables]
+    if not trains_by_keras(model):
+        kept += model.trainable_variables
+    targets = [tf_variable(v) for v in unique(kept)]
+    values = [target.numpy() for target in targets]
+    try:
+        yield
+    finally:
+        for target, value in zip(targets, values, strict=True):
+            target.assign(value)
+
+
+@contextlib.contextmanager
+def _repeatable(model: keras.Model) -> Iterator[None]:
+    """In this block Keras's layers draw nothing at random and normalise by their moving statistics."""
+    changed = [layer for layer in model._flatten_layers() if _differs_by_nature(layer)]
+    for layer in changed:
+        object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
+    try:
+        yield
+    finally:
+        for layer in changed:
+            object.__delattr__(layer, "call")
+
+
+def _in_inference(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(layer).call(layer, *args, **kwargs | {"training": False})
+
+
+def _differs_by_nature(layer: Any) -> bool:
+    if not getattr(layer, "_call_has_training_arg", False):
+        return False
+    normalises = isinstance(layer, keras.layers.BatchNormalization)
+    draws = type(layer).__module__.startswith("keras.") and hasattr(layer, "seed_generator")
+    return normalises or draws

@@ -1,0 +1,63 @@
+"""What parts of a batch add up to, on 2 ranks over MPI and 3 over Gloo, against plain Keras with the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Results, run_cases
+
+EXACT = 1e-5
+"""Contract 2's limit over 30 steps; one rounding of a sum a step is 1e-7."""
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run_cases("adding_up", np=2)
+
+
+def check(results: Results, case: str) -> None:
+    for found in results.of(case):
+        far = {
+            f"{name} {key}": value
+            for name, one in found.items()
+            for key, value in one.items()
+            if key != "histories" and not value <= EXACT
+        }
+        assert not far
+
+
+def test_sums(results: Results) -> None:
+    check(results, "case_sums")
+
+
+def test_slices(results: Results) -> None:
+    check(results, "case_slices")
+
+
+def test_state_without_gradients(results: Results) -> None:
+    check(results, "case_state_without_gradients")
+
+
+def test_several_idle_ranks() -> None:
+    three = run_cases("adding_up", np=3, controller="gloo", only=["case_state_without_gradients"])
+    check(three, "case_state_without_gradients")
+
+
+def test_overflow(results: Results) -> None:
+    for found in results.of("case_overflow"):
+        # The same steps are skipped: scale, its counter and the iterations are equal, and some were skipped.
+        assert found["optimizer"] == 0.0
+        assert 20 <= found["iterations"] < 40
+        # 11 bits: 40 steps at rate 0.05 of gradients of up to 60.
+        assert found["weights"] <= 40 * 0.05 * 60 * 2.0**-11
+
+
+def test_one_loss_for_two_trainers(results: Results) -> None:
+    for found in results.of("case_one_loss_for_two_trainers"):
+        assert found == {"0": 0.0, "1": 0.0}
+
+
+def test_refused(results: Results) -> None:
+    for found in results.of("case_refused"):
+        assert "looks at several examples at once" in found["contrastive"]
+        assert "adds up over the examples: let it take the mean" in found["sum in a step"]
+        assert found["trained"] == "True"

@@ -1,0 +1,242 @@
+"""Which models' gradients are those of their parts, added up: found by trying. No ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from hvdtrain.collectives.reduction import Reduction
+from hvdtrain.collectives.step import Step
+from hvdtrain.keras.optimizer import distribute
+from hvdtrain.keras_internals.models import trains_by_keras
+from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.probe import Verdict, probe
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(5, 4)).astype("float32")
+Y = RNG.normal(size=(5, 2)).astype("float32")
+WORDS = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [1, 1, 1], [2, 0, 0]])
+TAGS = RNG.integers(0, 2, (5, 3))
+
+
+def dense(**kwargs: Any) -> keras.Model:
+    return keras.Sequential(
+        [layers.Input((4,)), layers.Dense(3, "tanh", **kwargs), layers.Dense(2, **kwargs)]
+    )
+
+
+def compiled(model: keras.Model, loss: Any = "mse", **kwargs: Any) -> keras.Model:
+    model.compile(
+        distribute(keras.optimizers.SGD(), Reduction()), loss, jit_compile=False, **kwargs
+    )
+    return model
+
+
+class Own(keras.Model):
+    """A dense model with something of a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = layers.Dense(3, "tanh")
+        self.two = layers.Dense(2)
+
+    def call(self, x: Any) -> Any:
+        return self.two(self.one(x))
+
+
+def own_step(loss_of: Callable[[Any, Any], Any], change: Any = lambda gradients: gradients) -> Any:
+    class Stepping(Own):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = loss_of(y, self(x))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(change(gradients), self.trainable_variables)
+            return {"loss": loss}
+
+    return compiled(Stepping(), None)
+
+
+def own_loss(loss_of: Callable[[Any, Any], Any]) -> Any:
+    class Losing(Own):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):  # type: ignore[no-untyped-def]
+            return loss_of(y, y_pred)
+
+    return compiled(Losing())
+
+
+def adding(loss_of: Callable[[Any], Any]) -> Any:
+    class Adding(layers.Layer):
+        def call(self, x: Any) -> Any:
+            self.add_loss(loss_of(x))
+            return x
+
+    return compiled(keras.Sequential([layers.Input((4,)), layers.Dense(2), Adding()]))
+
+
+class Gan(Own):
+    """Two optimizers, each for a part of the model."""
+
+    def compile(self, **kwargs: Any) -> None:
+        super().compile(optimizer="sgd")
+        self.other = keras.optimizers.SGD()
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        for optimizer, layer in ((self.optimizer, self.one), (self.other, self.two)):
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self(x) - y))
+            gradients = tape.gradient(loss, layer.trainable_variables)
+            optimizer.apply(gradients, layer.trainable_variables)
+        return {"loss": loss}
+
+
+class Sampling(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x + tf.random.normal(tf.shape(x))
+
+
+class Mixing(layers.Layer):
+    """Each example sees all others."""
+
+    def call(self, x: Any) -> Any:
+        return ops.tensordot(x, ops.tensordot(x, x, axes=[[0], [0]]), axes=1)
+
+
+def gan() -> keras.Model:
+    model = Gan()
+    model.compile()
+    return model
+
+
+def tagger(**kwargs: Any) -> keras.Model:
+    words = layers.Input((3,), dtype="int32")
+    word = layers.Embedding(9, 4, mask_zero=True)(words)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
+    return compiled(
+        keras.Model(words, layers.Dense(2)(layers.GRU(3, return_sequences=True)(word))), loss
+    )
+
+
+def squares(y: Any, p: Any) -> Any:
+    return ops.square(ops.cast(p, "float32") - y)
+
+
+def contrastive(y: Any, p: Any) -> Any:
+    logits = ops.matmul(p, ops.transpose(y))
+    return ops.mean(
+        ops.categorical_crossentropy(ops.eye(ops.shape(y)[0]), logits, from_logits=True)
+    )
+
+
+def tutorial(y: Any, p: Any) -> Any:
+    mask = ops.cast(y > 0, "float32")
+    return ops.sum(squares(y, p) * mask) / ops.sum(mask)
+
+
+def clipped(gradients: Any) -> Any:
+    return tf.clip_by_global_norm(gradients, 1e-3)[0]
+
+
+def normal() -> keras.Model:
+    return compiled(
+        keras.Sequential(
+            [
+                layers.Input((4,)),
+                layers.Dense(3),
+                layers.BatchNormalization(),
+                layers.Dropout(0.5),
+                layers.Dense(2),
+            ]
+        )
+    )
+
+
+def half(policy: str) -> keras.Model:
+    return compiled(dense(dtype=policy))
+
+
+AS_MEAN = {
+    "mean": lambda: compiled(dense()),
+    "sum": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction="sum")),
+    "no reduction": lambda: compiled(dense(), keras.losses.MeanSquaredError(reduction=None)),
+    "by weights": lambda: compiled(
+        dense(), keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    ),
+    "penalties": lambda: compiled(dense(kernel_regularizer="l2", activity_regularizer="l2")),
+    "batch normalization and dropout": normal,
+    "float16": lambda: half("mixed_float16"),
+    "bfloat16": lambda: half("mixed_bfloat16"),
+    "one number": lambda: compiled(dense(), lambda y, p: ops.mean(squares(y, p))),
+    "compute_loss": lambda: own_loss(lambda y, p: ops.mean(squares(y, p))),
+    "compute_loss of vectors": lambda: own_loss(lambda y, p: ops.mean(squares(y, p), axis=-1)),
+    "train_step": lambda: own_step(lambda y, p: ops.mean(squares(y, p))),
+    "add_loss": lambda: adding(lambda x: 0.1 * ops.mean(ops.square(x))),
+    "two optimizers": gan,
+}
+AS_SUM = {
+    "compute_loss": lambda: own_loss(lambda y, p: ops.sum(squares(y, p))),
+    "train_step": lambda: own_step(lambda y, p: ops.sum(squares(y, p))),
+}
+NEITHER = {
+    "contrastive": lambda: compiled(dense(), contrastive),
+    "root of the mean": lambda: compiled(dense(), lambda y, p: ops.sqrt(ops.mean(squares(y, p)))),
+    "by what the batch holds": lambda: own_step(tutorial),
+    "add_loss of a sum": lambda: adding(lambda x: 0.1 * ops.sum(ops.square(x))),
+    "clipped": lambda: own_step(lambda y, p: ops.mean(squares(y, p)), clipped),
+    "mixing": lambda: compiled(keras.Sequential([layers.Input((4,)), Mixing(), layers.Dense(2)])),
+}
+
+
+def verdict(model: keras.Model, x: Any = X, y: Any = Y) -> Verdict:
+    data = (tf.constant(x), tf.constant(y))
+    model(data[0])
+    model.optimizer.build(model.trainable_variables)
+    if trains_by_keras(model):
+        model._symbolic_build(data_batch=data)
+    make_exact(model)
+    before = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    step = Step(tf.Variable(1.0), lambda divisor: divisor, share_in_loss=trains_by_keras(model))
+    found = probe(model, data, step)
+    after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return found
+
+
+@pytest.mark.parametrize("name", AS_MEAN)
+def test_means_over_examples(name: str) -> None:
+    found = verdict(AS_MEAN[name]())
+    assert found.as_mean, found
+
+
+@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"])
+def test_masked_losses(reduction: str) -> None:
+    found = verdict(tagger(reduction=reduction), WORDS, TAGS)
+    assert found.as_mean, found
+
+
+@pytest.mark.parametrize("name", AS_SUM)
+def test_sums_over_examples(name: str) -> None:
+    found = verdict(AS_SUM[name]())
+    assert found.as_mean is False and found.as_sum, found
+
+
+@pytest.mark.parametrize("name", NEITHER)
+def test_what_needs_the_whole_batch(name: str) -> None:
+    found = verdict(NEITHER[name]())
+    assert found.as_mean is False and not found.as_sum, found
+    assert found.worst and found.gap > 0.05
+
+
+def test_what_cannot_be_judged() -> None:
+    random = compiled(keras.Sequential([layers.Input((4,)), Sampling(), layers.Dense(2)]))
+    assert verdict(random) == Verdict()
+    fixed = own_step(lambda y, p: ops.mean(squares(y, ops.reshape(p, (5, 2)))))
+    assert verdict(fixed) == Verdict()

@@ -1,0 +1,95 @@
+"""Which slices of an embedding's gradient are sums over the batch, and which belong to one example each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.sparse import follows_data, sum_slices
+from hvdtrain.collectives.threads import run_ranks, thread_ranks
+
+POSITIONS = np.arange(3)
+
+
+class Embedding(layers.Layer):
+    """Looks up what `choose` makes of the data."""
+
+    def __init__(self, choose: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.choose = choose
+        self.table = layers.Embedding(9, 2)
+        self.table.build()
+        self.fixed = tf.constant(POSITIONS)
+
+    def call(self, words: Any) -> Any:
+        return self.table(self.choose(self, words))
+
+
+BY_DATA = {
+    "words": lambda _, words: words,
+    "words by position": lambda _, words: words + ops.arange(3),
+    "sorted words": lambda _, words: ops.sort(words),
+    "random": lambda _, words: tf.random.uniform([3], maxval=9, dtype=tf.int32),
+    "of a call": lambda _, words: tf.function(lambda x: x + 1, autograph=False)(words),
+}
+BY_POSITION = {
+    "range": lambda _, words: ops.arange(3),
+    "range of the shape": lambda _, words: ops.arange(ops.shape(words)[-1]),
+    "range of an unknown shape": lambda _, words: tf.range(tf.shape(words)[-1]),
+    "constant": lambda _, words: POSITIONS,
+    "constant of the layer": lambda layer, words: layer.fixed,
+    "of a call": lambda _, words: tf.function(lambda: tf.range(3), autograph=False)(),
+}
+
+
+def indices_follow_data(choose: Callable[[Any, Any], Any]) -> bool:
+    layer = Embedding(choose)
+    found = []
+
+    @tf.function(autograph=False)
+    def step(words: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(words))
+        (slices,) = tape.gradient(loss, [layer.table.trainable_variables[0].value])
+        found.append(follows_data(slices.indices))
+        return loss
+
+    step(tf.zeros([4, 3], tf.int32))
+    return found[0]
+
+
+@pytest.mark.parametrize("name", BY_DATA)
+def test_lookups_by_the_data(name: str) -> None:
+    assert indices_follow_data(BY_DATA[name])
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_lookups_once_for_a_batch(name: str) -> None:
+    assert not indices_follow_data(BY_POSITION[name])
+
+
+def summed(indices: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """Slices of 1, 2, 3 ... on each rank, summed eagerly."""
+
+    def run(ranks: Communicator) -> tuple[list[int], list[float]]:
+        mine = indices[ranks.rank()]
+        values = tf.range(1.0, len(mine) + 1.0)[:, tf.newaxis]
+        total = sum_slices(tf.IndexedSlices(values, tf.constant(mine), [9, 1]), ranks, "test")
+        return total.indices.numpy().tolist(), total.values.numpy().ravel().tolist()
+
+    return run_ranks(thread_ranks(len(indices)), run)
+
+
+def test_eager_slices() -> None:
+    # A run of positions is one lookup for all; anything else is looked up by the data.
+    assert summed([[0, 1, 2]] * 2) == [([0, 1, 2], [2.0, 4.0, 6.0])] * 2
+    assert summed([[0, 2], [0, 2]]) == [([0, 2, 0, 2], [1.0, 2.0, 1.0, 2.0])] * 2
+    assert summed([[0, 1], [1, 2]]) == [([0, 1, 1, 2], [1.0, 2.0, 1.0, 2.0])] * 2
+    assert summed([[3], [3]]) == [([3, 3], [1.0, 1.0])] * 2
+    assert summed([[0, 1, 2], [0]]) == [([0, 1, 2, 0], [1.0, 2.0, 3.0, 1.0])] * 2
