@@ -25,7 +25,7 @@ def computed_in_half(model: keras.Model) -> list[Any]:
         for layer in model._flatten_layers()
         if layer.compute_dtype == "float16"
         for v in layer._trainable_variables
-        if v.autocast and v.dtype == "float32"
+        if v._autocast and v.dtype == "float32"
     ]
 
 
