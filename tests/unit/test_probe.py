@@ -238,5 +238,7 @@ def test_what_needs_the_whole_batch(name: str) -> None:
 def test_what_cannot_be_judged() -> None:
     random = compiled(keras.Sequential([layers.Input((4,)), Sampling(), layers.Dense(2)]))
     assert verdict(random) == Verdict()
+    overflowing = own_step(lambda y, p: ops.mean(squares(y, p)) * np.inf)
+    assert verdict(overflowing) == Verdict()
     fixed = own_step(lambda y, p: ops.mean(squares(y, ops.reshape(p, (5, 2)))))
     assert verdict(fixed) == Verdict()
