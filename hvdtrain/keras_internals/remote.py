@@ -19,6 +19,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots
 from hvdtrain.keras_internals.overlay import overlay
@@ -216,9 +217,14 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
         gradients = [_beside(variable, gradient) for gradient, variable in pairs]
         # No variable is changed before every device has all that it needs: a process that dies while it
         # computes or sends gradients has changed nothing.
-        arrival = tf.group(*[g for g in gradients if g is not None])
-        object.__setattr__(self, "arrival", arrival)
-        with tf.control_dependencies([arrival]):
+        if arrival(self):
+            raise UsageError(
+                "The train_step applies gradients twice, and with strategy='parameter-server' a step is one update, "
+                "which another worker can repeat as a whole: apply once, or use strategy='horovod'"
+            )
+        arrived = tf.group(*[g for g in gradients if g is not None])
+        object.__setattr__(self, "arrival", arrived)
+        with tf.control_dependencies([arrived]):
             self._decay(trainable_variables)
             super()._backend_update_step(gradients, variables, learning_rate)  # type: ignore[misc]
 

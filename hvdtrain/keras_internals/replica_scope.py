@@ -36,6 +36,11 @@ EVEN = (
     "global_batch_size (or steps_per_epoch, validation_steps, steps), so that no batch must be filled up"
 )
 
+ONE_UPDATE = (
+    "The gradients of several replicas in one process are added up and applied when the step is over, so it would see "
+    "the values from before the update. Do that in a callback (on_train_batch_end), or use strategy='horovod'"
+)
+
 
 class ReplicaScope(keras.StatelessScope):
     """Keeps what a step assigns, instead of assigning it.
@@ -64,8 +69,47 @@ class ReplicaScope(keras.StatelessScope):
         self.loss_is_scalar = False
         self.loss_mask: Any = None
         self._given = dict(self.state_mapping)
+        self._assigned: list[Any] = []
+        self._stale: set[int] = set()
+
+    def hand_out(self, pairs: list[tuple[Any, Any]], optimizer: Any) -> None:
+        """Take the (gradient, variable) pairs that the step tells `optimizer` to apply: it can do so once.
+
+        The update is made after the step, so nothing in it may use what the update changes any more.
+        """
+        if self._stale:
+            raise UsageError(f"The train_step applies gradients twice. {ONE_UPDATE}")
+        inner = inner_of(optimizer)
+        changed = [*(v for _, v in pairs), *optimizer.variables, *inner.variables]
+        rate = getattr(inner, "_learning_rate", None)
+        self._stale = {id(_held(v)) for v in changed if v is not rate}
+        self.handed_out += [(g, v) for g, v in pairs if g is not None]
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        self._require_current(update[0])
+        self._assigned.append(update[0])
+        super().add_update(update)
+
+    def require_known(self, variables: list[Any]) -> None:
+        """Raise UsageError if the step assigns any other variable: that would be forgotten."""
+        known = {id(v) for v in variables}
+        for variable in self._assigned:
+            if id(variable) not in known:
+                raise UsageError(
+                    f"The step changes the variable {variable.path!r}, which belongs neither to the model nor to a "
+                    "metric of it (a second optimizer's, the optimizer's own, or that of a random generator that the "
+                    "model does not hold), so what several replicas make of it would be lost. Make it an attribute "
+                    "of the model, or use strategy='horovod'"
+                )
+
+    def _require_current(self, variable: Any) -> None:
+        if id(_held(variable)) in self._stale:
+            raise UsageError(
+                f"The train_step uses {variable.path!r} after it has applied gradients. {ONE_UPDATE}"
+            )
 
     def get_current_value(self, variable: Any) -> Any:
+        self._require_current(variable)
         # Keras expects a value for each variable with a regularizer. The variable itself is watched by tapes.
         value = super().get_current_value(variable)
         return variable._value if value is None else value
@@ -81,6 +125,11 @@ class ReplicaScope(keras.StatelessScope):
             return values
         keep = tf.reshape(self.rows, [-1] + [1] * (values.shape.rank - 1))
         return tf.where(keep > 0, values, tf.zeros_like(values))
+
+
+def _held(variable: Any) -> Any:
+    """Return the tf.Variable inside a Keras variable, past its scopes; other variables as they are."""
+    return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def current_replica() -> ReplicaScope | None:
@@ -108,7 +157,7 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
         scope = current_replica()
         if scope is None:
             return False
-        scope.handed_out.extend((g, v) for g, v in pairs if g is not None)
+        scope.hand_out(pairs, optimizer)
         return True
 
     def clear_losses() -> None:

@@ -266,6 +266,7 @@ class ReplicaSteps:
                 "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
                 f"with repeated examples, which they would count. {EVEN}"
             )
+        scope.require_known([*self._model.variables, *metrics])
         counted = {id(v) for v in metrics}
         others = [v for v in unique(self._model.variables) if id(v) not in counted]
         found.trained = [v for _, v in scope.handed_out]

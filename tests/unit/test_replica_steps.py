@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,6 +17,12 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.replica_scope import ReplicaScope, made_again, pure_steps
 from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
+
+SOURCE = Path(__file__).parents[1] / "ranks" / "cases" / "own_models.py"
+SPEC = importlib.util.spec_from_file_location("own_models", SOURCE)
+assert SPEC is not None and SPEC.loader is not None
+own = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(own)
 
 ROWS, REAL = 5, 3
 RNG = np.random.default_rng(0)
@@ -151,6 +159,51 @@ def test_a_step_in_its_scope_changes_nothing(kind: type) -> None:
 def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
     _, steps = steps_of(strategy_of(kind), keras.optimizers.SGD, kind=Idle, rows=REAL)
     with pytest.raises(UsageError, match="train_step of Idle gave"):
+        steps.train([share()])
+
+
+@pytest.mark.parametrize("kind", own.ALL, ids=lambda kind: kind.__name__)
+def test_what_a_step_does_after_its_update(kind: type) -> None:
+    """The update is made when the step is over: nothing may depend on it, or the step is refused."""
+    plain, model = (own.compiled_model(kind, own.decaying(), jit_compile=False) for _ in range(2))
+    build(model, (keras.KerasTensor((REAL, 3)), keras.KerasTensor((REAL, 1))))
+    steps = ReplicaSteps(model, strategy_of("central"), REAL, parameter_device="CPU:0")
+    data = Share((tf.constant(X[:, :3]), tf.constant(Y[:, :1])), REAL, REAL, 0, 0)
+    if kind in own.AFTER_UPDATE:
+        with pytest.raises(UsageError, match=r"applies gradients twice|after it has applied"):
+            steps.train([data])
+        return
+    for _ in range(2):
+        steps.train([data])
+        plain.fit(X[:, :3], Y[:, :1], batch_size=REAL, shuffle=False, verbose=0)
+    for found, expected in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+class Two(keras.Sequential):
+    """A second optimizer, of which the strategy does not know."""
+
+    second = keras.optimizers.Adam()
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        kernel, bias = self.trainable_variables
+        of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
+        self.optimizer.apply([of_kernel], [kernel])
+        self.second.apply([of_bias], [bias])
+        return {"loss": loss}
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    keras.utils.set_random_seed(1)
+    model = Two([layers.Input((4,)), layers.Dense(2)])
+    model.compile("sgd", "mse", jit_compile=False)
+    build(model, (keras.KerasTensor((REAL, 4)), keras.KerasTensor((REAL, 2))))
+    model.second.build(model.trainable_variables[1:])
+    steps = ReplicaSteps(model, strategy_of("central"), REAL, parameter_device="CPU:0")
+    with pytest.raises(UsageError, match="belongs neither to the model"):
         steps.train([share()])
 
 
