@@ -6,6 +6,7 @@ compiled parts.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -63,3 +64,10 @@ def in_clusters(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return step(data)
 
     return clustered
+
+
+def outside_clusters() -> contextlib.AbstractContextManager[Any]:
+    """In this block of a step `in_clusters` XLA compiles nothing; elsewhere it changes nothing."""
+    if tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return tf.xla.experimental.jit_scope(compile_ops=False)

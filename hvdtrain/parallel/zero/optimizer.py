@@ -29,7 +29,7 @@ from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
-from hvdtrain.keras_internals.corrections import prepare_keras
+from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.optimizers import (
@@ -110,6 +110,11 @@ class _Sharded(_Distributed):
         return variable
 
     # A step.
+
+    def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
+        # Parts are empty between the steps, and XLA knows no variable that changes its shape.
+        with outside_clusters():
+            super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         clipped = super()._clip_gradients(grads)
