@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.collectives.first_rank import first_rank_first
     from hvdtrain.errors import EngineError, HvdtrainError, ReplicaError, UsageError
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.parallel.mesh import Mesh
@@ -28,6 +29,7 @@ __all__ = [
     "ReplicaError",
     "Trainer",
     "UsageError",
+    "first_rank_first",
     "init",
     "shutdown",
 ]
@@ -37,6 +39,7 @@ _HOMES = {
     "Layout": "hvdtrain.parallel.layout",
     "Mesh": "hvdtrain.parallel.mesh",
     "Rank": "hvdtrain.runtime",
+    "first_rank_first": "hvdtrain.collectives.first_rank",
     "init": "hvdtrain.runtime",
     "shutdown": "hvdtrain.runtime",
     "EngineError": "hvdtrain.errors",

@@ -22,4 +22,4 @@ class ReplicaError(HvdtrainError):
 
 
 class EngineError(HvdtrainError):
-    """Horovod is missing, does not load, or stopped in the middle of a collective."""
+    """Horovod is missing or does not load; a collective stopped, or the rank for which this one waits failed."""

@@ -71,6 +71,10 @@ class Communicator(ABC):
     def ranks(self) -> list[int]:
         """The job's ranks that are in the set."""
 
+    def includes_this(self) -> bool:
+        """Return whether this rank is in the set."""
+        return True
+
     @abstractmethod
     def are_all(self) -> bool:
         """Return whether all ranks of the job are in the set."""
@@ -258,6 +262,10 @@ class HorovodRanks(Communicator):
     def ranks(self) -> list[int]:
         # The set of all ranks knows them only once Horovod runs.
         return list(self.process_set.ranks or range(self.size()))
+
+    def includes_this(self) -> bool:
+        # None: not known before Horovod runs.
+        return self.process_set.included() is not False
 
     def are_all(self) -> bool:
         return bool(self.size() == hvd.size())

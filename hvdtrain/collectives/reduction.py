@@ -126,6 +126,8 @@ class GradientReducer:
         """
         ranks = self.reduction.divided.everyone if everyone else None
         ranks = ranks or self.reduction.process_set
+        if not ranks.includes_this():
+            return tensor
         return ranks.allreduce(tensor, f"{self._prefix(())}_{suffix}", op)
 
     def __call__(
@@ -143,6 +145,9 @@ class GradientReducer:
             positions: the number in each collective's name; by default the place in the list.
             weighted: the gradients are this rank's part of the average already: add them up.
         """
+        if not self.reduction.process_set.includes_this():
+            # As with Horovod: a rank outside goes on with its own.
+            return [scaled(g, self.reduction.postscale_factor) for g in gradients]
         positions = range(len(gradients)) if positions is None else positions
         ranks = self.reduction.process_set.size()
         result: list[Gradient] = list(gradients)

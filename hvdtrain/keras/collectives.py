@@ -1,8 +1,10 @@
 """Horovod's queries and collectives under their own names and signatures.
 
+Those of horovod.tensorflow.keras, and those that a training loop of one's own imports from horovod.tensorflow.
+
 Beyond Horovod: `init` sets the stall check, the collectives work inside a tf.function, take Keras
-variables and bfloat16, and `allreduce` knows `Compression.bf16`. `broadcast_object` and
-`allgather_object` never unpickle what they read from the network, as Horovod's do.
+variables and bfloat16, and have their true gradients (see differentiable.py); `allreduce` knows `Compression.bf16`.
+`broadcast_object` and `allgather_object` never unpickle what they read from the network, as Horovod's do.
 
 Inside a tf.function use what a collective returns: TensorFlow drops an operation that nothing needs,
 and the other ranks would wait for it.
@@ -10,6 +12,8 @@ and the other ranks would wait for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -31,29 +35,37 @@ from horovod.tensorflow import (
     global_process_set,
     gloo_built,
     gloo_enabled,
+    is_homogeneous,
     is_initialized,
     join,
     local_rank,
+    local_rank_op,
     local_size,
+    local_size_op,
     mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     nccl_built,
+    process_set_included_op,
     rank,
+    rank_op,
     remove_process_set,
     rocm_built,
     shutdown,
     size,
+    size_op,
     start_timeline,
     stop_timeline,
 )
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
+from hvdtrain.collectives.compression import BF16Compressor, Compression
 from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import scaled
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import differentiable
+from hvdtrain.keras.differentiable import Call
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.runtime import start_horovod
@@ -70,6 +82,7 @@ __all__ = [
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "broadcast",
     "broadcast_object",
     "ccl_built",
@@ -80,21 +93,30 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
     "mpi_built",
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "reducescatter",
     "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "size_op",
     "start_timeline",
     "stop_timeline",
 ]
@@ -114,80 +136,222 @@ def allreduce(
     postscale_factor: float = 1.0,
     op: Any = None,
     compression: Any = Compression.none,
-) -> tf.Tensor:
+    *,
+    device_dense: str = "",
+    device_sparse: str = "",
+    process_set: ProcessSet | None = None,
+) -> Any:
     """Return `value` combined over the ranks, in its own shape.
 
     Args:
-        value: a number, array, tensor or variable; the same shape and dtype on every rank.
+        value: a number, array, tensor, variable or tf.IndexedSlices; the same shape and dtype on every rank.
         name: of the collective; give one to each of several in a tf.function that call each other.
         average: Horovod's older way to say `op`.
         prescale_factor: multiplies the value before.
         postscale_factor: multiplies the result.
         op: Average (default), Sum, Min, Max, Product or Adasum.
         compression: `Compression.none`, `.fp16` or `.bf16` (Average and Sum).
+        device_dense: device of the reduction; default Horovod's choice.
+        device_sparse: device of the allgathers that reduce IndexedSlices.
+        process_set: the ranks that take part; default all.
+
+    Raises:
+        UsageError: an `op` that bf16 or IndexedSlices do not allow.
     """
-    op = handle_average_backwards_compatibility(op, average)
-    tensor = _tensor(value)
-    name = _name("allreduce", name)
-    if compression is BF16Compressor and tensor.dtype.is_floating:
-        if op not in (Average, Sum):
-            raise UsageError("allreduce: compression=bf16 works with op=Average and op=Sum")
-        factor = prescale_factor * postscale_factor / (hvd.size() if op == Average else 1)
-        return bf16_sum(tensor, name, ALL_RANKS, factor)
-    reduced = hvd.allreduce(
-        _to_wire(tensor),
-        op=op,
-        prescale_factor=prescale_factor,
-        postscale_factor=postscale_factor,
-        compression=Compression.none if compression is BF16Compressor else compression,
-        name=name,
-        ignore_name_scope=True,
+    call = _call(
+        "allreduce",
+        name,
+        process_set,
+        op=_reduction(op, average, compression),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        compression=compression,
     )
-    return tf.cast(reduced, tensor.dtype)
+    if isinstance(value, tf.IndexedSlices):
+        return _reduce_slices(value, call, device_sparse)
+    with tf.device(device_dense):
+        return differentiable.allreduce([_tensor(value)], call)[0]
 
 
-def allgather(value: Any, name: str | None = None) -> tf.Tensor:
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """Return each of `tensors` combined over the ranks: an allreduce that waits until all of them are ready.
+
+    Arguments as of allreduce. Tensors of several dtypes go in a group each, IndexedSlices and `Compression.bf16` one
+    by one.
+    """
+    del ignore_name_scope  # Names of scopes are never part of ours.
+    call = _call(
+        "grouped_allreduce",
+        name,
+        process_set,
+        op=_reduction(op, average, compression),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        compression=compression,
+    )
+
+    def reduce(group: list[Any], call: Call) -> list[Any]:
+        if isinstance(group[0], tf.IndexedSlices):
+            return [_reduce_slices(group[0], call, device_sparse)]
+        with tf.device(device_dense):
+            return differentiable.allreduce(group, call)
+
+    values = [t if isinstance(t, tf.IndexedSlices) else _tensor(t) for t in tensors]
+    return _by_groups(values, call, reduce)
+
+
+def allgather(
+    value: Any, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> tf.Tensor:
     """Return the values of all ranks, one behind the other along the first dimension.
 
     Args:
         value: an array, tensor or variable of at least one dimension; only the first may differ by rank.
         name: of the collective.
+        process_set: the ranks that take part; default all.
     """
     tensor = _with_dimensions(_tensor(value), "allgather")
-    gathered = hvd.allgather(
-        _to_wire(tensor), name=_name("allgather", name), ignore_name_scope=True
-    )
-    return tf.cast(gathered, tensor.dtype)
+    return differentiable.allgather([tensor], _call("allgather", name, process_set))[0]
 
 
-def broadcast(value: Any, root_rank: int, name: str | None = None) -> tf.Tensor:
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> list[tf.Tensor]:
+    """Return the allgather of each of `tensors`, which waits until all of them are ready."""
+    del ignore_name_scope
+    values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
+    call = _call("grouped_allgather", name, process_set)
+    return _by_groups(values, call, differentiable.allgather)
+
+
+def broadcast(
+    value: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> tf.Tensor:
     """Return the value of rank `root_rank`.
 
     Args:
         value: a number, array, tensor or variable; the same shape and dtype on every rank.
         root_rank: whose value counts.
         name: of the collective.
+        process_set: the ranks that take part, the root among them; default all.
     """
-    tensor = _tensor(value)
-    received = hvd.broadcast(
-        _to_wire(tensor), root_rank, name=_name("broadcast", name), ignore_name_scope=True
+    return differentiable.broadcast(
+        _tensor(value), root_rank, _call("broadcast", name, process_set)
     )
-    return tf.cast(received, tensor.dtype)
 
 
-def reducescatter(value: Any, name: str | None = None, op: Any = Average) -> tf.Tensor:
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet | None = None,
+) -> Any:
+    """Send each rank its rows of `tensor`, and return what came from the ranks, one behind the other.
+
+    Args:
+        tensor: an array, tensor or variable of at least one dimension; only the first may differ by rank.
+        splits: how many rows go to each rank, integers of shape (ranks,); default equal parts.
+        name: of the collective.
+        ignore_name_scope: Horovod's; names of scopes are never part of ours.
+        process_set: the ranks that take part; default all.
+
+    Returns:
+        The rows; with `splits`, also how many came from each rank, int32 of shape (ranks,).
+
+    Raises:
+        UsageError: no dimension; without `splits`, rows that the ranks do not divide.
+    """
+    del ignore_name_scope
+    call = _call("alltoall", name, process_set)
+    value = _with_dimensions(_tensor(tensor), "alltoall")
+    ranks = call.ranks.size()
+    if splits is not None:
+        return differentiable.alltoall(value, tf.cast(tf.convert_to_tensor(splits), tf.int32), call)
+    rows = value.shape[0]
+    if rows is not None and rows % ranks:
+        raise UsageError(
+            f"alltoall: {rows} rows cannot be divided equally over {ranks} ranks: give splits"
+        )
+    equal = tf.fill([ranks], tf.shape(value)[0] // ranks)
+    return differentiable.alltoall(value, equal, call)[0]
+
+
+def reducescatter(
+    value: Any,
+    name: str | None = None,
+    op: Any = Average,
+    *,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> tf.Tensor:
     """Return this rank's part, along the first dimension, of `value` combined over the ranks.
 
     Args:
-        value: an array, tensor or variable of at least one dimension; the same shape on every rank.
+        value: an array, tensor or variable of at least one dimension; the same shape on every rank. Rows that cannot
+            be divided equally go to the first ranks.
         name: of the collective.
         op: Average or Sum.
+        device_dense: device of the reduction; default Horovod's choice.
+        compression: `Compression.none` or `.fp16`.
+        process_set: the ranks that take part; default all.
+        prescale_factor: multiplies the value before.
+        postscale_factor: multiplies the result.
     """
     tensor = _with_dimensions(_tensor(value), "reducescatter")
-    reduced = hvd.reducescatter(
-        _to_wire(tensor), op=op, name=_name("reducescatter", name), ignore_name_scope=True
+    call = _call(
+        "reducescatter",
+        name,
+        process_set,
+        op=_scattered(op, compression),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        compression=compression,
     )
-    return tf.cast(reduced, tensor.dtype)
+    with tf.device(device_dense):
+        return differentiable.reducescatter([tensor], call)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[tf.Tensor]:
+    """Return the reducescatter of each of `tensors`, which waits until all of them are ready."""
+    values = [_with_dimensions(_tensor(t), "grouped_reducescatter") for t in tensors]
+    call = _call(
+        "grouped_reducescatter",
+        None,
+        process_set,
+        op=_scattered(op, compression),
+        prescale=prescale_factor,
+        postscale=postscale_factor,
+        compression=compression,
+    )
+    with tf.device(device_dense):
+        return _by_groups(values, call, differentiable.reducescatter)
 
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
@@ -219,10 +383,51 @@ def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
     return tensor
 
 
-def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels: anchored (see anchoring.py), and bfloat16, which Horovod does not know, as float32."""
-    return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
+def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reduction: Any) -> Call:
+    name = in_this_graph(f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}")
+    return Call(name, global_process_set if process_set is None else process_set, **reduction)
 
 
-def _name(kind: str, name: str | None) -> str:
-    return in_this_graph(f"hvdtrain_{kind}_{name}" if name else f"hvdtrain_{kind}")
+def _reduction(op: Any, average: bool | None, compression: Any) -> Any:
+    op = handle_average_backwards_compatibility(op, average)
+    if compression is BF16Compressor and op not in (Average, Sum):
+        raise UsageError("allreduce: compression=bf16 works with op=Average and op=Sum")
+    return op
+
+
+def _scattered(op: Any, compression: Any) -> Any:
+    if op not in (Average, Sum):
+        raise UsageError("reducescatter: op is Average or Sum")
+    if compression is BF16Compressor:
+        raise UsageError("reducescatter: compression is none or fp16")
+    return op
+
+
+def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:
+    """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
+    if call.op not in (Average, Sum):
+        raise UsageError("allreduce: IndexedSlices work with op=Average and op=Sum")
+    parts = {"values": slices.values, "indices": slices.indices}
+    with tf.device(device):
+        values, indices = (
+            differentiable.allgather([tensor], replace(call, name=f"{call.name}_{part}"))[0]
+            for part, tensor in parts.items()
+        )
+    return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
+
+
+def _by_groups(
+    tensors: Sequence[Any], call: Call, work: Callable[[list[Any], Call], list[Any]]
+) -> list[Any]:
+    """Return what `work` returns for the tensors of each dtype together, and for each of those that go alone."""
+    groups: dict[str, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alone = isinstance(tensor, tf.IndexedSlices) or call.compression is BF16Compressor
+        # A name, for TensorFlow's dtypes equal small integers.
+        groups.setdefault(str(place) if alone else tensor.dtype.name, []).append(place)
+    result: list[Any] = [None] * len(tensors)
+    for kind, places in groups.items():
+        done = work([tensors[p] for p in places], replace(call, name=f"{call.name}_{kind}"))
+        for place, value in zip(places, done, strict=True):
+            result[place] = value
+    return result

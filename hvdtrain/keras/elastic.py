@@ -114,6 +114,23 @@ class KerasState(ObjectState):
         return [np.array(v.numpy()) for v in self._variables()]
 
 
+class TensorFlowKerasState(KerasState):
+    """The same under the name that training loops of one's own use.
+
+    Args:
+        model: a built model.
+        optimizer: default the one that the model was compiled with.
+        backend: Horovod's, for TensorFlow 1; not used.
+        kwargs: attributes to keep; what `broadcast_object` takes.
+    """
+
+    def __init__(
+        self, model: keras.Model, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        del backend
+        super().__init__(model, optimizer, **kwargs)
+
+
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
     """Make `func(state, ...)` run again from the last commit whenever workers have come or gone.
 
@@ -217,6 +234,7 @@ def _reset() -> None:
 __all__ = [
     "CommitStateCallback",
     "KerasState",
+    "TensorFlowKerasState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",

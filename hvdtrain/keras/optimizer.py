@@ -30,6 +30,7 @@ from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
 from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
+from hvdtrain.keras.writers import prepare_fit
 from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.optimizers import (
     AppliesByKeras,
@@ -191,6 +192,7 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     inner = require_plain(optimizer)
     prepare_keras()
     correct_loss_scaling()
+    prepare_fit()
     overlay(inner, _Distributed, hvdtrain_reduction=reduction)
     # Not through Keras's __setattr__, which would track (and save) what it holds.
     object.__setattr__(inner, "hvdtrain_reducer", OptimizerReducer(reduction))

@@ -6,6 +6,7 @@ Saving needs nothing: a model whose optimizer is distributed saves as if it were
 from __future__ import annotations
 
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ import numpy as np
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras_internals.optimizers import optimizer_values_in_hdf5
+from hvdtrain.keras_internals.files import optimizer_class_in
+from hvdtrain.keras_internals.optimizers import is_distributed, optimizer_values_in_hdf5
 
 
 def load_model(
@@ -33,7 +35,8 @@ def load_model(
     Args:
         filepath: a .keras or .h5 file.
         custom_optimizers: optimizer classes of your own.
-        custom_objects: name -> class or function of your own.
+        custom_objects: name -> class or function of your own; for the optimizer also, as with Horovod, a function
+            that makes it: {"Mine": lambda **config: hvd.DistributedOptimizer(Mine(**config))}.
         compression: of the gradients.
         legacy_opts: Horovod's, for Keras 2's legacy optimizers.
 
@@ -47,13 +50,30 @@ def load_model(
         raise UsageError("load_model: Keras 3 has no legacy optimizers, leave legacy_opts out")
     own = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     path = os.fspath(filepath)
-    model = keras.saving.load_model(path, custom_objects=own | dict(custom_objects or {}))
+    custom = _with_makers(own | dict(custom_objects or {}), optimizer_class_in(path) or "")
+    model = keras.saving.load_model(path, custom_objects=custom)
     if getattr(model, "optimizer", None) is None:
         return model
     if path.endswith((".h5", ".hdf5")):
         model.optimizer = _with_state(model, path)
-    DistributedOptimizer(model.optimizer, compression=compression)
+    if not is_distributed(model.optimizer):
+        DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _with_makers(custom: dict[str, Any], optimizer: str) -> dict[str, Any]:
+    """Return `custom` with a class in place of a function that makes the optimizer: Keras 3 calls no function."""
+    make = custom.get(optimizer)
+    if not isinstance(make, types.FunctionType):
+        return custom
+
+    def from_config(cls: type, config: dict[str, Any]) -> Any:
+        rate = config.get("learning_rate")
+        if isinstance(rate, dict):
+            config = config | {"learning_rate": keras.saving.deserialize_keras_object(rate)}
+        return make(**config)
+
+    return custom | {optimizer: type(optimizer, (), {"from_config": classmethod(from_config)})}
 
 
 def _with_state(model: keras.Model, path: str) -> Any:

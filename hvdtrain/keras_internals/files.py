@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import h5py
 import keras
 from keras.src.saving import saving_lib
 
@@ -113,6 +114,21 @@ def optimizer_class(config: dict[str, Any]) -> str | None:
             return str(found.get("class_name"))
         found = inner
     return found
+
+
+def optimizer_class_in(path: str) -> str | None:
+    """Return the same for a .keras or .h5 file; None for a file in which Keras finds no model either."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            text = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
+        return optimizer_class(json.loads(text))
+    if not h5py.is_hdf5(path):
+        return None
+    with h5py.File(path, "r") as file:
+        text = file.attrs.get("training_config", "{}")
+    return optimizer_class(
+        {"compile_config": {"optimizer": json.loads(text).get("optimizer_config")}}
+    )
 
 
 # Models and optimizers made again.

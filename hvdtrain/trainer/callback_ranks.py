@@ -10,11 +10,10 @@ import keras
 from keras import callbacks as kc
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import writers
+from hvdtrain.keras.writers import WRITERS
 from hvdtrain.keras_internals.models import overrides
 from hvdtrain.trainer.learning_rate import WarmUp
-
-WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
-"""They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
 
 TRAIN_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")
@@ -33,7 +32,7 @@ def on_this_rank(
         UsageError: a callback that cannot save such a model.
     """
     if not saves_together:
-        return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
+        return writers.on_this_rank(callbacks, is_first)
     for callback in callbacks:
         if isinstance(callback, kc.BackupAndRestore):
             raise UsageError(

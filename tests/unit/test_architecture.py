@@ -49,6 +49,7 @@ COLLECTIVES |= {f"grouped_{name}" for name in COLLECTIVES}
 MAY_CALL_HOROVOD = {
     "collectives/communicator.py",
     "keras/collectives.py",
+    "keras/differentiable.py",
     "runtime.py",
     "install/selftest.py",
     "bench/pipeline_rank.py",

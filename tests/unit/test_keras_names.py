@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import horovod.keras
+import horovod.tensorflow
 import horovod.tensorflow.keras as horovod_keras
 import pytest
 
@@ -47,6 +48,34 @@ def test_arguments_of_functions(name: str) -> None:
     assert [k for k, _ in arguments(getattr(hvd, name))] == [
         k for k, _ in arguments(getattr(horovod_keras, name))
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("alltoall", "grouped_allreduce", "grouped_allgather", "grouped_reducescatter"),
+        *("rank_op", "local_rank_op", "size_op", "local_size_op", "process_set_included_op"),
+    ],
+)
+def test_arguments_of_what_training_loops_import(name: str) -> None:
+    ours = [pair for pair in arguments(getattr(hvd, name)) if pair[0] != "compression"]
+    theirs = [
+        pair for pair in arguments(getattr(horovod.tensorflow, name)) if pair[0] != "compression"
+    ]
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "broadcast", "reducescatter"])
+def test_keywords_of_what_training_loops_import(name: str) -> None:
+    """Their first argument has another name in Horovod's two modules; the scope of names never counts here."""
+    ours = inspect.signature(getattr(hvd, name)).parameters
+    theirs = list(inspect.signature(getattr(horovod.tensorflow, name)).parameters)[1:]
+    assert [keyword for keyword in theirs if keyword not in ours] == ["ignore_name_scope"]
+
+
+def test_arguments_of_states() -> None:
+    ours = arguments(hvd.elastic.TensorFlowKerasState)
+    assert ours == arguments(horovod.tensorflow.elastic.TensorFlowKerasState)
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -81,6 +81,25 @@ def test_load_model_gives_a_distributed_optimizer_with_its_state(
 
 
 @pytest.mark.parametrize("ending", ["keras", "h5"])
+def test_a_function_that_makes_the_optimizer(ending: str, tmp_path: Path) -> None:
+    """As Horovod's scripts give it among custom_objects."""
+    rate = keras.optimizers.schedules.CosineDecay(0.1, 10)
+    model = trained(hvd.DistributedOptimizer(UnregisteredAdam(rate)))
+    path = tmp_path / f"model.{ending}"
+    model.save(path)
+    made = {
+        "UnregisteredAdam": lambda **config: hvd.DistributedOptimizer(UnregisteredAdam(**config))
+    }
+    loaded = hvd.load_model(path, custom_objects=made)
+    assert is_distributed(loaded.optimizer)
+    assert isinstance(loaded.optimizer, UnregisteredAdam)
+    assert state(loaded.optimizer) == state(model.optimizer)
+    train(model)
+    train(loaded)
+    assert [w.tolist() for w in loaded.get_weights()] == [w.tolist() for w in model.get_weights()]
+
+
+@pytest.mark.parametrize("ending", ["keras", "h5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_files_are_those_of_a_plain_optimizer(name: str, ending: str, tmp_path: Path) -> None:
     plain = OPTIMIZERS[name]()

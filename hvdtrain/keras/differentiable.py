@@ -1,0 +1,211 @@
+"""Collectives that TensorFlow differentiates.
+
+What a rank gives goes into the losses of all ranks. So its gradient is that of the sum of their losses, as in PyTorch:
+a reduction's gradient is a reduction of the ranks' gradients, an allgather's adds up what all ranks have for this
+rank's rows, a broadcast's adds up all of them on the root. DistributedGradientTape, which averages over the ranks, then
+gives the gradient of their mean loss, whatever collectives are in it.
+
+Horovod's registered gradients do not all agree with that, nor with each other: those of allgather and broadcast are
+divided by the number of ranks, that of a reducescatter with Sum is multiplied by it, and those of Min, Max and Product
+reduce the gradients by minimum, maximum and product.
+
+A gradient is a collective, too: where one rank's loss depends on the result, that of every rank must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+from horovod.tensorflow.mpi_ops import _grouped_reducescatter
+
+from hvdtrain.collectives.anchoring import anchored
+from hvdtrain.collectives.communicator import ranks_of
+from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
+from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.reduction import scaled
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Call:
+    """How one collective is called.
+
+    Attributes:
+        name: of the collective, the same on all ranks.
+        ranks: those that take part.
+        op: of a reduction.
+        prescale, postscale: factors of a reduction, before and after.
+        compression: of a reduction.
+    """
+
+    name: str
+    ranks: hvd.ProcessSet
+    op: Any = hvd.Sum
+    prescale: float = 1.0
+    postscale: float = 1.0
+    compression: Any = Compression.none
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of all of Horovod's collectives."""
+        return {"process_set": self.ranks, "ignore_name_scope": True}
+
+    @property
+    def scaling(self) -> dict[str, Any]:
+        """Arguments of Horovod's reductions."""
+        factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
+        plain = self.compression is BF16Compressor
+        compression = Compression.none if plain else self.compression
+        return {"op": self.op, "compression": compression, **factors}
+
+    @property
+    def factor(self) -> float:
+        """What a sum over the ranks is multiplied by."""
+        mean = self.ranks.size() if self.op == hvd.Average else 1
+        return self.prescale * self.postscale / mean
+
+    def of_gradient(self, part: str = "") -> Call:
+        """The same call for the gradient, in the graph where that is computed."""
+        return replace(self, name=in_this_graph(f"{self.name}_gradient{part}"))
+
+
+def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
+    """Return `tensors`, which are of one dtype, combined over the ranks."""
+
+    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
+        if len(wire) > 1:
+            return hvd.grouped_allreduce(wire, name=call.name, **call.scaling, **call.options)
+        if call.compression is BF16Compressor and wire[0].dtype.is_floating:
+            return [bf16_sum(wire[0], call.name, ranks_of(call.ranks), call.factor)]
+        return [hvd.allreduce(wire[0], name=call.name, **call.scaling, **call.options)]
+
+    def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
+        if call.op in (hvd.Sum, hvd.Average):
+            return allreduce([gradient], again)[0]
+        if call.op in _ELEMENTWISE:
+            return _elementwise_gradient(tensor, gradient, again)
+        raise UsageError("allreduce: op=Adasum has no gradient")
+
+    return _differentiable(tensors, call, forward, backward)
+
+
+def allgather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
+    """Return the rows of `tensors` of all ranks, one rank's behind the other's."""
+
+    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
+        if len(wire) > 1:
+            return hvd.grouped_allgather(wire, name=call.name, **call.options)
+        return [hvd.allgather(wire[0], name=call.name, **call.options)]
+
+    def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
+        own = tf.shape(tensor)
+        rows = hvd.allgather(anchored(own[:1]), name=f"{again.name}_rows", **call.options)
+        parts, _ = alltoall(gradient, rows, again)
+        return tf.reduce_sum(tf.reshape(parts, tf.concat([[call.ranks.size()], own], 0)), axis=0)
+
+    return _differentiable(tensors, call, forward, backward)
+
+
+def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
+    """Return `tensor` of the rank `root_rank`."""
+
+    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
+        return [hvd.broadcast(wire[0], root_rank, name=call.name, **call.options)]
+
+    def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
+        total = allreduce([gradient], again)[0]
+        # Not zeros: every rank must need its part of the sum, or TensorFlow leaves out its collective.
+        mine = anchored(tf.constant(hvd.rank() == root_rank))
+        return tf.math.multiply_no_nan(total, tf.cast(mine, total.dtype))
+
+    return _differentiable([tensor], call, forward, backward)[0]
+
+
+def alltoall(tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
+    """Send `splits[r]` rows of `tensor` to each rank r; return what came, and how many rows from each."""
+    received: list[tf.Tensor] = []
+
+    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
+        output, rows = hvd.alltoall(wire[0], splits, name=call.name, **call.options)
+        received.append(rows)
+        return [output]
+
+    def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
+        back = alltoall(gradient, received[0], again)[0]
+        # Rows that went to nobody have no gradient.
+        return tf.concat([back, tf.zeros_like(tensor[tf.shape(back)[0] :])], 0)
+
+    return _differentiable([tensor], call, forward, backward)[0], received[0]
+
+
+def reducescatter(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
+    """Return this rank's rows of `tensors`, which are of one dtype, combined over the ranks."""
+
+    def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
+        if len(wire) == 1:
+            return [hvd.reducescatter(wire[0], name=call.name, **call.scaling, **call.options)]
+        # Horovod's public function takes no name, and its own would differ between ranks.
+        scaling = call.scaling
+        compression = scaling.pop("compression")
+        compressed, contexts = zip(*map(compression.compress, wire), strict=True)
+        results = _grouped_reducescatter(
+            list(compressed), name=call.name, **scaling, **call.options
+        )
+        return [compression.decompress(r, c) for r, c in zip(results, contexts, strict=True)]
+
+    def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
+        return scaled(allgather([gradient], again)[0], call.factor)
+
+    return _differentiable(tensors, call, forward, backward)
+
+
+def _differentiable(
+    tensors: Sequence[tf.Tensor],
+    call: Call,
+    forward: Callable[[list[tf.Tensor]], list[tf.Tensor]],
+    backward: Callable[[tf.Tensor, tf.Tensor, Call], tf.Tensor],
+) -> list[tf.Tensor]:
+    """Return `forward` of what travels for `tensors`; `backward` gives the gradient of one of them."""
+
+    @tf.custom_gradient
+    def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
+        results = forward([_to_wire(t) for t in tensors])
+
+        def gradient(*gradients: tf.Tensor) -> list[tf.Tensor]:
+            numbers = range(len(tensors)) if len(tensors) > 1 else [""]
+            return [
+                # A zero that TensorFlow made up for an output that was not used is float32.
+                backward(t, tf.cast(g, t.dtype), call.of_gradient(str(n)))
+                for t, g, n in zip(tensors, gradients, numbers, strict=True)
+            ]
+
+        return [tf.cast(r, t.dtype) for r, t in zip(results, tensors, strict=True)], gradient
+
+    return collective(*tensors)
+
+
+def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
+    """What travels: anchored (see anchoring.py), and bfloat16, which Horovod does not know, as float32."""
+    return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
+
+
+_ELEMENTWISE = {
+    hvd.Min: tf.reduce_min,
+    hvd.Max: tf.reduce_max,
+    hvd.Product: tf.reduce_prod,
+}
+
+
+def _elementwise_gradient(tensor: tf.Tensor, gradient: tf.Tensor, call: Call) -> tf.Tensor:
+    """The gradient of a minimum, maximum or product over the ranks: TensorFlow's own, of all ranks' values."""
+    total = allreduce([gradient], replace(call, op=hvd.Sum, prescale=1.0, postscale=1.0))[0]
+    gathered = replace(call, name=f"{call.name}_values")
+    everyone = allgather([tensor[tf.newaxis]], gathered)[0]
+    with tf.GradientTape() as tape:
+        tape.watch(everyone)
+        result = _ELEMENTWISE[call.op](everyone * call.prescale, axis=0) * call.postscale
+    return tape.gradient(result, everyone, total)[call.ranks.rank()]

@@ -1,0 +1,66 @@
+"""Every collective of hvdtrain.keras on two ranks: values, gradients, dtypes, process sets, errors."""
+
+import pytest
+from launch import CONTROLLERS, Results, run_cases
+
+
+@pytest.fixture(scope="module", params=CONTROLLERS)
+def results(request: pytest.FixtureRequest) -> Results:
+    return run_cases("collectives", controller=request.param)
+
+
+def test_values_and_gradients(results: Results) -> None:
+    for found in results.of("case_values_and_gradients"):
+        # Small integers: float32 and what is compressed hold them, their sums and their means exactly.
+        assert {name: gaps for name, gaps in found.items() if max(gaps) > 0} == {}
+
+
+def test_dtypes(results: Results) -> None:
+    for found in results.of("case_dtypes"):
+        assert {name: gap for name, gap in found.items() if gap > 0} == {}
+
+
+def test_a_loss_over_the_examples_of_all_ranks(results: Results) -> None:
+    for found in results.of("case_contrastive_loss"):
+        # float32, in another order of summation.
+        assert max(found.values()) < 1e-6
+
+
+def test_a_gradient_of_a_gradient(results: Results) -> None:
+    assert results.of("case_gradient_of_a_gradient") == [[54.0, 72.0]] * 2
+
+
+def test_sparse_and_mixed(results: Results) -> None:
+    for found in results.of("case_sparse_and_mixed"):
+        assert found == {
+            "sum of slices": [[3.0, 3.0], [2.0, 2.0], [0.0, 0.0]],
+            "mean of slices": [[[2.0, 2.0], [4.0, 4.0], [4.0, 4.0]], [0, 0, 1]],
+            "a group of all kinds": [[2.0], [4], [6.0]],
+            "an empty group": [],
+            "received splits": [1, 1],
+        }
+
+
+def test_queries(results: Results) -> None:
+    assert results.of("case_queries") == [[True, 1, True]] * 2
+
+
+def test_process_sets(results: Results) -> None:
+    for found in results.of("case_process_sets"):
+        assert found.pop("included") == [True, False, 0, 1]
+        assert found.pop("removed") == [True, True]
+        assert "is not a member of the provided process set" in found.pop("not included")
+        assert set(found.values()) == {0.0}, found
+
+
+def test_errors_on_both_ranks(results: Results) -> None:
+    for found in results.of("case_errors"):
+        assert found.pop("afterwards") == "2.0"
+        assert {name: said for name, said in found.items() if said.startswith("no error")} == {}
+        usage = {name for name, said in found.items() if said.startswith("UsageError")}
+        assert usage == {
+            "alltoall rows",
+            "alltoall scalar",
+            "reducescatter max",
+            "adasum of slices",
+        }
