@@ -34,30 +34,31 @@ def shared_out(value: Any, ranks: Communicator, adds_up: bool) -> Any:
     return value / ranks.size() if adds_up else value
 
 
-def share_out(optimizer: Any, ranks: Communicator, adds_up: bool) -> None:
+def share_out(optimizers: Sequence[Any], ranks: Communicator, adds_up: bool) -> None:
     """Give every rank its part of what the first rank's accumulators hold of one process. A collective."""
-    own = accumulators(optimizer)
-    for number, variable in enumerate(map(tf_variable, own)):
+    for number, variable in enumerate(map(tf_variable, _accumulators(optimizers))):
         name = f"hvdtrain_accumulated_{number}"
         value = ranks.broadcast(variable.read_value(), ranks.ranks[0], name)
         variable.assign(shared_out(value, ranks, adds_up))
 
 
 @contextmanager
-def restored_by_first(optimizer: Any, ranks: Communicator, adds_up: bool) -> Iterator[None]:
-    """Around what may restore the first rank's optimizer. A collective.
+def restored_by_first(
+    optimizers: Sequence[Any], ranks: Communicator, adds_up: bool
+) -> Iterator[None]:
+    """Around what may restore the first rank's optimizers. A collective.
 
     Its accumulators are those of one process at the beginning; at the end all ranks share what they are then.
     """
-    _combine(accumulators(optimizer), ranks, adds_up)
+    _combine(_accumulators(optimizers), ranks, adds_up)
     yield
-    share_out(optimizer, ranks, adds_up)
+    share_out(optimizers, ranks, adds_up)
 
 
 @contextmanager
-def as_one_process(optimizer: Any, ranks: Communicator, adds_up: bool) -> Iterator[None]:
+def as_one_process(optimizers: Sequence[Any], ranks: Communicator, adds_up: bool) -> Iterator[None]:
     """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""
-    own = accumulators(optimizer)
+    own = _accumulators(optimizers)
     before = [tf_variable(v).numpy() for v in own]
     _combine(own, ranks, adds_up)
     try:
@@ -65,6 +66,10 @@ def as_one_process(optimizer: Any, ranks: Communicator, adds_up: bool) -> Iterat
     finally:
         for variable, value in zip(own, before, strict=True):
             tf_variable(variable).assign(value)
+
+
+def _accumulators(optimizers: Sequence[Any]) -> list[Any]:
+    return [variable for optimizer in optimizers for variable in accumulators(optimizer)]
 
 
 def _combine(own: Sequence[Any], ranks: Communicator, adds_up: bool) -> None:

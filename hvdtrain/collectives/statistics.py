@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
 from hvdtrain.keras_internals.models import own_non_trainable_variables
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
 
 SEED_STRIDE = 0x9E3779B1
 """Odd, so that no two ranks' seeds meet; the 32-bit golden ratio spreads them."""
@@ -21,7 +21,7 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
 
     Weights of a frozen layer are none: averaging them would hide that they differ.
     """
-    left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model)]}
+    left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model), *row_states(model)]}
     found = [
         v for v in unique(own_non_trainable_variables(model)) if tf_variable(v).dtype.is_floating
     ]

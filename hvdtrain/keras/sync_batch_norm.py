@@ -123,12 +123,18 @@ def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _with_summed_gradient(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Return `tensor`, which is the same on all ranks; its gradient is the sum of theirs."""
+    """Return `tensor`, which is the same on all ranks; its gradient is the sum of theirs.
+
+    Where a step multiplies this rank's gradients by its share only in the end, the others' are weighted here by theirs.
+    """
+    step = current_step()
+    share = None if step is None or step.share_in_loss else step.share
 
     @tf.custom_gradient
     def identity(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
         def summed(gradient: tf.Tensor) -> tf.Tensor:
-            return ALL_RANKS.allreduce(gradient, name)
+            part = 1.0 if share is None else tf.cast(share, gradient.dtype)
+            return tf.math.divide_no_nan(ALL_RANKS.allreduce(gradient * part, name), part)
 
         return tf.identity(tensor), summed
 

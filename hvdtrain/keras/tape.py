@@ -14,6 +14,7 @@ from hvdtrain.collectives.communicator import Average, Communicator, ranks_of
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.names import variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
+from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import layers_of
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable
@@ -44,6 +45,14 @@ class _DistributedTape:
         )
         return tf.nest.pack_sequence_as(sources, self.hvdtrain_reducer(gradients, flat))
 
+    def jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: see the message."""
+        raise _no_jacobian("jacobian")
+
+    def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: see the message."""
+        raise _no_jacobian("batch_jacobian")
+
     def get_local_and_global_gradients(
         self,
         target: Any,
@@ -60,6 +69,14 @@ class _DistributedTape:
             [pair for pair in pairs if id(tf_variable(pair[0])) in local],
             [pair for pair in pairs if id(tf_variable(pair[0])) not in local],
         )
+
+
+def _no_jacobian(method: str) -> UsageError:
+    return UsageError(
+        f"DistributedGradientTape.{method}: the rows of a Jacobian may be this rank's own examples, or quantities that "
+        "all ranks have in common, and only the latter may be averaged. Record it with a plain tf.GradientTape, and "
+        "where its rows mean the same on every rank, average it: hvdtrain.keras.allreduce(jacobian)"
+    )
 
 
 def DistributedGradientTape(

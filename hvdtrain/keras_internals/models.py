@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.src import backend
 
 
 def is_built(model: keras.Model) -> bool:
@@ -27,16 +27,6 @@ def computed_in_half(model: keras.Model) -> list[Any]:
         for v in layer._trainable_variables
         if v._autocast and v.dtype == "float32"
     ]
-
-
-def symbolic_build(model: keras.Model, data: tuple[Any, ...]) -> None:
-    """Create all variables of a compiled model, its metrics and its optimizer from the shapes of `data`."""
-    model._symbolic_build(data_batch=data)
-
-
-def symbolic_call(model: keras.Model, x: Any) -> Any:
-    """Return the symbolic outputs of `model` for symbolic inputs; an unbuilt model is built."""
-    return backend.compute_output_spec(model, x, training=False)
 
 
 def compile_config(model: keras.Model) -> dict[str, Any]:
@@ -62,20 +52,74 @@ def overridden(model: keras.Model, *methods: str) -> str | None:
     )
 
 
+def step_of(model: keras.Model, name: str) -> Callable[[tuple[Any, ...]], Any]:
+    """Return the model's train_step, test_step or predict_step as a function of (x[, y[, sample_weight]]).
+
+    As in Keras, a step of data that is x alone gets no tuple.
+    """
+    step = getattr(model, name)
+    return lambda data: step(keras.utils.pack_x_y_sample_weight(*data))
+
+
 def trains_by_keras(model: keras.Model) -> bool:
     """Whether Keras's train_step trains the model: it passes the loss through optimizer.scale_loss once."""
     return overridden(model, "train_step") is None
 
 
-def has_loss(model: keras.Model) -> bool:
-    """Whether a compiled model can compute a loss: from compile, its own methods, or add_loss."""
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Return the optimizers that train a model, each once; that with which it was compiled comes first.
+
+    A train_step of the model's own may use others, which it or a model inside it keeps in attributes, as
+    `d_optimizer` and `g_optimizer` of a GAN.
+    """
+    found = [getattr(model, "optimizer", None)]
+    if not trains_by_keras(model):
+        owners = [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
+        found += [one for owner in owners for one in _optimizers_in(list(vars(owner).values()))]
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def _optimizers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, keras.optimizers.Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(item)
+
+
+def may_have_loss(model: keras.Model) -> bool:
+    """Whether a compiled model can have a loss: from compile, its own methods, or layers that may add one.
+
+    Which layers do is known only when they run; of Keras's own, those with regularizers.
+    """
     own = overridden(model, "train_step", "compute_loss") is not None
-    return own or model._compile_loss is not None or bool(model.losses)
+    layers_own = any(not type(one).__module__.startswith("keras.") for one in children(model))
+    return own or layers_own or model._compile_loss is not None or bool(model.losses)
 
 
 def metric_names(model: keras.Model) -> list[str]:
     """Return the names under which a built model's losses and metrics stand in the logs."""
-    return list(model.get_metrics_result())
+    return list(metric_results(model))
+
+
+def means_of(model: keras.Model) -> list[keras.metrics.Mean]:
+    """Return the metrics of a model that are means, those of compile among them."""
+    compiled = getattr(model, "_compile_metrics", None)
+    metrics = [*model.metrics, *(compiled.metrics if compiled is not None else [])]
+    return [metric for metric in metrics if isinstance(metric, keras.metrics.Mean)]
+
+
+def metric_results(model: keras.Model) -> dict[str, Any]:
+    """Return the results of a model's metrics by name; those of one whose result is a dict stand among the others."""
+    return flat_logs(model.get_metrics_result())
+
+
+def flat_logs(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `logs` with the values of dicts in them among the others, as Keras's callbacks get them."""
+    found: dict[str, Any] = {}
+    for name, value in logs.items():
+        found |= flat_logs(value) if isinstance(value, dict) else {name: value}
+    return found
 
 
 def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +127,7 @@ def metrics_or_logs(model: keras.Model, logs: dict[str, Any]) -> dict[str, Any]:
 
     A train_step of the user's may return other names; then `logs`, of the last step, are all there is.
     """
-    results = model.get_metrics_result()
+    results, logs = metric_results(model), flat_logs(logs)
     return results if not logs or set(logs) == set(results) else logs
 
 

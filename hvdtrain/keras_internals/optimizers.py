@@ -67,12 +67,6 @@ def inner_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """Return the optimizer of a compiled model, and those that it holds besides (of a GAN, say), each once."""
-    held = [v for v in vars(model).values() if isinstance(v, keras.optimizers.Optimizer)]
-    return list({id(v): v for v in [model.optimizer, *held] if v is not None}.values())
-
-
 def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
     inner = inner_of(optimizer)

@@ -6,7 +6,7 @@ gradients that it would apply are handed out. So the step is a pure function of 
 of tf.distribute it is traced; what it found is summed over the replicas and assigned once.
 
 In the scope the replica's loss is that of a process alone. (Keras divides losses by the number of replicas, but
-not those of a user's own.) Filler rows, which bring all replicas to one static shape, do not count.
+not those of a user's own.)
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend import get_keras_mask
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.trainers.compile_utils import CompileMetrics, MetricsList
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
@@ -30,11 +29,6 @@ from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, gradients_taken, inner_of
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable
-
-EVEN = (
-    "Give global_batch_size a multiple of the number of replicas, and data whose length is a multiple of "
-    "global_batch_size (or steps_per_epoch, validation_steps, steps), so that no batch must be filled up"
-)
 
 ONE_UPDATE = (
     "The gradients of several replicas in one process are added up and applied when the step is over, so it would see "
@@ -46,25 +40,12 @@ class ReplicaScope(keras.StatelessScope):
     """Keeps what a step assigns, instead of assigning it.
 
     Attributes:
-        rows: 1 for each real row and 0 for each filler, float32 of shape (rows,); None: all are real.
-        size: rows of this replica, fillers included.
-        replicas: how many there are.
-        examples: real rows of all replicas, a float32 scalar.
+        replicas: between how many the batch is divided; 1: this one has all of it.
     """
 
-    def __init__(
-        self,
-        mapping: list[tuple[Any, Any]],
-        rows: tf.Tensor | None,
-        size: int,
-        replicas: int,
-        examples: tf.Tensor,
-    ) -> None:
+    def __init__(self, mapping: list[tuple[Any, Any]], replicas: int) -> None:
         super().__init__(mapping, collect_losses=True, initialize_variables=False)
-        self.rows = rows
-        self.size = size
         self.replicas = replicas
-        self.examples = examples
         self.handed_out: list[tuple[Any, Any]] = []
         self.loss_is_scalar = False
         self.loss_mask: Any = None
@@ -118,13 +99,6 @@ class ReplicaScope(keras.StatelessScope):
         """Return the value that the step gave to `variable`; None if it did not."""
         value = self.state_mapping.get(id(variable))
         return None if value is self._given.get(id(variable)) else value
-
-    def real(self, values: tf.Tensor) -> tf.Tensor:
-        """Return `values`, of shape (rows, ...), with 0 in the filler rows."""
-        if self.rows is None:
-            return values
-        keep = tf.reshape(self.rows, [-1] + [1] * (values.shape.rank - 1))
-        return tf.where(keep > 0, values, tf.zeros_like(values))
 
 
 def _held(variable: Any) -> Any:
@@ -218,53 +192,28 @@ def read_mirrored_scalars() -> None:
         setattr(keras.Variable, name, read)
 
 
-def loss_trackers(model: keras.Model) -> list[Any]:
-    """Return the metrics that Keras weighs by a batch's rows: of the whole loss and of each output's."""
-    compiled = getattr(model, "_compile_loss", None)
-    return [model._loss_tracker, *(compiled.metrics if compiled else [])]
-
-
-def counted_by_rows(model: keras.Model) -> list[Any]:
-    """Return the states of metrics that a fit or evaluation of Keras updates: fillers do not count in them."""
-    compiled = getattr(model, "_compile_metrics", None)
-    metrics = [*loss_trackers(model), *([compiled] if compiled else [])]
-    return [v for metric in metrics for v in metric.variables]
-
-
 class _WholeLoss:
-    """Lays over a loss what makes the mean over the replicas the loss of the whole batch.
+    """Lays over a loss what makes the mean over the R replicas the loss of the whole batch.
 
-    With S_r the sum over replica r's real rows, B its rows, n the real rows of all R replicas:
+    With S_r the sum over replica r's rows, of which all have equally many:
 
-    - a mean over rows: R B / n times S_r / B;
+    - a mean over rows: it is that;
     - a sum: R times S_r;
-    - a mean over unmasked entries, or over sample weights, whose sum is D_r on the replica's real rows and
-      D'_r with the fillers: R D'_r / sum(D_r) times S_r / D'_r.
+    - a mean over unmasked entries, or over sample weights, whose sum is D_r: R D_r / sum(D_r) times S_r / D_r.
     """
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         values = super().call(y_true, y_pred)  # type: ignore[misc]
         scope = current_replica()
-        if scope is None:
-            return values
-        scope.loss_is_scalar = values.shape.rank == 0
-        scope.loss_mask = mask = get_keras_mask(values)
-        if scope.rows is None:
-            return values
-        if scope.loss_is_scalar:
-            raise UsageError(
-                f"The loss {self.name!r} returns one number for a batch, and this batch is filled up with "  # type: ignore[attr-defined]
-                f"repeated examples, which it would count: return one number for each example. Or: {EVEN}"
-            )
-        real = scope.real(values)
-        if mask is not None:
-            set_keras_mask(real, mask)
-        return real
+        if scope is not None:
+            scope.loss_is_scalar = values.shape.rank == 0
+            scope.loss_mask = get_keras_mask(values)
+        return values
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
         scope = current_replica()
-        if scope is None or scope.loss_is_scalar:
+        if scope is None or scope.replicas == 1 or scope.loss_is_scalar:
             return loss
         if self.reduction in (None, "none"):  # type: ignore[attr-defined]
             raise UsageError(
@@ -273,83 +222,12 @@ class _WholeLoss:
             )
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return loss * tf.cast(scope.replicas, loss.dtype)
-        mask = mask_in_loss(y_pred, scope.loss_mask)
-        weights = loss_weights(self, mask, sample_weight)
-        if weights is not None:
-            own = tf.stop_gradient(tf.cast(weights, tf.float32))
-            total = tf.distribute.get_replica_context().all_reduce(
-                tf.distribute.ReduceOp.SUM, tf.reduce_sum(scope.real(own))
-            )
-            factor = scope.replicas * tf.math.divide_no_nan(tf.reduce_sum(own), total)
-        elif scope.rows is not None:
-            factor = float(scope.replicas * scope.size) / scope.examples
-        else:
+        weights = loss_weights(self, mask_in_loss(y_pred, scope.loss_mask), sample_weight)
+        if weights is None:
             return loss
-        return loss * tf.cast(factor, loss.dtype)
-
-
-class _MetricsOfRealRows:
-    """Lays the weight 0 of filler rows over the metrics of a compiled model."""
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        scope = current_replica()
-        if scope is None or scope.rows is None:
-            super().update_state(y_true, y_pred, sample_weight)  # type: ignore[misc]
-            return
-        labels, outputs = self._flatten_y(y_true), self._flatten_y(y_pred)  # type: ignore[attr-defined]
-        weights = [None] if sample_weight is None else self._flatten_y(sample_weight)  # type: ignore[attr-defined]
-        if len(weights) < len(labels):
-            weights = [weights[0]] * len(labels)
-        for listed, weighted in ((self._flat_metrics, False), (self._flat_weighted_metrics, True)):  # type: ignore[attr-defined]
-            for found, label, output, weight in zip(listed, labels, outputs, weights, strict=False):
-                for metric in _metrics_in(found):
-                    _update(metric, label, output, weight if weighted else None, scope)
-
-
-def _metrics_in(found: Any) -> list[Any]:
-    if isinstance(found, MetricsList):
-        return found.metrics
-    return [] if found is None else [found]
-
-
-def _update(metric: Any, y_true: Any, y_pred: Any, weight: Any, scope: ReplicaScope) -> None:
-    """Update `metric` from the real rows."""
-    if isinstance(metric, keras.metrics.MeanMetricWrapper):
-        values = metric._fn(y_true, y_pred, **metric._fn_kwargs)
-        if len(values.shape) == 0:
-            raise UsageError(
-                f"The metric {metric.name!r} returns one number for a batch, and this batch is filled up with "
-                f"repeated examples, which it would count: return one number for each example. Or: {EVEN}"
-            )
-    assert scope.rows is not None
-    rows = scope.rows
-    if weight is not None:
-        weight = tf.convert_to_tensor(weight)
-        rows = scope.real(tf.cast(weight, tf.float32))
-    elif get_keras_mask(y_pred) is not None:
-        mask = get_keras_mask(y_pred)
-        rows = tf.reshape(rows, [-1] + [1] * (mask.shape.rank - 1))
-    rows = tf.identity(rows)
-    metric.update_state(y_true, y_pred, sample_weight=rows)
-    updates = [value for v in metric.variables if (value := scope.update_of(v)) is not None]
-    if updates and not tf.executing_eagerly() and not any(_depends(v, rows) for v in updates):
-        raise UsageError(
-            f"The metric {metric.name!r} does not regard sample_weight, so it would count the repeated examples with "
-            f"which this batch is filled up. {EVEN}"
-        )
-
-
-def _depends(tensor: tf.Tensor, on: tf.Tensor) -> bool:
-    """Whether `on` is needed to compute `tensor`, in a graph."""
-    waiting, seen = [tensor.op], set()
-    while waiting:
-        operation = waiting.pop()
-        if operation is on.op:
-            return True
-        if operation not in seen:
-            seen.add(operation)
-            waiting += [one.op for one in operation.inputs]
-    return False
+        own = tf.reduce_sum(tf.stop_gradient(tf.cast(weights, tf.float32)))
+        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
+        return loss * tf.cast(scope.replicas * tf.math.divide_no_nan(own, total), loss.dtype)
 
 
 class _OnEachReplica(AppliesByKeras):
@@ -417,10 +295,7 @@ def update_on_each_replica(optimizer: Any) -> None:
         overlay(inner, _OnEachReplica)
 
 
-def count_each_example_once(model: keras.Model) -> None:
-    """Make the losses and metrics of a built, compiled model exact over replicas; elsewhere they stay as they are."""
+def make_whole(model: keras.Model) -> None:
+    """Make the losses of a built, compiled model exact over replicas; elsewhere they stay as they are."""
     for loss in compiled_losses(model):
         overlay(loss, _WholeLoss)
-    metrics = getattr(model, "_compile_metrics", None)
-    if isinstance(metrics, CompileMetrics):
-        overlay(metrics, _MetricsOfRealRows)

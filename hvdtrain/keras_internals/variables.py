@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
 
 
@@ -37,30 +38,38 @@ def seed_variables(model: keras.Model) -> list[Any]:
     return [v for v in model.variables if "seed_generator_state" in variable_name(v)]
 
 
+def row_states(model: keras.Model) -> list[Any]:
+    """Return what stateful RNNs remember of each row of the batch before: a worker's are of its own rows."""
+    found = [
+        layer.states
+        for layer in model._flatten_layers()
+        if getattr(layer, "stateful", False) and getattr(layer, "states", None) is not None
+    ]
+    return [v for v in keras.tree.flatten(found) if isinstance(v, keras.Variable)]
+
+
 def replicated_variables(
     model: keras.Model | None = None, optimizer: Any = None, local: Iterable[Any] = ()
 ) -> list[Any]:
     """Return the variables that all ranks hold in common: weights, statistics, optimizer state.
 
-    Left out are the seed generators' states and accumulated gradients, which differ by rank on purpose.
+    Left out are the seed generators' states, those of stateful RNNs and accumulated gradients, which differ by rank
+    on purpose.
 
     Args:
         model: its variables.
-        optimizer: its variables; default the model's optimizer, if it is built.
+        optimizer: its variables; default those of the model's optimizers, as far as they are built.
         local: variables that belong to one rank alone, left out with their optimizer state.
     """
     own = {id(tf_variable(v)) for v in local}
     found: list[Any] = []
     if model is not None:
-        own |= {id(tf_variable(v)) for v in seed_variables(model)}
+        own |= {id(tf_variable(v)) for v in [*seed_variables(model), *row_states(model)]}
         found += model.variables
-        optimizer = optimizer or getattr(model, "optimizer", None)
-    if optimizer is not None:
-        found += list(optimizer.variables)
-        slots = [
-            s for v, state in optimizer_slots(optimizer) if id(tf_variable(v)) in own for s in state
-        ]
-        own |= {id(tf_variable(v)) for v in [*slots, *accumulators(optimizer)]}
+    for one in _optimizers(model, optimizer):
+        found += list(one.variables)
+        slots = [s for v, state in optimizer_slots(one) if id(tf_variable(v)) in own for s in state]
+        own |= {id(tf_variable(v)) for v in [*slots, *accumulators(one)]}
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 
 
@@ -71,13 +80,19 @@ def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any
         model: a built and compiled model.
         local: variables that belong to one rank alone, besides those of `register_local_var`.
     """
-    trained = {id(tf_variable(v)) for v in [*model.trainable_variables, *model.optimizer.variables]}
+    state = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
+    trained = {id(tf_variable(v)) for v in [*model.trainable_variables, *state]}
     common = replicated_variables(model, local=[*local, *local_variables(model)])
     return [v for v in common if id(tf_variable(v)) in trained]
 
 
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
-    """Return the variables that were given to the distributed optimizer's `register_local_var`."""
-    optimizer = optimizer or getattr(model, "optimizer", None)
-    inner = inner_of(optimizer)
-    return list(getattr(inner, "local_variables", ()))
+    """Return the variables that were given to `register_local_var` of the model's optimizers, or of this one."""
+    inner = [inner_of(one) for one in _optimizers(model, optimizer)]
+    return [v for one in inner for v in getattr(one, "local_variables", ())]
+
+
+def _optimizers(model: keras.Model | None, optimizer: Any) -> list[Any]:
+    if optimizer is not None:
+        return [optimizer]
+    return [] if model is None else optimizers_of(model)

@@ -29,6 +29,7 @@ class DividedStrategy(HorovodStrategy):
         unsplit: the model before it was divided; None: it is whole.
     """
 
+    several_optimizers: ClassVar[bool] = False
     saves_together: ClassVar[bool] = True
     position: Position | None = None
     unsplit: Unsplit | None = None

@@ -20,14 +20,17 @@ from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_s
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute, reducer_of
-from hvdtrain.keras_internals.models import (
-    metric_names,
-    symbolic_build,
-    symbolic_call,
-)
+from hvdtrain.keras_internals.building import build_model, symbolic_call
+from hvdtrain.keras_internals.models import metric_names, optimizers_of
 from hvdtrain.keras_internals.optimizer_state import share_loaded
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, is_distributed
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, trained_variables
+from hvdtrain.keras_internals.variables import (
+    local_variables,
+    row_states,
+    seed_variables,
+    tf_variable,
+    trained_variables,
+)
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, write_model
@@ -48,6 +51,7 @@ class HorovodStrategy(Strategy):
     """
 
     name: ClassVar[str] = "horovod"
+    several_optimizers: ClassVar[bool] = True
 
     def __init__(self, wrap: Callable[[Any, Reduction], Any] = distribute) -> None:
         super().__init__()
@@ -74,12 +78,11 @@ class HorovodStrategy(Strategy):
         self.build_variables(model, data, what)
         self.broadcast(model)
         fold_rank_into_seeds(model, self.part.index)
-        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+        return RankSteps(model, self.data_set, self.part.count)
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         """Create all variables, and compare their shapes over the ranks."""
-        symbolic_build(model, data)
-        self.build_optimizer(model)
+        build_model(model, data)
         built = {
             "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
             "the metrics": metric_names(model),
@@ -92,16 +95,16 @@ class HorovodStrategy(Strategy):
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
         symbolic_call(model, inputs)
         broadcast_variables(model.variables)
-        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+        return RankSteps(model, self.data_set, self.part.count)
 
     def probe(self, steps: Steps, share: Share) -> None:
         if isinstance(steps, RankSteps):
             steps.probe(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        optimizer = model.optimizer
         broadcast_variables(shared_state(model, without))
-        share_loaded(optimizer)
+        for optimizer in optimizers_of(model):
+            share_loaded(optimizer)
 
     def check_step(self, model: keras.Model, when: str) -> None:
         # Statistics of a step differ by nature; they are averaged when the epoch ends.
@@ -114,7 +117,7 @@ class HorovodStrategy(Strategy):
         return merged_logs(model, step_logs, share, self.data_set)
 
     def end_epoch(self, model: keras.Model) -> None:
-        average_statistics(model, reducer_of(model.optimizer).local_variables, self.data_set)
+        average_statistics(model, local_variables(model), self.data_set)
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         return gather_predictions(outputs, self.data_set)
@@ -131,13 +134,13 @@ class HorovodStrategy(Strategy):
         self.build_to_load(model)
         on_first(lambda: read_model(model, path), "load", self.ranks)
         self.broadcast(model, without=seed_variables(model))
-        share_out(model.optimizer, self.data_set, self.adds_up)
+        share_out(optimizers_of(model), self.data_set, self.adds_up)
 
     def as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return as_one_process(model.optimizer, self.data_set, self.adds_up)
+        return as_one_process(optimizers_of(model), self.data_set, self.adds_up)
 
     def restored_by_first(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return restored_by_first(model.optimizer, self.data_set, self.adds_up)
+        return restored_by_first(optimizers_of(model), self.data_set, self.adds_up)
 
     @property
     def adds_up(self) -> bool:
@@ -146,11 +149,14 @@ class HorovodStrategy(Strategy):
 
 
 def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:
-    """Return the variables of a model and its optimizer that are the same on all ranks, except `without`."""
-    optimizer = model.optimizer
-    own = [*reducer_of(optimizer).local_variables, *accumulators(optimizer), *without]
+    """Return the variables of a model and its optimizers that are the same on all ranks, except `without`."""
+    own = [*local_variables(model), *row_states(model), *without]
+    found = list(model.variables)
+    for optimizer in optimizers_of(model):
+        own += accumulators(optimizer)
+        found += optimizer.variables
     kept = {id(tf_variable(v)) for v in own}
-    return [v for v in [*model.variables, *optimizer.variables] if id(tf_variable(v)) not in kept]
+    return [v for v in found if id(tf_variable(v)) not in kept]
 
 
 def _check_reduction(reduction: Reduction) -> None:

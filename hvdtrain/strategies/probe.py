@@ -23,8 +23,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step import Step, in_step
-from hvdtrain.keras_internals.models import trains_by_keras
-from hvdtrain.keras_internals.optimizers import gradients_taken, optimizers_of
+from hvdtrain.keras_internals.models import optimizers_of, step_of, trains_by_keras
+from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
 
 EXAMPLES = 5
@@ -142,7 +142,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
         for optimizer in optimizers_of(model):
             stack.enter_context(gradients_taken(optimizer, take))
         stack.enter_context(in_step(step))
-        model.train_step(data)
+        step_of(model, "train_step")(data)
     return found
 
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import check_additive
-from hvdtrain.keras_internals.models import symbolic_call
+from hvdtrain.keras_internals.building import symbolic_call
 from hvdtrain.strategies.replicas import ReplicaSteps, build
 from hvdtrain.strategies.strategy import Strategy
 

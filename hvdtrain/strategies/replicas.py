@@ -6,15 +6,18 @@ or sum over the replicas is applied once: on each replica's copy of the variable
 them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
 loss scaling, accumulation and moving averages of weights need nothing of their own.
 
-All batches have one shape, the last one of an epoch too: what it lacks is filled up with examples that count zero.
-Exceptions by nature, as over ranks: BatchNormalization normalises over a replica's rows, fillers included (over all
-with synchronized=True), and dropout draws other masks on each replica.
+A batch that cannot be divided evenly, as the last one of an epoch, each replica computes whole: what they find is the
+same then, and is counted once. That is exact whatever the model does, and costs R times its share of one step. Shapes
+are static; each size of a batch has its own program.
+Exceptions by nature, as over ranks: BatchNormalization normalises over a replica's rows (over all with
+synchronized=True), and dropout draws other masks on each replica.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,12 +29,13 @@ from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
+from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.losses import needs_whole_batch
-from hvdtrain.keras_internals.models import overridden, symbolic_build, trains_by_keras
+from hvdtrain.keras_internals.metric_calls import Calls, watched
+from hvdtrain.keras_internals.models import means_of, step_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
-from hvdtrain.keras_internals.replica_scope import EVEN, ReplicaScope
+from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
-from hvdtrain.strategies.rows import Placement, place
 from hvdtrain.strategies.strategy import Logs
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
@@ -71,18 +75,20 @@ class ReplicaSteps:
         self._model = model
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
-        self._rows = -(-examples // self._replicas)
+        if examples % self._replicas:
+            warnings.warn(
+                f"global_batch_size={examples} cannot be divided evenly between {self._replicas} replicas, so each "
+                f"computes the whole batch, and they are no faster than one: give a multiple of {self._replicas}",
+                stacklevel=2,
+            )
         self._device = parameter_device
         self._on_replicas = parameter_device is None
-        # Keras's own step has each replica's part in the loss; a user's may not.
-        self._together = SUM if trains_by_keras(model) else MEAN
         self._compiled: dict[Any, Callable[..., Any]] = {}
-        self._placements: dict[int, Placement] = {}
         complaint = needs_whole_batch(model)
         if complaint is not None and self._replicas > 1:
             raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
-            replica_scope.count_each_example_once(model)
+            replica_scope.make_whole(model)
             if self._on_replicas:
                 replica_scope.update_on_each_replica(model.optimizer)
 
@@ -98,16 +104,12 @@ class ReplicaSteps:
 
     def predict(self, share: Share) -> Any:
         """Return the model's outputs for the examples of `share`, in their order."""
-        placement = self._placement(share.examples)
-        data = self._divided([share], placement)
-        outputs = self._program("predict_step", 1, placement.is_full)(data)
+        outputs = self._program("predict_step", [share])(self._parts([share]))
         found = [
             self._strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(outputs)
         ]
-        joined = [
-            tf.concat([part[:real] for part, real in zip(parts, placement.real, strict=True)], 0)
-            for parts in found
-        ]
+        whole = not self._divides(share.examples)
+        joined = [parts[0] if whole else tf.concat(parts, 0) for parts in found]
         return tf.nest.pack_sequence_as(outputs, joined)
 
     def finish(self) -> None:
@@ -115,118 +117,107 @@ class ReplicaSteps:
 
     # From shares to what the programs take.
 
-    def _placement(self, examples: int) -> Placement:
-        if examples not in self._placements:
-            self._placements[examples] = place(examples, self._replicas, self._rows)
-        return self._placements[examples]
+    def _divides(self, examples: int) -> bool:
+        """Whether the replicas divide a batch between them; else each has all of it."""
+        return examples % self._replicas == 0
 
-    def _divided(self, shares: Sequence[Share], placement: Placement) -> Any:
+    def _parts(self, shares: Sequence[Share]) -> Any:
         """Return each replica's rows; of several shares (steps, rows, ...)."""
         axis = 0 if len(shares) == 1 else 1
+        divides = self._divides(shares[0].examples)
 
         def rows_of(*leaves: tf.Tensor) -> list[tf.Tensor]:
             leaf = leaves[0] if len(leaves) == 1 else tf.stack(leaves)
-            if not placement.is_full:
-                leaf = tf.gather(leaf, placement.rows.reshape(-1), axis=axis)
-            return tf.split(leaf, self._replicas, axis)
+            return tf.split(leaf, self._replicas, axis) if divides else [leaf] * self._replicas
 
         data = [share.data for share in shares]
         with tf.device("CPU:0"):  # From there each device gets its own part.
             flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
-        mask = [] if placement.is_full else [tf.constant(placement.mask)]
-        weights = tf.constant(placement.weights)
 
         def of_replica(context: tf.distribute.experimental.ValueContext) -> Any:
             replica = context.replica_id_in_sync_group
-            rows = tf.nest.pack_sequence_as(data[0], [leaf[replica] for leaf in flat])
-            return rows, [m[replica] for m in mask], weights[replica]
+            return tf.nest.pack_sequence_as(data[0], [leaf[replica] for leaf in flat])
 
         return self._strategy.experimental_distribute_values_from_function(of_replica)
 
     def _run(self, step: str, shares: Sequence[Share]) -> Logs:
-        examples = shares[0].examples
-        placement = self._placement(examples)
-        own = overridden(self._model, step, "compute_loss", "compute_metrics")
-        if own is not None and not placement.is_full:
-            raise UsageError(
-                f"The model has a {own} of its own, and this batch has {examples} examples for "
-                f"{self._replicas} replicas with {self._rows} rows each: what is filled up with repeated examples, "
-                f"such a step would count. {EVEN}"
-            )
-        program = self._program(step, len(shares), placement.is_full)
-        return program(self._divided(shares, placement), tf.constant(float(examples)))
+        return self._program(step, shares)(self._parts(shares))
 
-    # The programs. They are traced once for full batches and once for others.
+    # The programs. They are traced once for each size of a batch.
 
-    def _program(self, step: str, count: int, is_full: bool) -> Callable[..., Any]:
-        key = (step, count, is_full)
+    def _program(self, step: str, shares: Sequence[Share]) -> Callable[..., Any]:
+        key = (step, len(shares), shares[0].examples)
         if key not in self._compiled:
             # An object of its own, for TensorFlow counts traces by function and warns of many.
             if step == "predict_step":
                 program = functools.partial(self._predictions)
             else:
-                program = functools.partial(self._steps, step, count)
+                divides = self._divides(shares[0].examples)
+                program = functools.partial(self._steps, step, len(shares), divides)
             if not self._model.run_eagerly:
                 program = tf.function(program, autograph=False)
             self._compiled[key] = program
         return self._compiled[key]
 
-    def _predictions(self, divided: Any) -> Any:
-        def predict(rows: Any, mask: list[tf.Tensor], weight: tf.Tensor) -> Any:
-            with ReplicaScope([], None, self._rows, self._replicas, tf.constant(1.0)):
-                return self._model.predict_step(rows)
+    def _predictions(self, parts: Any) -> Any:
+        def predict(rows: Any) -> Any:
+            with ReplicaScope([], 1):
+                return step_of(self._model, "predict_step")(rows)
 
-        return self._strategy.run(predict, args=divided, options=STATIC_SHAPES)
+        return self._strategy.run(predict, args=(parts,), options=STATIC_SHAPES)
 
-    def _steps(self, step: str, count: int, divided: Any, examples: tf.Tensor) -> Logs:
+    def _steps(self, step: str, count: int, divides: bool, parts: Any) -> Logs:
         """`count` steps, one after the other."""
+        run = functools.partial(self._step, step, divides, parts)
         if count == 1:
-            return self._step(step, divided, examples, None)
+            return run(None)
         if tf.executing_eagerly():
-            return [self._step(step, divided, examples, number) for number in range(count)][-1]
-
-        def body(number: Any, _: Any) -> Any:
-            return number + 1, self._step(step, divided, examples, number)
-
-        logs = self._step(step, divided, examples, 0)
+            return [run(number) for number in range(count)][-1]
+        logs = run(0)
         _, logs = tf.while_loop(
-            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
+            lambda number, _: number < count,
+            lambda number, _: (number + 1, run(number)),
+            (tf.constant(1), logs),
+            parallel_iterations=1,
         )
         return logs
 
-    def _step(self, step: str, divided: Any, examples: tf.Tensor, number: Any) -> Logs:
+    def _step(self, step: str, divides: bool, parts: Any, number: Any) -> Logs:
         """One step, seen from outside the replicas; `number` of the share if there are several."""
         found = Found()
         states = [tf_variable(v).read_value() for v in self._metric_variables()]
 
-        def replica(rows: Any, mask: list[tf.Tensor], weight: tf.Tensor, *shared: Any) -> Any:
-            if number is not None:
-                rows = tf.nest.map_structure(lambda leaf: leaf[shared[-1]], rows)
-            return self.on_replica(step, rows, mask, weight, shared[0], shared[1], found)
+        def replica(rows: Any, states: list[tf.Tensor], *number: Any) -> Any:
+            if number:
+                rows = tf.nest.map_structure(lambda leaf: leaf[number[0]], rows)
+            return self.on_replica(step, divides, rows, states, found, calls)
 
-        shared = (examples, states) if number is None else (examples, states, number)
-        with replica_scope.pure_steps(self._model):
-            parts = self._strategy.run(replica, (*divided, *shared), options=STATIC_SHAPES)
+        shared = (states,) if number is None else (states, number)
+        means = means_of(self._model)
+        with replica_scope.pure_steps(self._model), watched(means) as calls:
+            results = self._strategy.run(replica, (parts, *shared), options=STATIC_SHAPES)
         if not self._on_replicas:
             with tf.device(self._device):
-                gradients = self._reduced(self._together, parts["gradients"])
-                self._apply(gradients, self._reduced(SUM, parts["states"]), found)
-        self._add_to_metrics(self._reduced(SUM, parts["metrics"]), found, examples)
-        results = self._model.get_metrics_result()
-        logs = parts["logs"]
-        if set(logs) == set(results):
-            return results
+                gradients = self._reduced(self._together(divides), results["gradients"])
+                self._apply(gradients, self._reduced(SUM, results["states"]), found)
+        for variable, value in zip(
+            found.metrics, self._reduced(SUM, results["metrics"]), strict=True
+        ):
+            variable.assign(variable + value if _adds_up(variable) else value)
+        values = self._model.get_metrics_result()
+        logs = results["logs"]
+        if set(logs) == set(values):
+            return values
         return {name: self._strategy.reduce(MEAN, value, axis=None) for name, value in logs.items()}
 
     def on_replica(
         self,
         step: str,
+        divides: bool,
         rows: Any,
-        mask: list[tf.Tensor],
-        weight: tf.Tensor,
-        examples: tf.Tensor,
         states: list[tf.Tensor],
         found: Found,
+        calls: Calls,
     ) -> dict[str, Any]:
         """Run the model's `step` on one replica's rows, inside `pure_steps`.
 
@@ -234,12 +225,11 @@ class ReplicaSteps:
         Else nothing changes.
 
         Args:
-            rows: (x, y, sample_weight), with the replica's rows in the leading dimension.
-            mask: [1 for each row that counts, else 0], or [] where all do.
-            weight: this replica's part of averages over replicas.
-            examples: that count, of all replicas.
+            divides: whether `rows` are the replica's part of the batch, or all of it.
+            rows: (x, y, sample_weight), with the rows in the leading dimension.
             states: of all metrics.
             found: filled with the variables that the step changes.
+            calls: of the model's means, noted so far.
 
         Returns:
             gradients: of each of found.trained. (Unless applied.)
@@ -254,54 +244,70 @@ class ReplicaSteps:
             (v, tf.zeros_like(state) if _adds_up(v) else state)
             for v, state in zip(metrics, states, strict=True)
         ]
-        scope = ReplicaScope(
-            mapping, mask[0] if mask else None, self._rows, self._replicas, examples
-        )
-        with scope:
-            logs = getattr(self._model, step)(rows)
+        with ReplicaScope(mapping, self._replicas if divides else 1) as scope:
+            logs = step_of(self._model, step)(rows)
         if step == "train_step":
             require_gradients(self._model, scope.handed_out)
-        if mask and scope.losses:
-            raise UsageError(
-                "The model adds losses of its own (add_loss, activity regularizers), and this batch is filled up "
-                f"with repeated examples, which they would count. {EVEN}"
-            )
         scope.require_known([*self._model.variables, *metrics])
         counted = {id(v) for v in metrics}
         others = [v for v in unique(self._model.variables) if id(v) not in counted]
         found.trained = [v for _, v in scope.handed_out]
         found.states = [v for v in others if scope.update_of(v) is not None]
         found.metrics = [v for v in metrics if scope.update_of(v) is not None]
-        if mask:
-            self._require_counted(found.metrics)
         is_first = tf.equal(replica, 0)
         gradients = [gradient for gradient, _ in scope.handed_out]
-        new = [_part(v, scope.update_of(v), weight, is_first) for v in found.states]
+        new = [_part(v, scope.update_of(v), self._replicas, is_first) for v in found.states]
+        grown = [scope.update_of(v) for v in found.metrics]
+        if divides:
+            metric_parts = [
+                _metric_part(v, value, self._replicas, is_first)
+                for v, value in zip(found.metrics, grown, strict=True)
+            ]
+        else:  # All have found the same: the first one's counts.
+            gradients = [_of_first(gradient, is_first) for gradient in gradients]
+            weights = self._weights_of_means(calls, rows, scope)
+            metric_parts = [
+                _of_first(value * weights[id(v)] if id(v) in weights else value, is_first)
+                for v, value in zip(found.metrics, grown, strict=True)
+            ]
         if self._on_replicas:
-            self._apply_everywhere(gradients, new, found)
+            self._apply_everywhere(divides, gradients, new, found)
         return {
             **({} if self._on_replicas else {"gradients": gradients, "states": new}),
-            "metrics": [
-                _metric_part(v, scope.update_of(v), self._replicas, is_first) for v in found.metrics
-            ],
+            "metrics": metric_parts,
             "logs": {name: tf.convert_to_tensor(value) for name, value in logs.items()},
         }
 
-    def _require_counted(self, updated: list[Any]) -> None:
-        counted = {id(v) for v in replica_scope.counted_by_rows(self._model)}
-        for variable in updated:
-            if id(variable) not in counted:
-                raise UsageError(
-                    f"A layer updates the metric state {variable.path!r}, and this batch is filled up with repeated "
-                    f"examples, which it would count. {EVEN}"
-                )
+    def _together(self, divides: bool) -> tf.distribute.ReduceOp:
+        """How the replicas' gradients become one: Keras's own step has each one's part in the loss."""
+        return MEAN if divides and not trains_by_keras(self._model) else SUM
+
+    def _weights_of_means(self, calls: Calls, rows: Any, scope: ReplicaScope) -> dict[int, Any]:
+        """Return by what the states of means count that take a whole batch for one value, as of a loss.
+
+        A divided batch updates them once on each replica: this one must weigh as much.
+        """
+        single = tf.nest.flatten(rows)[0].shape[0] == 1
+        found: dict[int, Any] = {}
+        for mean, updates in calls.updates:
+            grown = scope.update_of(mean.count)
+            if not isinstance(mean, keras.metrics.MeanMetricWrapper):
+                weight = self._replicas if all(map(_is_scalar, updates)) else 1
+            elif single or grown is None:  # A mean over rows, as most.
+                continue
+            else:
+                weight = tf.where(tf.equal(grown, 1), tf.cast(self._replicas, grown.dtype), 1)
+            found |= {id(mean.total): weight, id(mean.count): weight}
+        return found
 
     # What is done with what the replicas found.
 
-    def _apply_everywhere(self, gradients: list[Any], states: list[Any], found: Found) -> None:
+    def _apply_everywhere(
+        self, divides: bool, gradients: list[Any], states: list[Any], found: Found
+    ) -> None:
         """On a replica: apply what all replicas found to this one's variables."""
         context = tf.distribute.get_replica_context()
-        gradients = context.all_reduce(self._together, gradients) if gradients else []
+        gradients = context.all_reduce(self._together(divides), gradients) if gradients else []
         states = context.all_reduce(SUM, states) if states else []
         self._apply(gradients, states, found)
 
@@ -314,15 +320,6 @@ class ReplicaSteps:
 
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]
-
-    def _add_to_metrics(self, values: list[Any], found: Found, examples: tf.Tensor) -> None:
-        trackers = replica_scope.loss_trackers(self._model)
-        by_rows = {id(v) for tracker in trackers for v in tracker.variables}
-        for variable, value in zip(found.metrics, values, strict=True):
-            if id(variable) in by_rows:
-                # Keras weighs a replica's loss by its rows, fillers included.
-                value = value * tf.cast(examples / (self._replicas * self._rows), value.dtype)
-            variable.assign(variable + value if _adds_up(variable) else value)
 
     def _metric_variables(self) -> list[Any]:
         return unique(v for metric in self._model.metrics for v in metric.variables)
@@ -337,20 +334,36 @@ def _metric_part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Te
         return value
     if variable.aggregation == "mean":
         return value / tf.cast(replicas, value.dtype)
+    return _of_first(value, is_first)
+
+
+def _of_first(value: Any, is_first: tf.Tensor) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        values = _of_first(value.values, is_first)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
     return tf.where(is_first, value, tf.zeros_like(value))
 
 
-def _part(variable: Any, value: tf.Tensor, weight: tf.Tensor, is_first: tf.Tensor) -> tf.Tensor:
+def _is_scalar(update: tuple[Any, Any]) -> bool:
+    """Whether a mean was updated with one number, without a weight."""
+    args, kwargs = update
+    given = dict(zip(("values", "sample_weight"), args, strict=False)) | kwargs
+    return (
+        given.get("sample_weight") is None and tf.convert_to_tensor(given["values"]).shape.rank == 0
+    )
+
+
+def _part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -> tf.Tensor:
     """This replica's part of the new value: an average for numbers (moving statistics), else the first one's."""
     value = tf.cast(value, tf_variable(variable).dtype)
     if value.dtype.is_floating:
-        return value * tf.cast(weight, value.dtype)
+        return value / tf.cast(replicas, value.dtype)
     if value.dtype == tf.bool:
         raise UsageError(
             f"The step changes the variable {variable.path!r} of type bool, which several replicas cannot add "
             "up: keep it as an integer, or use strategy='horovod'"
         )
-    return tf.where(is_first, value, tf.zeros_like(value))
+    return _of_first(value, is_first)
 
 
 def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
@@ -402,7 +415,5 @@ def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 def build(model: keras.Model, data: Any) -> int:
     """Create all variables of a compiled model for symbolic `data`; return the examples of a global batch."""
-    symbolic_build(model, data)
-    if not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
+    build_model(model, data)
     return int(tf.nest.flatten(data)[0].shape[0])

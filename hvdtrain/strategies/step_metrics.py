@@ -29,7 +29,7 @@ from hvdtrain.collectives.metrics import (
 from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
 from hvdtrain.keras_internals.metric_calls import Source, is_known_to_add_up, metrics_of, watched
-from hvdtrain.keras_internals.models import metrics_or_logs
+from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
 from hvdtrain.keras_internals.variables import tf_variable, unique
 
 
@@ -97,7 +97,7 @@ class StepMetrics:
         """
         before = [target.read_value() for target in self._targets]
         with watched(self.all) as calls:
-            logs = work()
+            logs = flat_logs(work())
         for metric, updates in calls.updates:
             if id(metric) not in self._tried and not is_known_to_add_up(metric):
                 self._tried.add(id(metric))
@@ -166,7 +166,7 @@ def merged_logs(
     kept = read_state(unlisted)
     part = share.examples / share.global_examples
     merge_state([*model.metrics, *unlisted], process_set, step_logs.rules, part)
-    merged = model.get_metrics_result()
+    merged = metric_results(model)
     if step_logs.keys() != merged.keys():
         known = {n: merged[n] for n in by_value} | {n: s.value() for n, s in sources.items()}
         others = {name: value for name, value in step_logs.items() if name not in known}
@@ -181,7 +181,7 @@ def _by_value(
     model: keras.Model, logs: StepLogs, share: Share, process_set: Communicator
 ) -> list[str]:
     """Return the results that a compiled part of the step hides: on each rank a metric has this name and value."""
-    own = model.get_metrics_result()
+    own = metric_results(model)
     names = [name for name in logs if name not in logs.sources and name in own]
     if not names:
         return []

@@ -9,17 +9,21 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Min
+from hvdtrain.collectives.communicator import Communicator, Min
 from hvdtrain.collectives.idle import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source
-from hvdtrain.keras_internals.models import computed_in_half, trains_by_keras
+from hvdtrain.keras_internals.models import (
+    computed_in_half,
+    optimizers_of,
+    step_of,
+    trains_by_keras,
+)
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
@@ -67,9 +71,9 @@ class RankSteps:
     With one worker nothing is weighted: the steps are Keras's own.
     """
 
-    def __init__(self, model: keras.Model, reducer: OptimizerReducer, workers: int) -> None:
+    def __init__(self, model: keras.Model, ranks: Communicator, workers: int) -> None:
         self._model = model
-        self._ranks = reducer.reduction.process_set
+        self._ranks = ranks
         self._share = tf.Variable(1.0, trainable=False)
         self._share_value = 1.0
         self._probed = False
@@ -82,11 +86,12 @@ class RankSteps:
                 self._share,
                 TotalOfRanks(self._ranks),
                 # With loss scaling every train_step passes its loss through scale_loss.
-                share_in_loss=trains_by_keras(model) or is_scaled(model.optimizer),
+                share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=frozenset(id(tf_variable(v)) for v in computed_in_half(model)),
             )
-        train = in_clusters(model.train_step) if model.jit_compile else model.train_step
-        test = model.test_step
+        train, test = step_of(model, "train_step"), step_of(model, "test_step")
+        if model.jit_compile:
+            train = in_clusters(train)
         self._metrics = StepMetrics(model, self._share, self._ranks.rank() == 0)
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
@@ -96,7 +101,7 @@ class RankSteps:
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)
-        self._predict = self._compiled(model.predict_step)
+        self._predict = self._compiled(step_of(model, "predict_step"))
 
     def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
         """Compile `step`, whose data has this many leading dimensions in common."""

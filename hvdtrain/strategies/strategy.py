@@ -16,7 +16,7 @@ import keras
 
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Part, Share
-from hvdtrain.keras_internals.models import metrics_or_logs
+from hvdtrain.keras_internals.models import metrics_or_logs, optimizers_of
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, require_built, write_model
@@ -53,10 +53,12 @@ class Strategy:
         workers: how many compute a step together; at most one per example of the global batch.
         part: which share of each global batch this process reads.
         is_first: whether this process writes files and talks to the terminal.
+        several_optimizers: whether a train_step of the model's own may use more than one.
         saves_together: no rank has the whole model and optimizer, so `save` is the only way to save them.
     """
 
     name: ClassVar[str] = "alone"
+    several_optimizers: ClassVar[bool] = False
     saves_together: ClassVar[bool] = False
 
     def __init__(self) -> None:
@@ -164,6 +166,7 @@ class Strategy:
 
     def build_optimizer(self, model: keras.Model) -> None:
         """Create the optimizer's variables, if they are not there, for a model that has its own."""
-        if not model.optimizer.built:
+        (optimizer, *others) = optimizers_of(model)
+        if not others and not optimizer.built:
             with self.scope():
-                model.optimizer.build(model.trainable_variables)
+                optimizer.build(model.trainable_variables)

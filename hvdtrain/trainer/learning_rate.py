@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -28,17 +30,25 @@ def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
         optimizer.learning_rate = float(optimizer.learning_rate) * factor
 
 
-class WarmUp(keras.callbacks.Callback):
-    """Raise the learning rate in equal steps from `start` to `target` over the first `epochs` epochs.
+@dataclass(frozen=True)
+class Ramp:
+    """An optimizer and the learning rates between which its warm-up rises."""
 
-    The rate follows from epoch and step alone, so a run that goes on in the middle goes on there. Afterwards the
-    rate is left to others.
+    optimizer: Any
+    start: float
+    target: float
+
+
+class WarmUp(keras.callbacks.Callback):
+    """Raise learning rates in equal steps over the first `epochs` epochs.
+
+    The rates follow from epoch and step alone, so a run that goes on in the middle goes on there. Afterwards they
+    are left to others.
     """
 
-    def __init__(self, start: float, target: float, epochs: float, steps_per_epoch: int) -> None:
+    def __init__(self, ramps: Sequence[Ramp], epochs: float, steps_per_epoch: int) -> None:
         super().__init__()
-        self._start = start
-        self._rise = target - start
+        self._ramps = ramps
         self._steps_per_epoch = steps_per_epoch
         self._steps = max(1, round(epochs * steps_per_epoch))
         self._before = 0
@@ -51,5 +61,7 @@ class WarmUp(keras.callbacks.Callback):
         # With steps_per_execution not every step is seen; the last one of the rise may be among the others.
         done = min(self._before + batch + 1, self._steps)
         if self._before + batch < self._steps or self._rising:
-            self.model.optimizer.learning_rate = self._start + self._rise * done / self._steps
+            for ramp in self._ramps:
+                rise = (ramp.target - ramp.start) * done / self._steps
+                ramp.optimizer.learning_rate = ramp.start + rise
             self._rising = done < self._steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,14 @@ from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.arrays import ArraySource
 from hvdtrain.data.make import check_positive
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.models import compile_config
+from hvdtrain.keras_internals.models import (
+    compile_config,
+    may_have_loss,
+    optimizers_of,
+    overridden,
+)
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
-from hvdtrain.strategies.strategy import ModelSource
+from hvdtrain.strategies.strategy import ModelSource, Strategy
 
 
 def build_model(
@@ -45,6 +50,67 @@ def build_model(
     if not isinstance(built, keras.Model):
         raise UsageError(f"model: the function returned {type(built).__name__}, not a keras.Model")
     return built
+
+
+def compile_model(
+    model: keras.Model,
+    strategy: Strategy,
+    prepare: Callable[[Any], Any],
+    given: dict[str, Any],
+    *,
+    jit_compile: bool,
+    run_eagerly: bool,
+) -> None:
+    """Compile `model`, with optimizers that `strategy` distributes.
+
+    Args:
+        prepare: makes the optimizer to train with from the user's.
+        given: optimizer, loss, metrics, weighted_metrics and loss_weights of Trainer; None where left out.
+
+    Raises:
+        UsageError: what was given does not fit the model or the strategy.
+    """
+    run_eagerly = run_eagerly or model.run_eagerly
+    if overridden(model, "compile"):
+        _require_own_compile(model, given)
+        with strategy.scope():
+            model.optimizer = model.optimizer and prepare(model.optimizer)
+        model.jit_compile, model.run_eagerly = jit_compile, run_eagerly
+    else:
+        compiled = compile_arguments(model, **given)
+        optimizer = prepare(compiled["optimizer"])
+        with strategy.scope():
+            model.compile(
+                **compiled | {"optimizer": optimizer},
+                jit_compile=jit_compile,
+                run_eagerly=run_eagerly,
+            )
+    for other in optimizers_of(model):
+        if other is model.optimizer:
+            continue
+        if not strategy.several_optimizers:
+            raise UsageError(
+                f"{type(model).__name__} trains with several optimizers, which strategy {strategy.name!r} cannot, nor "
+                "layout or shard_optimizer: leave these out"
+            )
+        prepare(other)
+    if not may_have_loss(model):
+        raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
+
+
+def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
+    """Raise UsageError unless a model that has a `compile` of its own went through it."""
+    name = type(model).__name__
+    if not model.compiled:
+        raise UsageError(
+            f"{name} has a compile of its own, whose arguments only you know: call it before Trainer, or in the "
+            "function that builds the model"
+        )
+    for argument, value in given.items():
+        if value is not None:
+            raise UsageError(
+                f"{argument}: {name} has a compile of its own, and was compiled by that: leave {argument} out here"
+            )
 
 
 def compile_arguments(
@@ -111,6 +177,28 @@ def symbolic_data(element: Any, examples: int) -> Any:
         return {key: symbolic_data(item, examples) for key, item in element.items()}
     items = [symbolic_data(item, examples) for item in element]
     return items if isinstance(element, list) else tuple(items)
+
+
+def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, workers: int) -> None:
+    """Raise UsageError if the model wants batches of a fixed size, as stateful RNNs do, and shares are others.
+
+    Args:
+        inputs: of the model, symbolic.
+        batch_size: of all workers together.
+    """
+    for fixed in {tensor.shape[0] for tensor in inputs} - {None}:
+        if fixed * workers != batch_size:
+            raise UsageError(
+                f"The model's inputs have a batch size of {fixed} (batch_shape, for a stateful RNN): that is each "
+                f"worker's share of a step, and global_batch_size={batch_size} on {workers} workers is not {workers} * "
+                f"{fixed}. Give global_batch_size={fixed * workers}, or build the model with batch_shape="
+                f"({batch_size} // hvdtrain.init().size, ...)"
+            )
+        if source.examples is not None and source.examples % batch_size:
+            raise UsageError(
+                f"The model's inputs have a batch size of {fixed} on each worker, and {source.examples} examples are "
+                f"no whole number of batches of {batch_size}: leave {source.examples % batch_size} out"
+            )
 
 
 def evaluation_source(source: Source) -> Source:

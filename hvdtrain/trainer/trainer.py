@@ -13,6 +13,7 @@ small collective for metrics, statistics and the wish to stop an epoch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,19 +27,21 @@ from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras_internals.models import has_loss, values_in_order
+from hvdtrain.keras_internals.models import optimizers_of, values_in_order
+from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.runtime import engine_errors
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
-from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
+from hvdtrain.trainer.learning_rate import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     build_model,
+    check_fixed_batch,
     check_validation_freq,
-    compile_arguments,
+    compile_model,
     evaluation_source,
     refuse_batch_size,
     source_facts,
@@ -59,10 +62,13 @@ class Trainer:
     hvdtrain.keras.SyncBatchNormalization), and dropout draws other masks.
 
     Args:
-        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one.
+        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one. One whose class
+            has a `compile` of its own (a GAN) comes compiled. With a train_step of its own every optimizer that it
+            keeps in attributes is distributed.
         optimizer: Keras optimizer or its name; default that of the compiled model, or "rmsprop".
         loss, metrics, weighted_metrics, loss_weights: as in keras.Model.compile.
-        global_batch_size: examples in a step over all workers.
+        global_batch_size: examples in a step over all workers. A batch size in the model's inputs (batch_shape of
+            a stateful RNN) is each worker's share of it.
         learning_rate_scaling: multiply the rate by the number of workers ("linear"), its square root
             ("sqrt") or not at all ("none": right for a global batch that does not grow).
         warmup_epochs: raise the rate linearly over this many epochs, from the unscaled one (from 0 with
@@ -125,26 +131,22 @@ class Trainer:
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
         self.model = build_model(model, precision, self.strategy.build)
-        compiled = compile_arguments(
-            self.model, optimizer, loss, metrics, weighted_metrics, loss_weights
+        self._ramps: list[Ramp] = []
+        given = {
+            "optimizer": optimizer,
+            "loss": loss,
+            "metrics": metrics,
+            "weighted_metrics": weighted_metrics,
+            "loss_weights": loss_weights,
+        }
+        compile_model(
+            self.model,
+            self.strategy,
+            partial(self._distribute, scaling=learning_rate_scaling),
+            given,
+            jit_compile=jit_compile,
+            run_eagerly=run_eagerly,
         )
-        optimizer = compiled["optimizer"]
-        if warmup_epochs:
-            require_settable(optimizer, "warmup_epochs")
-        unscaled = float(optimizer.learning_rate)
-        scale_learning_rate(optimizer, learning_rate_scaling, self.strategy.workers)
-        # Where the warm-up begins and ends.
-        begin = 0.0 if learning_rate_scaling == "none" else unscaled
-        self._rates = (begin, float(optimizer.learning_rate))
-        optimizer = self.strategy.distribute(optimizer)
-        with self.strategy.scope():
-            self.model.compile(
-                **compiled | {"optimizer": optimizer},
-                jit_compile=jit_compile,
-                run_eagerly=run_eagerly,
-            )
-        if not has_loss(self.model):
-            raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
         self._predicting: Steps | None = (
             None  # The same, or before them steps that can only predict.
@@ -155,8 +157,8 @@ class Trainer:
             "guard": guard,
             "jit_compile": jit_compile,
             "learning_rate_scaling": learning_rate_scaling,
-            "learning_rate": float(optimizer.learning_rate),
-            "optimizer": type(optimizer).__name__,
+            "learning_rate": [ramp.target for ramp in self._ramps],
+            "optimizer": [type(ramp.optimizer).__name__ for ramp in self._ramps],
             "probe": probe,
             "precision": self.model.dtype_policy.name,
             "seed": seed,
@@ -235,7 +237,7 @@ class Trainer:
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
-            warm_up = WarmUp(*self._rates, self._warmup_epochs, train.steps_per_epoch)
+            warm_up = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
             callbacks = [warm_up, *callbacks]
         shown = resolve_verbose(verbose, self.rank)
         plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
@@ -328,6 +330,17 @@ class Trainer:
 
     # What they have in common.
 
+    def _distribute(self, optimizer: Any, scaling: str) -> Any:
+        """Return the optimizer to train with in place of the user's: its rate scaled, distributed."""
+        if self._warmup_epochs:
+            require_settable(optimizer, "warmup_epochs")
+        refuse_several(inner_of(optimizer))
+        begin = 0.0 if scaling == "none" else float(optimizer.learning_rate)
+        scale_learning_rate(optimizer, scaling, self.strategy.workers)
+        distributed = self.strategy.distribute(optimizer)
+        self._ramps.append(Ramp(distributed, begin, float(distributed.learning_rate)))
+        return distributed
+
     def _source(
         self, x: Any, y: Any, weight: Any, shuffle: bool, steps: int | None, class_weight: Any
     ) -> Source:
@@ -353,6 +366,8 @@ class Trainer:
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""
+        inputs = self.strategy.inputs(self.model)
+        check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
         require_equal(source_facts(source) | self._config | facts, what)
         if isinstance(source, ArraySource):
             # Streams are compared batch by batch.
@@ -384,15 +399,14 @@ class Trainer:
             config=self._config,
         )
 
-    def _as_compiled(self) -> tuple[Any, list[int]]:
-        """What the compiled steps were made for: the optimizer, and which variables it trains."""
-        return self.model.optimizer, [id(v) for v in self.model.trainable_variables]
+    def _as_compiled(self) -> tuple[list[Any], list[int]]:
+        """What the compiled steps were made for: the optimizers, and which variables they train."""
+        return optimizers_of(self.model), [id(v) for v in self.model.trainable_variables]
 
     def _symbolic_data(self, source: Source) -> Any:
         # From the source's own word for its shapes: the first batch of an iterator is read but once.
-        return symbolic_data(
-            source.element, max(1, self.global_batch_size // self.strategy.part.count)
-        )
+        count = self.strategy.part.count
+        return symbolic_data(source.element, max(1, self.global_batch_size // count))
 
 
 def _keras_file(filepath: str | Path, what: str) -> Path:

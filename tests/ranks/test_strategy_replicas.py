@@ -16,6 +16,7 @@ CENTRAL = (
     "case_adam",
     "case_optimizers",
     "case_ways_of_running",
+    "case_tails",
     "case_division",
     "case_normalization",
     "case_seeds",
@@ -49,7 +50,9 @@ def check(found: dict[str, Any], place: str = "") -> None:
             assert value <= EXACT, f"{place} {name}: {value}"
 
 
-@pytest.mark.parametrize("case", ["case_adam", "case_optimizers", "case_ways_of_running"])
+@pytest.mark.parametrize(
+    "case", ["case_adam", "case_optimizers", "case_ways_of_running", "case_tails"]
+)
 def test_same_as_one_process(strategy: str, case: str) -> None:
     check(one(strategy, case))
 
@@ -66,7 +69,8 @@ def test_a_step_is_one_program() -> None:
 def test_each_replica_computes_its_rows(strategy: str) -> None:
     found = one(strategy, "case_division")
     assert found["workers"] == 2
-    assert found["seen"] == [[8, "device:CPU:0"], [8, "device:CPU:1"]]
+    devices = ("device:CPU:0", "device:CPU:1")
+    assert found["seen"] == [[rows, device] for rows in (1, 8) for device in devices]
     assert found["copies"] == [2 if strategy == "tpu" else 1]
     assert found["copies of metrics"] == [1]
     assert found["first"] == ["device:CPU:0"]
@@ -79,7 +83,7 @@ def test_normalization(strategy: str) -> None:
     # Rows 0, 1 on one replica and 2, 3 on the other.
     assert found["4"] == pytest.approx([1.5, 0, 0])
     assert found["4, variance"] == pytest.approx([0.25, 0, 0])
-    # The tail's one example is on the second replica, filled up with itself, as the idle first one is.
+    # The tail's one example is on both.
     assert found["5"] == pytest.approx([1, 2, 3])
     assert found["5, variance"] == pytest.approx([0, 0, 0], abs=1e-6)
 
@@ -115,12 +119,6 @@ def test_saved_model(strategy: str) -> None:
 def test_what_cannot_be_right_is_said(strategy: str) -> None:
     found = one(strategy, "case_refusals")
     expected = {
-        "own step": "has a train_step of its own",
-        "added loss": "adds losses of its own",
-        "scalar loss": "returns one number for a batch",
-        "scalar metric": "The metric 'scalar' returns one number",
-        "metric that ignores weights": "The metric 'counting' does not regard sample_weight",
-        "layer's metric": "A layer updates the metric state",
         "reduction": "reduction='none'",
         "whole batch": "is made from sums over all examples of the batch",
         "devices in use": "call hvdtrain.init() first",
@@ -131,8 +129,6 @@ def test_what_cannot_be_right_is_said(strategy: str) -> None:
     }
     for name, words in expected.items():
         assert words in found[name], name
-    assert all(found["even"].values())
-    assert len(found["even"]) == 6
     if strategy == "tpu":
         assert "run_eagerly=True does not work" in found["eager"]
         assert "pass the Trainer a function" in found["built model"]

@@ -26,7 +26,7 @@ from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
-from hvdtrain.trainer.learning_rate import WarmUp, scale_learning_rate
+from hvdtrain.trainer.learning_rate import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
@@ -64,7 +64,7 @@ def test_scaling(scaling: str, workers: int, rate: float) -> None:
 def test_warm_up_ends_at_the_rate_and_leaves_it_alone() -> None:
     model = small()
     model.compile(keras.optimizers.SGD(0.4))
-    warm_up = WarmUp(0.1, 0.4, epochs=1.5, steps_per_epoch=2)
+    warm_up = WarmUp([Ramp(model.optimizer, 0.1, 0.4)], epochs=1.5, steps_per_epoch=2)
     warm_up.set_model(model)
     rates = []
     for step in range(6):
@@ -92,7 +92,7 @@ def test_warm_up_follows_from_epoch_and_step(
 ) -> None:
     model = small()
     model.compile(keras.optimizers.SGD(0.5))
-    warm_up = WarmUp(0.0, 1.0, epochs=0.5, steps_per_epoch=10)
+    warm_up = WarmUp([Ramp(model.optimizer, 0.0, 1.0)], epochs=0.5, steps_per_epoch=10)
     warm_up.set_model(model)
     warm_up.on_epoch_begin(epoch)
     found = []
@@ -129,7 +129,7 @@ class OnBatches(kc.Callback):
         (kc.ModelCheckpoint("m.keras"), False),
         (kc.ModelCheckpoint("m.keras", save_freq=5), True),
         (kc.TensorBoard("board", update_freq=1), False),
-        (WarmUp(0.1, 0.4, 1, 1), False),
+        (WarmUp([], 1, 1), False),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -17,9 +17,9 @@ from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.data import Part
 from hvdtrain.errors import UsageError
-from hvdtrain.keras.optimizer import distribute, reducer_of
+from hvdtrain.keras.optimizer import distribute
+from hvdtrain.keras_internals.building import symbolic_call
 from hvdtrain.keras_internals.elementwise import require_elementwise
-from hvdtrain.keras_internals.models import symbolic_call
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.keras_internals.variables import (
@@ -95,7 +95,7 @@ class TensorStrategy(DividedStrategy):
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
         symbolic_call(model, inputs)
         self._broadcast(model.variables)
-        return RankSteps(model, reducer_of(model.optimizer), self.part.count)
+        return RankSteps(model, self.data_set, self.part.count)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
         self._broadcast(shared_state(model, without))

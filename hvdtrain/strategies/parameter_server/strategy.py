@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.models import symbolic_build, symbolic_call
+from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.optimizers import is_distributed
 from hvdtrain.keras_internals.remote import look_up_rows
 from hvdtrain.runtime import Rank
@@ -97,7 +97,7 @@ class ParameterServer(Strategy):
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> ServerSteps:
         _check(model)
-        symbolic_build(model, data)
+        build_model(model, data)
         return self._steps(model)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> ServerSteps:

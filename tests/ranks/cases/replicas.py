@@ -44,10 +44,10 @@ import hvdtrain
 from hvdtrain import runtime
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import DistributedOptimizer, SyncBatchNormalization
+from hvdtrain.keras_internals.metric_calls import Calls
 from hvdtrain.keras_internals.replica_scope import current_replica, pure_steps
 from hvdtrain.strategies.central_storage import CentralStorage
 from hvdtrain.strategies.replicas import Found, ReplicaSteps, build
-from hvdtrain.strategies.rows import place
 from hvdtrain.strategy_names import REPLICAS as REPLICAS_VARIABLE
 from hvdtrain.strategy_names import STRATEGY
 
@@ -124,18 +124,13 @@ def case_losses() -> dict[str, Any]:
     return found
 
 
-def two_outputs(extra: bool) -> Callable[[], keras.Model]:
-    def make() -> keras.Model:
-        words = layers.Input((6,), dtype="int32")
-        word = layers.Embedding(20, 4, mask_zero=True)(words)
-        tags, again = layers.Dense(5, name="tags")(word), layers.Dense(5, name="again")(word)
-        mean = layers.GlobalAveragePooling1D()(word)
-        if extra:
-            mean = Activity()(mean)
-        flag = layers.Dense(1, activation="sigmoid", name="flag")(mean)
-        return keras.Model(words, {"tags": tags, "again": again, "flag": flag})
-
-    return make
+def two_outputs() -> keras.Model:
+    words = layers.Input((6,), dtype="int32")
+    word = layers.Embedding(20, 4, mask_zero=True)(words)
+    tags, again = layers.Dense(5, name="tags")(word), layers.Dense(5, name="again")(word)
+    mean = Activity()(layers.GlobalAveragePooling1D()(word))
+    flag = layers.Dense(1, activation="sigmoid", name="flag")(mean)
+    return keras.Model(words, {"tags": tags, "again": again, "flag": flag})
 
 
 def case_two_outputs() -> dict[str, Any]:
@@ -157,10 +152,7 @@ def case_two_outputs() -> dict[str, Any]:
     }
     # Keras weighs each output's loss by the batch's size only where the size is known; eagerly it is.
     eager: dict[str, Any] = {"reference": {"run_eagerly": True}, "fit": {"epochs": 2}}
-    uneven = apart(two_outputs(False), momentum, (PADDED, labels), compiled=compiled, **eager)
-    first = {name: value[:EVEN] for name, value in labels.items()}
-    added = trained(two_outputs(True), momentum, (PADDED[:EVEN], first), compiled, **eager)
-    return {"uneven": uneven, "add_loss": added}
+    return apart(two_outputs, momentum, (PADDED, labels), compiled=compiled, **eager)
 
 
 def constrained() -> keras.Model:
@@ -211,8 +203,8 @@ def case_optimizers() -> dict[str, Any]:
 def case_ways_of_running() -> dict[str, Any]:
     found = {
         "three steps at once": vector(steps_per_execution=3),
-        "own train_step": vector(make=custom_model, data=even(), steps_per_execution=2),
-        "own train_step, by the guide": vector(make=guide_model, data=even()),
+        "own train_step": vector(make=custom_model, steps_per_execution=2),
+        "own train_step, by the guide": vector(make=guide_model),
     }
     if not ON_TPU:
         found["run_eagerly"] = vector(run_eagerly=True, fit={"epochs": 1})
@@ -241,7 +233,7 @@ class Seen(layers.Layer):
 
 
 def case_division() -> dict[str, Any]:
-    """Each replica computes half of the rows, of the tail as well, on its device."""
+    """Each replica computes half of the rows on its device, and all of a tail that cannot be halved."""
     seen = Seen()
     trainer = trainer_of(
         lambda: keras.Sequential([layers.Input((3,)), seen, layers.Dense(1)]),
@@ -267,7 +259,7 @@ def case_division() -> dict[str, Any]:
 
 
 def case_one_program() -> dict[str, Any]:
-    """A step, its all-reduce and its update included, compiles as one XLA program, for filled-up rows as well."""
+    """A step, its all-reduce and its update included, compiles as one XLA program."""
     x, y = vectors()
     real = 5
     wanted = plain(
@@ -281,16 +273,11 @@ def case_one_program() -> dict[str, Any]:
     states = [tf.convert_to_tensor(v.value) for m in compiled.metrics for v in m.variables]
 
     @tf.function(jit_compile=True, autograph=False)
-    def program(rows: Any, mask: Any, states: Any) -> Any:
+    def program(rows: Any, states: Any) -> Any:
         with pure_steps(compiled):
-            one = tf.constant(1.0)
-            return steps.on_replica(
-                "train_step", rows, [mask], one, tf.reduce_sum(mask), states, Found()
-            )
+            return steps.on_replica("train_step", True, rows, states, Found(), Calls())
 
-    placement = place(real, 1, BATCH)
-    rows = tuple(tf.constant(part[placement.rows[0]]) for part in (x, y))
-    program(rows, tf.constant(placement.mask[0]), states)
+    program(tuple(tf.constant(part[:real]) for part in (x, y)), states)
     return {"weights": wanted.apart(weights(compiled), "weights")}
 
 
@@ -305,7 +292,7 @@ def case_normalization() -> dict[str, Any]:
     wanted = plain(normalized(), momentum(), even(), {}, {"loss": "mse"})
     synced = trainer_of(normalized(synchronized=True), optimizer=momentum())
     synced.fit(*even(), epochs=EPOCHS, shuffle=False, verbose=0)
-    # Momentum 0 keeps the last batch only: a tail of 1 on the second replica, the first one's rows all filled up.
+    # Momentum 0 keeps the last batch only: a tail of 1, on both replicas.
     x = np.concatenate([np.zeros((4, 3)), [[1, 2, 3]]]).astype("float32")
     x[:4, 0] = [0, 1, 2, 3]
     means = {}
@@ -389,14 +376,14 @@ def case_saved_model() -> dict[str, Any]:
 
 
 class Counting(keras.metrics.Metric):
-    """Counts batches, whatever the weights."""
+    """Adds up errors, whatever the weights."""
 
     def __init__(self) -> None:
         super().__init__(name="counting")
         self.total = self.add_variable((), "zeros", name="total")
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.total.assign_add(1.0)
+        self.total.assign_add(keras.ops.sum(keras.ops.abs(y_true - y_pred)))
 
     def result(self) -> Any:
         return self.total
@@ -418,27 +405,31 @@ def scalar(y_true: Any, y_pred: Any) -> Any:
     return keras.ops.mean(keras.ops.square(y_true - y_pred))
 
 
-def case_refusals() -> dict[str, Any]:
-    """What cannot be right, in words; `even` tells that the same works where no batch is filled up."""
-    active = lambda: keras.Sequential(  # noqa: E731
-        [layers.Input((3,)), layers.Dense(1, activity_regularizer="l2")]
-    )
-    measuring = lambda: keras.Sequential(  # noqa: E731
-        [layers.Input((3,)), Measuring(), layers.Dense(1)]
-    )
-    filled = {
-        "layer's metric": lambda: trainer_of(measuring),
-        "own step": lambda: trainer_of(custom_model),
-        "added loss": lambda: trainer_of(active),
-        "scalar loss": lambda: trainer_of(vector_model, scalar),
-        "scalar metric": lambda: trainer_of(vector_model, metrics=[scalar]),
-        "metric that ignores weights": lambda: trainer_of(vector_model, metrics=[Counting()]),
+def case_tails() -> dict[str, Any]:
+    """A last batch of three, which two replicas cannot halve: it counts as in one process, whatever the model does."""
+    x, y = (part[: 2 * BATCH + 3] for part in vectors())
+
+    def one(make: Any, **compiled: Any) -> dict[str, float]:
+        return trained(
+            make, momentum, (x, y), lambda: {"loss": "mse"} | compiled, fit={"epochs": 2}
+        )
+
+    def followed_by(layer: Any) -> keras.Model:
+        return keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
+
+    return {
+        "layer's metric": one(lambda: followed_by(Measuring())),
+        "own step": one(custom_model),
+        "added loss": one(lambda: followed_by(layers.Dense(2, activity_regularizer="l2"))),
+        "scalar loss": one(vector_model, loss=scalar),
+        "scalar metric": one(vector_model, metrics=[scalar]),
+        "metric that ignores weights": one(vector_model, metrics=[Counting()]),
     }
-    found: dict[str, Any] = {"even": {}}
-    for name, make in filled.items():
-        found[name] = refusal(lambda make=make: make().fit(*vectors(), verbose=0))
-        history = make().fit(*even(), verbose=0).history
-        found["even"][name] = bool(np.isfinite(history["loss"][0]))
+
+
+def case_refusals() -> dict[str, Any]:
+    """What cannot be right, in words."""
+    found: dict[str, Any] = {}
     none = keras.losses.MeanSquaredError(reduction="none")
     found["reduction"] = refusal(lambda: trainer_of(vector_model, none).fit(*even(), verbose=0))
     dice = keras.losses.Dice()

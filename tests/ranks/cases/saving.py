@@ -89,7 +89,7 @@ def note(trained: Trainer, name: str) -> None:
         state = gather(strategy.pieces(trained.model))
     else:
         held = [*trained.model.variables, *trained.model.optimizer.variables]
-        with as_one_process(trained.model.optimizer, ALL_RANKS, adds_up=True):
+        with as_one_process([trained.model.optimizer], ALL_RANKS, adds_up=True):
             state = {v.path: v.numpy() for v in held}
     outputs = trained.predict(X)
     if RANK == 0:

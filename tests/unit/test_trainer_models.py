@@ -1,0 +1,253 @@
+"""Models that plain Keras trains train with the Trainer: one rank, against plain Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("horovod.tensorflow")
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+import hvdtrain
+from hvdtrain.errors import UsageError
+
+BATCH = 8
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(20, 3)).astype("float32")
+Y = RNG.normal(size=(20, 1)).astype("float32")
+EXACT = 1e-6
+"""float32's rounding, of values around 1."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_rank() -> None:
+    hvdtrain.init()
+
+
+class Mean(keras.Model):
+    """Its layers are made when it is called."""
+
+    def __init__(self, eager: bool = False) -> None:
+        super().__init__()
+        self.eager = eager
+        self.first, self.norm, self.last = (
+            layers.Dense(4, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dense(1),
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if self.eager:
+            x = x * float(np.sign(1 + x.numpy() ** 2).mean())
+        return self.last(self.norm(self.first(x), training=training))
+
+
+class Looking(Mean):
+    """Its step looks at numbers, which only eager tensors have."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        assert np.isfinite(data[0].numpy()).all()
+        return super().train_step(data)
+
+
+class Stepping(keras.Model):
+    """No call; all layers are made in its first step, and it has two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = layers.Dense(4, activation="tanh"), layers.BatchNormalization()
+        self.last = layers.Dense(1)
+        self.others = [keras.optimizers.Adam(0.01)]
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            hidden = self.norm(self.first(x), training=True)
+            loss = tf.reduce_mean((self.last(hidden) - y) ** 2)
+        for optimizer, layer in ((self.optimizer, self.first), (self.others[0], self.last)):
+            variables = layer.trainable_weights
+            optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+class InNumPy(keras.metrics.Metric):
+    """Counts in Python, for run_eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__(name="in_numpy")
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(float(np.abs(y_true.numpy() - y_pred.numpy()).sum()))
+
+    def result(self) -> Any:
+        return self.total
+
+
+class Both(keras.metrics.Metric):
+    """Its result is a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(name="both")
+        self.low = self.add_weight(name="low", initializer="zeros")
+        self.high = self.add_weight(name="high", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        apart = y_true - y_pred
+        self.low.assign_add(tf.reduce_sum(tf.minimum(apart, 0)))
+        self.high.assign_add(tf.reduce_sum(tf.maximum(apart, 0)))
+
+    def result(self) -> Any:
+        return {"low": self.low, "high": self.high}
+
+
+class Endpoint(layers.Layer):
+    def call(self, y: Any, outputs: Any) -> Any:
+        self.add_loss(keras.ops.mean(keras.ops.square(y - outputs)))
+        return outputs
+
+
+def endpoint() -> keras.Model:
+    x, y = keras.Input((3,), name="x"), keras.Input((1,), name="y")
+    model = keras.Model({"x": x, "y": y}, Endpoint()(y, layers.Dense(1)(x)))
+    model.compile("sgd")
+    return model
+
+
+def compiled(make: Callable[[], keras.Model], **arguments: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = make()
+        model.compile("sgd", **{"loss": "mse"} | arguments)
+        return model
+
+    return build
+
+
+EAGERLY: dict[str, Any] = {"run_eagerly": True}
+CASES: dict[str, tuple[Callable[[], keras.Model], Any, Any]] = {
+    "built by its first batch": (compiled(Mean), X, Y),
+    "numpy in train_step": (compiled(Looking, **EAGERLY), X, Y),
+    "numpy in call": (compiled(lambda: Mean(eager=True), **EAGERLY), X, Y),
+    "numpy in a metric": (compiled(Mean, metrics=[InNumPy()], **EAGERLY), X, Y),
+    "a metric of numbers in Python": (
+        compiled(
+            Mean, metrics=[lambda y, p: float(np.abs(y.numpy() - p.numpy()).mean())], **EAGERLY
+        ),
+        X,
+        Y,
+    ),
+    "a dict of metrics": (compiled(Mean, metrics=[Both()]), X, Y),
+    "two optimizers and no call": (compiled(Stepping), X, Y),
+    "the same, eagerly": (compiled(Stepping, **EAGERLY), X, Y),
+    "loss from add_loss": (endpoint, {"x": X, "y": Y}, None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_plain_keras(name: str) -> None:
+    build, x, y = CASES[name]
+    keras.utils.set_random_seed(1)
+    model = build()
+    wanted = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0).history
+    trainer = hvdtrain.Trainer(build, global_batch_size=BATCH, seed=1)
+    found = trainer.fit(x, y, epochs=2, shuffle=False, verbose=0).history
+    assert found.keys() == wanted.keys()
+    for values in found:
+        assert found[values] == pytest.approx(wanted[values], rel=1e-5), values
+    for ours, theirs in zip(trainer.model.weights, model.weights, strict=True):
+        np.testing.assert_allclose(ours.numpy(), theirs.numpy(), rtol=0, atol=EXACT)
+
+
+class OwnCompile(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def compile(self, opt: Any, **kwargs: Any) -> None:
+        super().compile(optimizer=opt, loss="mse", **kwargs)
+
+
+def own_compile() -> keras.Model:
+    model = OwnCompile()
+    model.compile(keras.optimizers.SGD(0.1))
+    return model
+
+
+def test_a_compile_of_ones_own_and_rates() -> None:
+    built = Stepping()
+    built.compile(keras.optimizers.SGD(0.1))
+    trainer = hvdtrain.Trainer(built, global_batch_size=BATCH, warmup_epochs=1)
+    seen = []
+    rates = lambda epoch, logs: seen.append(  # noqa: E731
+        [float(built.optimizer.learning_rate), float(built.others[0].learning_rate)]
+    )
+    watch = keras.callbacks.LambdaCallback(on_epoch_end=rates)
+    trainer.fit(X, Y, verbose=0, epochs=2, callbacks=watch)
+    assert seen == [pytest.approx([0.1, 0.01])] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: hvdtrain.Trainer(OwnCompile, global_batch_size=8), "compile of its own, whose"),
+        (
+            lambda: hvdtrain.Trainer(own_compile, "sgd", global_batch_size=8),
+            "optimizer: OwnCompile",
+        ),
+        (
+            lambda: hvdtrain.Trainer(own_compile, loss="mse", global_batch_size=8),
+            "loss: OwnCompile",
+        ),
+        (
+            lambda: hvdtrain.Trainer(compiled(Stepping), global_batch_size=8, shard_optimizer=True),
+            "several optimizers",
+        ),
+    ],
+)
+def test_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def remembering(batch: int) -> Callable[[], keras.Model]:
+    return lambda: keras.Sequential(
+        [layers.Input(batch_shape=(batch, 2, 3)), layers.LSTM(4, stateful=True), layers.Dense(1)]
+    )
+
+
+def test_a_stateful_rnn_is_told_the_share() -> None:
+    x, y = RNG.normal(size=(16, 2, 3)), RNG.normal(size=(16, 1))
+    trainer = hvdtrain.Trainer(remembering(4), "sgd", "mse", global_batch_size=8)
+    with pytest.raises(UsageError, match=r"batch size of 4 .* global_batch_size=4, .*8 // hvd"):
+        trainer.fit(x, y)
+    trainer = hvdtrain.Trainer(remembering(8), "sgd", "mse", global_batch_size=8)
+    with pytest.raises(UsageError, match="leave 7 out"):
+        trainer.fit(x[:15], y[:15])
+    trainer.fit(x, y, verbose=0)
+
+
+def test_a_model_with_two_optimizers_is_saved_and_loaded(tmp_path: Path) -> None:
+    first = hvdtrain.Trainer(compiled(Stepping), global_batch_size=BATCH)
+    first.fit(X, Y, verbose=0)
+    first.model.save_weights(tmp_path / "m.weights.h5")
+    second = hvdtrain.Trainer(compiled(Stepping), global_batch_size=BATCH)
+    second.fit(X, Y, epochs=2, verbose=0)
+    second.model.load_weights(tmp_path / "m.weights.h5")
+    for ours, theirs in zip(second.model.weights, first.model.weights, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
