@@ -62,19 +62,6 @@ class Idle(Own):
     trains = False
 
 
-class Following(Own):
-    """A moving average of the first weights, after each step."""
-
-    def build(self, shape: Any) -> None:
-        super().build(shape)
-        self.average = self.add_weight(shape=(4, 3), trainable=False, name="average")
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        logs = super().train_step(data)
-        self.average.assign(0.9 * self.average + 0.1 * self.layers[0].kernel)
-        return logs
-
-
 def make(
     optimizer: Any, metrics: tuple[Any, ...] = (), kind: type = keras.Sequential
 ) -> keras.Model:
