@@ -97,6 +97,11 @@ def may_have_loss(model: keras.Model) -> bool:
     return own or layers_own or model._compile_loss is not None or bool(model.losses)
 
 
+def keeps_rows(model: keras.Model) -> bool:
+    """Whether a layer keeps the state of each row of a batch for the next one (a stateful RNN), whose size is fixed."""
+    return any(getattr(layer, "stateful", False) for layer in model._flatten_layers())
+
+
 def metric_names(model: keras.Model) -> list[str]:
     """Return the names under which a built model's losses and metrics stand in the logs."""
     return list(metric_results(model))

@@ -180,7 +180,7 @@ def symbolic_data(element: Any, examples: int) -> Any:
 
 
 def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, workers: int) -> None:
-    """Raise UsageError if the model wants batches of a fixed size, as stateful RNNs do, and shares are others.
+    """Raise UsageError if a model that keeps the state of each row of a batch gets shares of another size.
 
     Args:
         inputs: of the model, symbolic.

@@ -27,7 +27,7 @@ from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras_internals.models import optimizers_of, values_in_order
+from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, values_in_order
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.runtime import engine_errors
@@ -366,8 +366,9 @@ class Trainer:
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""
-        inputs = self.strategy.inputs(self.model)
-        check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
+        if keeps_rows(self.model):
+            inputs = self.strategy.inputs(self.model)
+            check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
         require_equal(source_facts(source) | self._config | facts, what)
         if isinstance(source, ArraySource):
             # Streams are compared batch by batch.
