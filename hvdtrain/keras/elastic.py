@@ -20,6 +20,7 @@ workers, which is a constant inside it.
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -223,6 +224,9 @@ def is_horovods(error: tf.errors.OpError) -> bool:
 
 
 def _from_first_rank(obj: Any) -> Any:
+    if isinstance(obj, tuple):
+        # Horovod's own, of what it knows of hosts: their change is a flag, which travels as its number.
+        obj = tuple(int(part) if isinstance(part, enum.IntFlag) else part for part in obj)
     return ALL_RANKS.exchange(obj if hvd.rank() == 0 else None, "state")[0]
 
 

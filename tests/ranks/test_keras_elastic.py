@@ -13,6 +13,7 @@ from launch import ROOT, program, run_command
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.elastic import KerasState, run
+from hvdtrain.runtime import start_horovod
 
 STEPS_OF_TWO = 4  # 64 examples, 2 workers, batches of 8
 STEPS_OF_ONE = 8
@@ -27,7 +28,7 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     command = [program("hvdtrain"), "run", "-np", "2", "--min-np", "1", "--max-np", "2"]
     command += ["--host-discovery-script", str(hosts), "--network-interfaces", "lo"]
     command += ["--log-dir", str(tmp_path / "logs")]
-    script = ROOT / "tests" / "parallel" / "elastic_training.py"
+    script = ROOT / "tests" / "ranks" / "elastic_training.py"
     ended = run_command([*command, str(script), str(events)], timeout=120)
     assert ended.returncode == 0, ended.output
     found: list[dict[str, Any]] = [json.loads(line) for line in events.read_text().splitlines()]
@@ -88,5 +89,10 @@ def test_save_and_restore() -> None:
     after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert state.batch == 3
+    start_horovod()
+    state.batch = 7
+    state.commit()  # Horovod itself sends something then.
+    state.restore()
+    assert state.batch == 7
     with pytest.raises(UsageError, match="build the model first"):
         KerasState(keras.Sequential([keras.layers.Dense(1)]))
