@@ -1,8 +1,8 @@
 """hvdtrain: multi-worker training for today's TensorFlow and Keras, on Horovod.
 
 `hvdtrain.Trainer` trains a Keras model on all workers; `hvdtrain.keras` is Horovod's Keras module, right on
-Keras 3; `hvdtrain.init` makes a process a rank. Names are imported when they are first used: the launcher
-imports this package, and must not wait for TensorFlow.
+Keras 3; `hvdtrain.data` reads files, each rank its part; `hvdtrain.init` makes a process a rank. Names are imported
+when they are first used: the launcher imports this package, and must not wait for TensorFlow.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ __all__ = [
     "shutdown",
 ]
 
+ROOMS = ("data", "keras")
+
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
     "Layout": "hvdtrain.parallel.layout",
@@ -52,10 +54,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name == "keras":
-        return importlib.import_module("hvdtrain.keras")
+    if name in ROOMS:
+        return importlib.import_module(f"hvdtrain.{name}")
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, "keras"])
+    return sorted([*globals(), *__all__, *ROOMS])

@@ -69,7 +69,7 @@ def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> 
     trainer.fit(x, x, verbose=0)
     steps = trainer.steps
     assert steps is not None
-    share = Share((tf.constant(x), tf.constant(x)), batch_size, batch_size, 0, 0)
+    share = Share((tf.constant(x), tf.constant(x)), batch_size, batch_size, 0, None)
     return lambda: steps.train([share])
 
 

@@ -7,6 +7,7 @@ import platform
 import shlex
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hvdtrain.bench.input import KINDS, InputPass, measure_input, write_files
 from hvdtrain.bench.memory import CASES, HEADER, measure_peak, row
 from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
 from hvdtrain.bench.scaling import Pass, measure
@@ -51,7 +53,7 @@ _PASSES = click.option(
 @click.group()
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure throughput, start-up, memory and pipelines."""
+    """Measure throughput, input, start-up, memory and pipelines."""
     context.with_resource(ending_commands())
 
 
@@ -223,6 +225,41 @@ def pipeline(
         click.echo(
             f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory:9.3f}"
         )
+    click.echo(_again(context))
+
+
+@bench.command(name="input")
+@_workers(2)
+@click.option(
+    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Of files.  [default: all]"
+)
+@click.option("--files", type=click.IntRange(1), default=2000, show_default=True, help="Examples.")
+@_CONTROLLER
+@_PASSES
+@click.pass_context
+def read(
+    context: click.Context,
+    np: int,
+    kinds: tuple[str, ...],
+    files: int,
+    controller: str,
+    passes: int,
+) -> None:
+    """Reading and decoding images: N workers of one thread each, against one, in turn. Nothing is trained."""
+    launch, chosen = _launcher(controller)
+    click.echo(f"{files} images, {np} workers over {chosen}; {_machine()}")
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
+        for kind in kinds or KINDS:
+            write_files(Path(folder), kind, files)
+            done: list[InputPass] = []
+            for one in measure_input(kind, Path(folder), np, passes, launch):
+                done.append(one)
+                click.echo(
+                    f"  {kind}: one {one.alone:7,.0f} examples/s, {np} workers {one.together:7,.0f}; ratio "
+                    f"{one.ratio:.3f}"
+                )
+            ratio = statistics.median(one.ratio for one in done)
+            click.echo(f"  {kind}: median of {passes}: ratio {ratio:.3f}")
     click.echo(_again(context))
 
 

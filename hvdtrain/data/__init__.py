@@ -6,20 +6,28 @@ step. Nothing here communicates: rank and size are passed in, and what ranks mus
 """
 
 from hvdtrain.data.arrays import validation_split
+from hvdtrain.data.files import from_files
+from hvdtrain.data.known import KnownSource
 from hvdtrain.data.make import make_source
 from hvdtrain.data.nested import Spec
+from hvdtrain.data.own import OwnSource
+from hvdtrain.data.pipeline import is_batched
 from hvdtrain.data.prefetch import prefetch
+from hvdtrain.data.sharding import shard
 from hvdtrain.data.share import Part, Share, Source, split
-from hvdtrain.data.tf_dataset import is_batched
 
 __all__ = [
+    "KnownSource",
+    "OwnSource",
     "Part",
     "Share",
     "Source",
     "Spec",
+    "from_files",
     "is_batched",
     "make_source",
     "prefetch",
+    "shard",
     "split",
     "validation_split",
 ]

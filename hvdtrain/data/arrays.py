@@ -1,107 +1,52 @@
 """Data that lies in memory: NumPy arrays and whatever turns into them without a copy.
 
-A step's share is found by position in the endless sequence of passes over the data, each in its
-own order: position p is example `order(p // n)[p % n]`. That is a pure function of seed, epoch and
-step, never of rank, size or history. Only the rank's own examples are copied, or none where there
-is no shuffling.
+Only the rank's own examples are copied, or none where there is no shuffling. Arrays on disk
+(np.memmap, h5py) stay there, and sparse ones sparse, up to the rows of a step.
 """
 
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight
-from hvdtrain.data.share import Share, check_workers, find_share
+from hvdtrain.data.known import KnownSource, Order
+from hvdtrain.data.rows import Rows, in_rows, is_in_rows
+from hvdtrain.data.share import Share
 from hvdtrain.errors import UsageError
 
 SCALARS = (bool, int, float, complex, str, bytes, np.generic)
 UNSUPPORTED = ("RaggedTensor", "SparseTensor")
 
 
-@dataclass(frozen=True, eq=False)
-class ArraySource:
-    """Arrays as a `Source`.
-
-    Without `steps` an epoch is one pass, its last batch smaller where the division leaves a rest.
-    With `steps` an epoch is that many full batches, and the next one goes on where it ended: a
-    batch then can join the end of one pass and the beginning of the next.
-    """
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArraySource(KnownSource):
+    """Arrays as a `Source`."""
 
     data: tuple
-    pass_length: int  # examples in one pass
-    global_batch_size: int
-    shuffle: bool
-    seed: int
-    steps: int | None
-    float_dtype: str
-
-    agreed: ClassVar[bool] = True
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.steps or -(-self.pass_length // self.global_batch_size)
-
-    @property
-    def examples(self) -> int:
-        return self.steps * self.global_batch_size if self.steps else self.pass_length
+    bare: bool  # x alone, not (x,)
 
     @property
     def element(self) -> Any:
-        return nested.spec(self.data, self.float_dtype)
+        return nested.as_given(nested.spec(self.data, self.float_dtype), self.bare)
 
-    def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        check_workers(self.global_batch_size, size)
-        return self._shares(epoch, rank, size)
+    def sample(self) -> dict[str, list[float | str]]:
+        return nested.sample(self.data)
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        reader = _Reader(self)
-        first, last = epoch * self.examples, (epoch + 1) * self.examples
-        for start in range(first, last, self.global_batch_size):
-            total = min(self.global_batch_size, last - start)
-            begin, end, examples = find_share(total, rank, size)
-            data = reader.read(start + begin, start + end)
-            yield Share(data, examples, total, begin, 0)
-
-
-class _Reader:
-    """Reads examples by position, keeping the order of the pass it reads in."""
-
-    def __init__(self, source: ArraySource) -> None:
-        self.source = source
-        self.number = -1  # of the pass whose order is kept
-        self.order = np.empty(0, np.int64)
-
-    def read(self, start: int, stop: int) -> tuple:
-        """The examples at positions start..stop."""
-        source, n = self.source, self.source.pass_length
-        number, begin = divmod(start, n)
-        if not source.shuffle and begin + stop - start <= n:
-            data = nested.cut(source.data, begin, begin + stop - start)
-        else:
-            rows = []
-            while start < stop:
-                number, begin = divmod(start, n)
-                end = min(n, begin + stop - start)
-                rows.append(self._order(number)[begin:end])
-                start += end - begin
-            data = nested.take(source.data, np.concatenate(rows) if len(rows) > 1 else rows[0])
-        return nested.cast_floats(data, source.float_dtype)
-
-    def _order(self, number: int) -> np.ndarray:
-        if number != self.number:
-            self.number, self.order = number, self._new_order(number)
-        return self.order
-
-    def _new_order(self, number: int) -> np.ndarray:
-        if not self.source.shuffle:
-            return np.arange(self.source.pass_length)
-        return np.random.default_rng([self.source.seed, number]).permutation(
-            self.source.pass_length
-        )
+        order = Order(self.pass_length, self.shuffle, self.seed)
+        for slot in self.slots(epoch, rank, size):
+            rows = order.rows(slot.begin, slot.end)
+            data = (
+                nested.read(nested.cut(self.data, rows.start, rows.stop))
+                if isinstance(rows, slice)
+                else nested.take(self.data, rows)
+            )
+            data = nested.cast_floats(data, self.float_dtype)
+            yield slot.share(nested.as_given(data, self.bare))
 
 
 def array_source(
@@ -122,7 +67,17 @@ def array_source(
     # Now and not share by share, so that a class without a weight is an error on every rank,
     # before the first step.
     data = apply_class_weight(data, class_weight, float_dtype, "the data")
-    return ArraySource(data, count, global_batch_size, shuffle, seed, steps, float_dtype)
+    bare = len(data) == 1 and not isinstance(data[0], list | tuple)
+    return ArraySource(
+        data=data,
+        pass_length=count,
+        global_batch_size=global_batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        steps=steps,
+        float_dtype=float_dtype,
+        bare=bare,
+    )
 
 
 def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
@@ -151,14 +106,17 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
 
 
 def convert(data: tuple) -> tuple:
-    """The data tuple with every leaf a NumPy array of at least one dimension.
+    """The data tuple with every leaf a NumPy array, or `Rows`, of at least one dimension.
 
-    Tensors, DataFrames and numbers in lists become arrays; NumPy arrays stay what they are.
+    Tensors, DataFrames and numbers in lists become arrays; NumPy arrays stay what they are, and
+    what is on disk or sparse stays there until its rows are needed.
 
     Raises:
         UsageError: names the part that is no array.
     """
-    parts = [_convert(tree, name) for name, tree in zip(nested.PARTS, data[:2], strict=False)]
+    given = data[:2] if len(data) == 3 else data
+    names = nested.part_names(data)
+    parts = [_convert(tree, name) for name, tree in zip(names, given, strict=False)]
     if len(data) == 3:
         weights = _filled(data[2], nested.count_examples(tuple(parts), "the data"))
         parts.append(_convert(weights, nested.PARTS[2]))
@@ -205,7 +163,11 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
 
 def is_arrays(value: Any) -> bool:
     """Whether `value` is meant as arrays in memory (it may still be faulty), not as a stream."""
-    return isinstance(value, (dict, list, tuple, *SCALARS)) or hasattr(value, "__array__")
+    return (
+        isinstance(value, (dict, list, tuple, *SCALARS))
+        or hasattr(value, "__array__")
+        or is_in_rows(value)
+    )
 
 
 def _convert(value: Any, name: str) -> Any:
@@ -225,11 +187,14 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, SCALARS)
 
 
-def _to_array(value: Any, name: str) -> np.ndarray:
+def _to_array(value: Any, name: str) -> np.ndarray | Rows:
     if value is None:
         raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
     if isinstance(value, dict | list | tuple) and not value:
         raise UsageError(f"{name} is an empty {type(value).__name__}: there is no data in it.")
+    value = in_rows(value)
+    if isinstance(value, Rows):
+        return value
     is_array = hasattr(value, "__array__") and type(value).__name__ not in UNSUPPORTED
     if not is_array and not isinstance(value, (list, tuple, *SCALARS)):
         raise UsageError(

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdtrain.data import nested
+from hvdtrain.data.rows import is_in_rows
 from hvdtrain.errors import UsageError
 
 
@@ -13,8 +15,8 @@ def apply_class_weight(
 ) -> tuple:
     """Data (x, y[, sample_weight]) with class weights as, or times, the sample weights.
 
-    Labels are integers of shape (n,) or (n, 1), or one-hot rows (n, classes). Every class that
-    occurs needs a weight: one that was forgotten is more likely than one that was meant to be 1.
+    Labels are integers of shape (n,) or (n, 1), or one-hot rows (n, classes). As in Keras a class
+    without a weight has weight 1.
     """
     if class_weight is None:
         return data
@@ -31,10 +33,19 @@ def apply_class_weight(
     return data[0], data[1], weights
 
 
+def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str) -> Any:
+    """The signature of an example (see `Source.element`) with its class's weight."""
+    if class_weight is not None and not nested.is_bare(element) and len(element) == 2:
+        return (*element, nested.Spec((), dtype))
+    return element
+
+
 def sample_weights(
     labels: Any, class_weight: Mapping[int, float], dtype: str, where: str
 ) -> np.ndarray:
     """The weight of each label's class, shape (n,)."""
+    if is_in_rows(labels):
+        labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray):
         raise UsageError(f"{where}: class_weight works with one output; y has several.")
     if labels.ndim > 2 or labels.dtype.kind not in "buif":
@@ -45,16 +56,12 @@ def sample_weights(
     if labels.ndim == 2:
         labels = labels[:, 0] if labels.shape[1] == 1 else np.argmax(labels, axis=1)
     classes, which = np.unique(np.round(labels).astype(np.int64), return_inverse=True)
-    missing = [int(c) for c in classes if int(c) not in class_weight]
-    if missing:
-        raise UsageError(
-            f"{where}: class_weight has no weight for class {', '.join(map(str, missing))}, "
-            "which occurs in y."
-        )
-    return np.array([class_weight[int(c)] for c in classes], dtype)[which.reshape(-1)]
+    return np.array([class_weight.get(int(c), 1.0) for c in classes], dtype)[which.reshape(-1)]
 
 
 def _times(given: Any, weights: np.ndarray, where: str) -> np.ndarray:
+    if is_in_rows(given):
+        given = np.asarray(given)
     if not isinstance(given, np.ndarray):
         raise UsageError(f"{where}: class_weight works with one output; sample_weight has several.")
     return given * weights.reshape(-1, *[1] * (given.ndim - 1))

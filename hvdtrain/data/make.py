@@ -5,13 +5,16 @@ from numbers import Integral
 from typing import Any
 
 from hvdtrain.data import arrays, readers, tf_dataset
+from hvdtrain.data.files import Files, file_source
+from hvdtrain.data.py_dataset import Items, is_py_dataset, py_dataset_source, py_dataset_stream
 from hvdtrain.data.share import Source
 from hvdtrain.data.streams import Stream, StreamSource
 from hvdtrain.errors import UsageError
 
 ACCEPTED = (
     "NumPy arrays, tensors, DataFrames or lists of numbers (alone, or nested in lists and dicts), "
-    "a tf.data.Dataset, a keras.utils.PyDataset, or a Python generator or iterable of batches"
+    "a tf.data.Dataset, files (hvdtrain.data.from_files), a keras.utils.PyDataset, or a Python "
+    "generator or iterable of batches"
 )
 
 
@@ -30,19 +33,32 @@ def make_source(
 ) -> Source:
     """Return the `Source` of any data that Keras's fit takes, except other libraries' loaders.
 
+    What a rank reads of it:
+
+    - arrays: its own rows. Those on disk (np.memmap, h5py) stay there; scipy.sparse becomes dense a share at a time.
+    - files (`from_files`): its own examples.
+    - a PyDataset: the items in which its examples lie: its part of them if they have no more than
+      global_batch_size / workers examples, all if they are as long as the global batch.
+    - a tf.data.Dataset, a generator: all of it, in the order in which it comes, which must be the same on every rank (a
+      seed in `Dataset.shuffle`). `Dataset.apply(hvdtrain.data.shard)` marks where in a Dataset each rank goes on with
+      its own examples.
+
+    Batches of any size are joined and cut to `global_batch_size`. Only where examples differ in length (padded_batch,
+    bucket_by_sequence_length; a Dataset whose element_spec says None, batches of which the first two differ) they are
+    the global batches as they come, with at most `global_batch_size` examples.
+
     Floating-point data is fed in Keras's floatx, as Keras does with arrays.
 
     Args:
-        x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, a
+        x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, files, a
             PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without
             arguments that returns one, called anew for each pass.
         y, sample_weight: for arrays in `x`.
         global_batch_size: examples of all workers together in one step.
-        shuffle: arrays by example and a PyDataset by batch, by seed and pass. A Dataset or a generator comes in
-            its own order, which must be the same on every rank (a seed in `Dataset.shuffle`).
+        shuffle: arrays and files by example, a PyDataset by item, by seed and pass; the others are left as they come.
         seed: of shuffling.
         steps_per_epoch: read on across epochs, that many global batches in each.
-        class_weight: from class number to weight; multiplied with sample weights.
+        class_weight: from class number to weight, 1 if it is not in there; multiplied with sample weights.
         batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
         threads: of tf.data; None takes the CPU cores that this process may use.
 
@@ -53,16 +69,24 @@ def make_source(
     if steps_per_epoch is not None:
         check_positive("steps_per_epoch", steps_per_epoch)
     float_dtype = _floatx()
+    known: dict[str, Any] = {
+        "global_batch_size": int(global_batch_size),
+        "shuffle": shuffle,
+        "seed": seed,
+        "steps": steps_per_epoch and int(steps_per_epoch),
+        "class_weight": class_weight,
+        "float_dtype": float_dtype,
+    }
     if x is None or arrays.is_arrays(x):
-        return arrays.array_source(
-            arrays.unpack(x, y, sample_weight),
-            global_batch_size=int(global_batch_size),
-            shuffle=shuffle,
-            seed=seed,
-            steps=steps_per_epoch and int(steps_per_epoch),
-            class_weight=class_weight,
-            float_dtype=float_dtype,
-        )
+        return arrays.array_source(arrays.unpack(x, y, sample_weight), **known)
+    if isinstance(x, Files):
+        _refuse_beside("files of from_files", y, sample_weight)
+        return file_source(x, **known, threads=threads)
+    if is_py_dataset(x):
+        by_item = py_dataset_source(x, **known)
+        if by_item is not None:
+            _refuse_beside(f"a {by_item.items.name}", y, sample_weight)
+            return by_item
     stream: Stream
     if tf_dataset.is_dataset(x):
         stream = tf_dataset.dataset_stream(
@@ -72,8 +96,8 @@ def make_source(
             threads=threads,
             float_dtype=float_dtype,
         )
-    elif readers.is_py_dataset(x):
-        stream = readers.py_dataset_stream(x, shuffle=shuffle, seed=seed, float_dtype=float_dtype)
+    elif is_py_dataset(x):
+        stream = py_dataset_stream(Items(x), shuffle=shuffle, seed=seed, float_dtype=float_dtype)
     elif readers.is_readable(x):
         stream = readers.python_stream(x, float_dtype=float_dtype)
     else:
@@ -81,12 +105,7 @@ def make_source(
             f"x is a {type(x).__module__}.{type(x).__name__}, which cannot be read as training "
             f"data. Pass {ACCEPTED}."
         )
-    for name, value in (("y", y), ("sample_weight", sample_weight)):
-        if value is not None:
-            raise UsageError(
-                f"{name} was given together with a {stream.name}, whose batches bring their own: "
-                "(x, y) or (x, y, sample_weight)."
-            )
+    _refuse_beside(f"a {stream.name}", y, sample_weight)
     if stream.endless and steps_per_epoch is None:
         raise UsageError(f"the {stream.name} never ends: pass steps_per_epoch.")
     return StreamSource(
@@ -96,6 +115,14 @@ def make_source(
         class_weight,
         float_dtype,
     )
+
+
+def _refuse_beside(what: str, y: Any, sample_weight: Any) -> None:
+    for name, value in (("y", y), ("sample_weight", sample_weight)):
+        if value is not None:
+            raise UsageError(
+                f"{name} was given together with {what}, which brings its own: (x, y) or (x, y, sample_weight)."
+            )
 
 
 def check_positive(name: str, value: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdtrain.data.rows import Rows
 from hvdtrain.errors import UsageError
 
 PARTS = ("x", "y", "sample_weight")
@@ -55,10 +56,17 @@ def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, tree
 
 
+def part_names(data: tuple) -> Sequence[str]:
+    """Names of the parts of a data tuple. One of more than three is for a train_step of the user's to take apart."""
+    return PARTS if len(data) <= len(PARTS) else [f"batch[{i}]" for i in range(len(data))]
+
+
 def named_parts(data: tuple) -> list[tuple[str, Any]]:
     """All leaves of a data tuple (x[, y[, sample_weight]]) with their names."""
     return [
-        pair for part, tree in zip(PARTS, data, strict=False) for pair in named_leaves(tree, part)
+        pair
+        for part, tree in zip(part_names(data), data, strict=False)
+        for pair in named_leaves(tree, part)
     ]
 
 
@@ -83,9 +91,27 @@ def cut(tree: Any, begin: int, end: int) -> Any:
     return map_leaves(lambda leaf: leaf[begin:end], tree)
 
 
+def read(tree: Any) -> Any:
+    """The structure with NumPy arrays: what lies on disk or is sparse comes into memory."""
+    return map_leaves(np.asarray, tree)
+
+
+def is_bare(element: Any) -> bool:
+    """Whether a signature (see `Source.element`) is that of x alone."""
+    return isinstance(element, Spec) or not isinstance(element, tuple)
+
+
+def as_given(data: tuple, bare: bool) -> Any:
+    """What Keras hands to a train_step: (x,) is x itself where it was given so."""
+    return data[0] if bare else data
+
+
 def take(tree: Any, rows: np.ndarray) -> Any:
     """The examples at `rows`, in that order, as new arrays."""
-    return map_leaves(lambda leaf: np.take(leaf, rows, axis=0), tree)
+    return map_leaves(
+        lambda leaf: leaf.take(rows) if isinstance(leaf, Rows) else np.take(leaf, rows, axis=0),
+        tree,
+    )
 
 
 def concatenate(trees: Sequence[Any]) -> Any:
@@ -112,12 +138,36 @@ def spec(tree: Any, float_dtype: str | None = None) -> Any:
     return map_leaves(of, tree)
 
 
+def common_spec(one: Any, other: Any) -> Any:
+    """The structure of `one`, with None for each dimension that differs in `other`."""
+    if isinstance(one, Spec):
+        if not isinstance(other, Spec) or len(one.shape) != len(other.shape):
+            return one
+        pairs = zip(one.shape, other.shape, strict=True)
+        return Spec(tuple(a if a == b else None for a, b in pairs), one.dtype)
+    if isinstance(one, dict):
+        return {key: common_spec(item, other.get(key)) for key, item in one.items()}
+    items = [common_spec(a, b) for a, b in zip(one, other, strict=False)]
+    return items if isinstance(one, list) else tuple(items)
+
+
+def varies(element: Any) -> bool:
+    """Whether some dimension of a structure of `Spec` is open."""
+    if isinstance(element, Spec):
+        return None in element.shape
+    return any(map(varies, element.values() if isinstance(element, dict) else element))
+
+
 def sample(tree: Any) -> dict[str, list[float | str]]:
     """Return at most SAMPLED evenly spaced values of each leaf: numbers, or texts of what is no number."""
     return {name: [_plain(v) for v in _spaced(leaf)] for name, leaf in named_parts(tree)}
 
 
 def _spaced(leaf: np.ndarray) -> np.ndarray:
+    if isinstance(leaf, Rows):
+        places = np.linspace(0, len(leaf) - 1, min(len(leaf), SAMPLED)).astype(np.int64)
+        rows = leaf.take(places).reshape(len(places), -1)
+        return rows[np.arange(len(places)), np.arange(len(places)) % rows.shape[1]]
     places = np.linspace(0, leaf.size - 1, min(leaf.size, SAMPLED)).astype(np.int64)
     return leaf.flat[places]  # Copies nothing else, however the array lies in memory.
 

@@ -20,23 +20,24 @@ class Share:
     """One rank's part of one global batch.
 
     Attributes:
-        data: (x,), (x, y) or (x, y, sample_weight), each a NumPy array or a nested dict, list or tuple of them, with
-            this rank's examples in the leading dimension. To be read, never written: it can be a view of the
+        data: what Keras's fit hands to train_step: (x, y), (x, y, sample_weight), (x,), or x alone where it was given
+            alone; each a NumPy array or a nested dict, list or tuple of them, with this rank's examples in the
+            leading dimension. To be read, never written: it can be a view of the
             user's array. On an idle rank (`examples` 0, in a tail smaller than the number of workers) it holds one
             real example of the global batch, so that the rank can run the step and take part in its collectives;
             what it computes counts with weight zero.
         examples: this rank's examples in the step.
         global_examples: examples of all ranks in the step.
         offset: position of this rank's first example inside the global batch.
-        checksum: of the whole global batch, for streams (see `nested.checksum`); 0 for arrays, which cannot come
-            in another order. Equal on ranks that read the same stream.
+        checksum: of the global batch, equal on ranks that read the same data (see `nested.checksum`); None where
+            there is nothing to compare, on all ranks alike.
     """
 
     data: tuple
     examples: int
     global_examples: int
     offset: int
-    checksum: int
+    checksum: int | None
 
 
 class Source(Protocol):

@@ -1,23 +1,33 @@
 """Data that is read in order: batches of any size in, shares of global batches out.
 
+Where examples differ in length (a Dataset whose element_spec says None, a generator or PyDataset
+whose first two batches differ), batches cannot be joined: the user's own are the global batches.
+
 **Every rank reads the whole stream** and keeps its part: where an example lies is known only by
 reading up to it, and a stream per rank (a list of files each, `Dataset.shard`) would make the
 order and the last batch depend on the number of workers. Decoding then costs each rank what it
-costs one worker; where that is too slow, pass arrays (memory-mapped ones too), of which each rank
-reads only its share.
+costs one worker; where that is too slow, a Dataset can have a point (`sharding`) from which on each
+rank has its own examples only, and there are files, PyDataset and arrays, of which it reads no more.
 
 At most one global batch and one batch of the stream are in memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar
 
 from hvdtrain.data import nested
 from hvdtrain.data.arrays import convert, unpack
-from hvdtrain.data.class_weight import apply_class_weight
-from hvdtrain.data.share import Share, check_workers, find_share
+from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.points import ShardPoint, Window
+from hvdtrain.data.share import Part, Share, check_workers, find_share
 from hvdtrain.errors import UsageError
+
+LOOKED_AT = 2
+"""Batches from which Keras, too, tells which dimensions vary."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,10 +36,12 @@ class Stream:
 
     name: what the user passed, for messages.
     open: pass number -> its batches. Raises UsageError if there is no such pass.
-    element: signature of one example, found without disturbing the passes.
+    element: signature of one example in the structure in which the user gives it (x alone is not
+        a tuple), found without disturbing the passes. A dimension that varies is None.
     endless: whether a pass is known never to end.
     once: whether there is but one pass, which cannot be begun anew.
     steps, examples: in a pass, None where unknown.
+    point: where in it each rank goes on with its own examples, if anywhere.
     """
 
     name: str
@@ -39,6 +51,7 @@ class Stream:
     once: bool = False
     steps: int | None = None
     examples: int | None = None
+    point: ShardPoint | None = None
 
 
 @dataclass(eq=False)
@@ -57,7 +70,8 @@ class StreamSource:
     class_weight: Mapping[int, float] | None
     float_dtype: str
     passes: int = field(default=0, init=False)  # opened so far, with `steps`
-    reading: Iterator["GlobalBatch"] = field(default_factory=lambda: iter(()), init=False)
+    warned: bool = field(default=False, init=False)
+    reading: Iterator[Share] = field(default_factory=lambda: iter(()), init=False)
 
     agreed: ClassVar[bool] = False
 
@@ -69,43 +83,116 @@ class StreamSource:
     def examples(self) -> int | None:
         return None if self.steps else self.stream.examples
 
-    @property
+    @cached_property
     def element(self) -> Any:
-        element = self.stream.element()
-        if self.class_weight is not None and len(element) == 2:
-            element = (*element, nested.Spec((), self.float_dtype))
-        return element
+        return weighted(self.stream.element(), self.class_weight, self.float_dtype)
+
+    @property
+    def varies(self) -> bool:
+        """Whether examples differ in length, so that batches cannot be joined or cut anew."""
+        return nested.varies(self.element)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         check_workers(self.global_batch_size, size)
         if epoch == 0 and not self.stream.once:
             self.passes, self.reading = 0, iter(())
-        batches = self._next_steps(self.steps) if self.steps else self._pass(epoch)
-        return (batch.share(rank, size) for batch in batches)
+        part = Part(rank, size)
+        return self._next_steps(self.steps, part) if self.steps else self._pass(epoch, part)
 
-    def _pass(self, number: int) -> Iterator["GlobalBatch"]:
+    def _pass(self, number: int, part: Part) -> Iterator[Share]:
         empty = True
-        for batch in global_batches(self._batches(number), self.global_batch_size):
+        point = self.stream.point
+        shares = self._cut(number, part) if point is None else self._own(point, number, part)
+        for share in shares:
             empty = False
-            yield batch
+            yield share
         if empty:
             raise UsageError(f"the {self.stream.name} is empty: it gave no batch.")
 
-    def _next_steps(self, steps: int) -> Iterator["GlobalBatch"]:
+    def _cut(self, number: int, part: Part) -> Iterator[Share]:
+        """The rank's shares of global batches that it reads whole."""
+        batches = self._batches(number)
+        bare = nested.is_bare(self.element)
+        found = (
+            self._as_they_come(batches)
+            if self.varies
+            else global_batches(batches, lambda step: self.global_batch_size)
+        )
+        return (batch.share(part.index, part.count, bare) for batch in found)
+
+    def _own(self, point: ShardPoint, number: int, part: Part) -> Iterator[Share]:
+        """The rank's shares, of which the stream brings nothing else."""
+        if self.varies:
+            raise UsageError(
+                f"the examples of the {self.stream.name} differ in length, so they cannot be cut into batches after "
+                "hvdtrain.data.shard: pad them to one shape."
+            )
+        wrong = (
+            f"in the {self.stream.name} examples were added or dropped after hvdtrain.data.shard"
+        )
+
+        def window_of(step: int) -> Window:
+            window = point.window(step)
+            if window is None:
+                raise UsageError(f"{wrong}: more came out than went in.")
+            return window
+
+        def rows(step: int) -> int:
+            window = window_of(step)
+            return window.end - window.begin
+
+        bare = nested.is_bare(self.element)
+        with point.read_as(part.index, part.count, self.global_batch_size):
+            step = 0
+            for step, own in enumerate(global_batches(self._batches(number), rows), 1):
+                window = window_of(step - 1)
+                if own.examples != window.end - window.begin:
+                    raise UsageError(f"{wrong}: fewer came out than went in.")
+                point.forget(step - 1)
+                data = nested.as_given(nested.concatenate(own.pieces), bare)
+                yield Share(
+                    data, window.examples, window.global_examples, window.begin, window.checksum
+                )
+            if point.window(step) is not None:
+                raise UsageError(f"{wrong}: fewer came out than went in.")
+
+    def _as_they_come(self, batches: Iterator[tuple]) -> Iterator["GlobalBatch"]:
+        short = 0
+        for batch in batches:
+            examples = nested.count_examples(batch, "")
+            if examples > self.global_batch_size:
+                raise UsageError(
+                    f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "
+                    f"{self.global_batch_size}. Its examples differ in length, so each batch is used as it comes, "
+                    "split over the workers: let global_batch_size be that of the largest batch."
+                )
+            if 0 < short < self.global_batch_size and not self.warned:
+                # The last batch is short by nature, so a short one tells when another follows.
+                self.warned = True
+                warnings.warn(
+                    f"The examples of the {self.stream.name} differ in length, so each of its batches is used as it "
+                    f"comes, split over the workers: here {short} examples, not global_batch_size "
+                    f"{self.global_batch_size}.",
+                    stacklevel=2,
+                )
+            short = examples
+            yield GlobalBatch([batch], examples)
+
+    def _next_steps(self, steps: int, part: Part) -> Iterator[Share]:
         for step in range(steps):
-            batch = next(self.reading, None)
-            if batch is None and step == 0:
-                self.reading = self._pass(self.passes)
+            share = next(self.reading, None)
+            if share is None and step == 0:
+                self.reading = self._pass(self.passes, part)
                 self.passes += 1
-                batch = next(self.reading)
-            if batch is None:
+                share = next(self.reading)
+            if share is None:
                 return
-            yield batch
+            yield share
 
     def _batches(self, number: int) -> Iterator[tuple]:
         for index, batch in enumerate(self.stream.open(number)):
             where = f"batch {index} of the {self.stream.name}"
-            data = nested.cast_floats(as_data(batch, where), self.float_dtype)
+            data = nested.cast_floats(nested.read(as_data(batch, where)), self.float_dtype)
             if nested.count_examples(data, where):
                 yield apply_class_weight(data, self.class_weight, self.float_dtype, where)
 
@@ -117,7 +204,7 @@ class GlobalBatch:
     pieces: list[tuple]
     examples: int
 
-    def share(self, rank: int, size: int) -> Share:
+    def share(self, rank: int, size: int, bare: bool) -> Share:
         begin, end, examples = find_share(self.examples, rank, size)
         parts = []
         start = 0
@@ -126,7 +213,8 @@ class GlobalBatch:
             if start < end and begin < stop:
                 parts.append(nested.cut(piece, max(begin - start, 0), end - start))
             start = stop
-        return Share(nested.concatenate(parts), examples, self.examples, begin, self.checksum())
+        data = nested.as_given(nested.concatenate(parts), bare)
+        return Share(data, examples, self.examples, begin, self.checksum())
 
     def checksum(self) -> int:
         value = 0
@@ -135,25 +223,28 @@ class GlobalBatch:
         return value
 
 
-def global_batches(batches: Iterator[tuple], size: int) -> Iterator[GlobalBatch]:
-    """Join and cut batches of any sizes into batches of `size` examples; the last can be smaller.
+def global_batches(
+    batches: Iterator[tuple], size_of: Callable[[int], int]
+) -> Iterator[GlobalBatch]:
+    """Join and cut batches of any sizes into batches of `size_of(step)` examples; the last can be smaller.
 
     Raises:
         UsageError: batches that meet in one global batch have different shapes or types.
     """
     pieces: list[tuple] = []
-    waiting = 0
+    waiting = step = 0
     for batch in batches:
         length = nested.count_examples(batch, "")
         begin = 0
         while begin < length:
+            size = size_of(step)
             end = min(length, begin + size - waiting)
             pieces.append(nested.cut(batch, begin, end))
             waiting += end - begin
             begin = end
             if waiting == size:
                 yield _joined(pieces, waiting)
-                pieces, waiting = [], 0
+                pieces, waiting, step = [], 0, step + 1
     if pieces:
         yield _joined(pieces, waiting)
 
@@ -167,7 +258,9 @@ def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
         if other != first:
             raise UsageError(
                 f"batches of one stream differ: one has examples of {describe(first)}, another of "
-                f"{describe(other)}. Pad them to one shape."
+                f"{describe(other)}. Pad them to one shape. (Batches that differ are trained as they come where that "
+                "is known beforehand: a Dataset whose element_spec says None, other data whose first two batches "
+                "differ.)"
             )
     return GlobalBatch(pieces, examples)
 
@@ -185,6 +278,8 @@ def as_data(batch: Any, where: str) -> tuple:
     """One batch of a stream as a data tuple (x[, y[, sample_weight]]) of NumPy arrays."""
     if isinstance(batch, list):
         batch = tuple(batch)
+    if isinstance(batch, tuple) and len(batch) > len(nested.PARTS):
+        return convert(batch)
     if not isinstance(batch, tuple) and not isinstance(batch, dict) and not hasattr(batch, "shape"):
         raise UsageError(
             f"{where} is a {type(batch).__name__}. It must be a tuple of arrays (x, y) or "
@@ -194,3 +289,15 @@ def as_data(batch: Any, where: str) -> tuple:
         return convert(unpack(batch))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
+    """The signature of an example (see `Stream`) in the first LOOKED_AT of `batches`."""
+    specs = []
+    for batch in itertools.islice(batches, LOOKED_AT):
+        data = as_data(batch, f"the first batch of the {name}")
+        bare = not isinstance(batch, list | tuple)
+        specs.append(nested.as_given(nested.spec(data, float_dtype), bare))
+    if not specs:
+        raise UsageError(f"the {name} is empty: it gave no batch.")
+    return nested.common_spec(specs[0], specs[-1])

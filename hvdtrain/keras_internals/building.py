@@ -21,7 +21,6 @@ from hvdtrain.keras_internals.models import (
     children,
     optimizers_of,
     overridden,
-    step_of,
     trains_by_keras,
 )
 from hvdtrain.keras_internals.optimizers import gradients_taken
@@ -58,7 +57,7 @@ def symbolic_call(model: keras.Model, x: Any) -> Any:
 
 def _rehearse(model: keras.Model, data: Any) -> None:
     """Let the model's train_step create what it needs, and change nothing."""
-    step = step_of(model, "train_step")
+    step = model.train_step
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(gradients_taken(optimizer, _builder(optimizer)))

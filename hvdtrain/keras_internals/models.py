@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -50,15 +50,6 @@ def overridden(model: keras.Model, *methods: str) -> str | None:
     return next(
         (m for m in methods if getattr(type(model), m) is not getattr(keras.Model, m)), None
     )
-
-
-def step_of(model: keras.Model, name: str) -> Callable[[tuple[Any, ...]], Any]:
-    """Return the model's train_step, test_step or predict_step as a function of (x[, y[, sample_weight]]).
-
-    As in Keras, a step of data that is x alone gets no tuple.
-    """
-    step = getattr(model, name)
-    return lambda data: step(keras.utils.pack_x_y_sample_weight(*data))
 
 
 def trains_by_keras(model: keras.Model) -> bool:

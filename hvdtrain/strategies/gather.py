@@ -1,8 +1,13 @@
-"""Predictions of all ranks, put together in the order of the examples."""
+"""Predictions of all ranks, put together in the order of the examples.
+
+What Keras's predict returns for the whole batches: one array for each output, a ragged tensor where
+the batches' outputs differ in an inner dimension, strings as an array of bytes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,36 +21,68 @@ from hvdtrain.errors import UsageError
 def gather_predictions(
     outputs: Iterable[tuple[Share, Any]], ranks: Communicator = ALL_RANKS
 ) -> Any:
-    """Return the outputs for all examples of all the ranks. A collective for each output.
+    """Return the outputs for all examples of all the ranks. Two collectives for each output.
 
     Args:
         outputs: each step's share and this rank's output for it: a tensor, or a structure of them,
             whose leading dimension is the share's examples (one filler on an idle rank).
+        ranks: those that hold the shares.
 
     Returns:
-        NumPy arrays of (examples, ...) in the structure of the outputs.
+        NumPy arrays of (examples, ...) in the structure of the outputs; a tf.RaggedTensor for an output
+        whose inner dimensions differ between batches.
     """
-    parts: list[list[np.ndarray]] = []
-    positions: list[np.ndarray] = []
-    structure: Any = None
+    steps: list[list[np.ndarray]] = []
+    begins: list[int] = []
     begin = 0
+    structure: Any = None
     for share, output in outputs:
         structure = output
-        leaves = [np.asarray(leaf)[: share.examples] for leaf in tf.nest.flatten(output)]
-        parts.append(leaves)
-        positions.append(begin + share.offset + np.arange(share.examples))
+        steps.append([np.asarray(leaf)[: share.examples] for leaf in tf.nest.flatten(output)])
+        begins.append(begin + share.offset)
         begin += share.global_examples
     if structure is None:
         raise UsageError("The data holds no batch: nothing to predict")
-    order = np.argsort(_gathered(np.concatenate(positions), "positions", ranks))
-    gathered = [
-        _gathered(np.concatenate(leaves), f"output_{index}", ranks)[order]
-        for index, leaves in enumerate(zip(*parts, strict=True))
+    joined = [
+        _join(_gathered(parts, begins, f"hvdtrain_predictions_{index}", ranks))
+        for index, parts in enumerate(zip(*steps, strict=True))
     ]
-    return tf.nest.pack_sequence_as(structure, gathered)
+    return tf.nest.pack_sequence_as(structure, joined)
 
 
-def _gathered(rows: np.ndarray, name: str, ranks: Communicator) -> np.ndarray:
+def _gathered(
+    steps: Sequence[np.ndarray], begins: Sequence[int], name: str, ranks: Communicator
+) -> list[np.ndarray]:
+    """Return every rank's part of every step, by the position at which it begins; idle ones are left out."""
+    own = [(begin, *part.shape) for begin, part in zip(begins, steps, strict=True)]
+    places = ranks.allgather(np.array(own), f"{name}_places").numpy()
+    flat = _values(np.concatenate([part.reshape(-1) for part in steps]), name, ranks)
+    shapes = places[:, 1:].tolist()
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    pieces = np.split(flat, ends[:-1])
+    parts = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    order = np.argsort(places[:, 0], kind="stable")
+    return [parts[index] for index in order if len(parts[index])]
+
+
+def _values(own: np.ndarray, name: str, ranks: Communicator) -> np.ndarray:
+    if own.dtype.hasobject:
+        return np.concatenate(
+            [np.array(texts, object) for texts in ranks.exchange(own.tolist(), name)]
+        )
     # Not on an accelerator, which need not have room for it.
     with tf.device("CPU:0"):
-        return ranks.allgather(rows, f"hvdtrain_predictions_{name}").numpy()
+        return ranks.allgather(own, name).numpy()
+
+
+def _join(parts: Sequence[np.ndarray]) -> Any:
+    """Return parts of (examples, ...) as one array, or as one ragged tensor."""
+    inner = np.array([part.shape[1:] for part in parts])
+    constant = (inner == inner[0]).all(axis=0)
+    if constant.all():
+        return np.concatenate(parts)
+    # As Keras: ragged from the first inner dimension to the last that differs.
+    ragged = int(np.flatnonzero(~constant)[-1]) + 1
+    return tf.concat(
+        [tf.RaggedTensor.from_tensor(part, ragged_rank=ragged) for part in parts], axis=0
+    )

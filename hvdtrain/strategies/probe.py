@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step import Step, in_step
-from hvdtrain.keras_internals.models import optimizers_of, step_of, trains_by_keras
+from hvdtrain.keras_internals.models import optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
 
@@ -142,7 +142,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
         for optimizer in optimizers_of(model):
             stack.enter_context(gradients_taken(optimizer, take))
         stack.enter_context(in_step(step))
-        step_of(model, "train_step")(data)
+        model.train_step(data)
     return found
 
 

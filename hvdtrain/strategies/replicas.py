@@ -32,7 +32,7 @@ from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Calls, watched
-from hvdtrain.keras_internals.models import means_of, step_of, trains_by_keras
+from hvdtrain.keras_internals.models import means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
@@ -162,7 +162,7 @@ class ReplicaSteps:
     def _predictions(self, parts: Any) -> Any:
         def predict(rows: Any) -> Any:
             with ReplicaScope([], 1):
-                return step_of(self._model, "predict_step")(rows)
+                return self._model.predict_step(rows)
 
         return self._strategy.run(predict, args=(parts,), options=STATIC_SHAPES)
 
@@ -245,7 +245,7 @@ class ReplicaSteps:
             for v, state in zip(metrics, states, strict=True)
         ]
         with ReplicaScope(mapping, self._replicas if divides else 1) as scope:
-            logs = step_of(self._model, step)(rows)
+            logs = getattr(self._model, step)(rows)
         if step == "train_step":
             require_gradients(self._model, scope.handed_out)
         scope.require_known([*self._model.variables, *metrics])

@@ -21,7 +21,6 @@ from hvdtrain.keras_internals.metric_calls import Source
 from hvdtrain.keras_internals.models import (
     computed_in_half,
     optimizers_of,
-    step_of,
     trains_by_keras,
 )
 from hvdtrain.keras_internals.optimizers import is_scaled
@@ -89,7 +88,7 @@ class RankSteps:
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=frozenset(id(tf_variable(v)) for v in computed_in_half(model)),
             )
-        train, test = step_of(model, "train_step"), step_of(model, "test_step")
+        train, test = model.train_step, model.test_step
         if model.jit_compile:
             train = in_clusters(train)
         self._metrics = StepMetrics(model, self._share, self._ranks.rank() == 0)
@@ -101,7 +100,7 @@ class RankSteps:
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)
-        self._predict = self._compiled(step_of(model, "predict_step"))
+        self._predict = self._compiled(model.predict_step)
 
     def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
         """Compile `step`, whose data has this many leading dimensions in common."""

@@ -8,8 +8,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.data import Source, Spec, validation_split
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data import KnownSource, OwnSource, Source, Spec, validation_split
 from hvdtrain.data.make import check_positive
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import (
@@ -202,8 +201,10 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
 
 
 def evaluation_source(source: Source) -> Source:
-    """Return `source`, of which evaluation counts no example twice: steps beyond the arrays' end stop there."""
-    if isinstance(source, ArraySource) and source.examples > source.pass_length:
+    """Return `source`, of which evaluation counts no example twice: steps beyond the data's end stop there."""
+    if isinstance(source, OwnSource):
+        return replace(source, part=evaluation_source(source.part))
+    if isinstance(source, KnownSource) and source.examples > source.pass_length:
         return replace(source, steps=None)
     return source
 

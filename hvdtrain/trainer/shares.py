@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,29 +10,32 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.data import Part, Share, Source, prefetch
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
+from hvdtrain.data import OwnSource, Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
 
 
-def epoch_shares(source: Source, epoch: int, part: Part) -> Iterator[Share]:
+def epoch_shares(
+    source: Source, epoch: int, part: Part, ranks: Communicator = ALL_RANKS
+) -> Iterator[Share]:
     """Yield the shares of one epoch that are `part`, as tensors, made in another thread.
 
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
     shares = prefetch(_with_tensors(source.epoch(epoch, part.index, part.count)))
-    return shares if source.agreed or ALL_RANKS.size() == 1 else _agreed(shares)
+    if ranks.size() == 1:
+        return shares
+    if isinstance(source, OwnSource):
+        return _counted(shares, ranks)
+    return _compared(shares, ranks) if source.agreed else _agreed(shares, ranks)
 
 
 def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
-    """Yield lists of up to `size` shares that follow each other and hold equally many examples, at least 1."""
+    """Yield lists of up to `size` shares that follow each other and can be stacked: equal shapes, no idle rank."""
     group: list[Share] = []
     for share in shares:
-        alike = group and (share.examples, share.global_examples) == (
-            group[0].examples,
-            group[0].global_examples,
-        )
+        alike = group and _shapes(share) == _shapes(group[0])
         if group and not (alike and share.examples):
             yield group
             group = []
@@ -43,25 +47,60 @@ def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
         yield group
 
 
+def _shapes(share: Share) -> list[Any]:
+    leaves = tf.nest.flatten(share.data)
+    return [share.examples, share.global_examples, *(tuple(leaf.shape) for leaf in leaves)]
+
+
 def _with_tensors(shares: Iterator[Share]) -> Iterator[Share]:
     for share in shares:
         yield replace(share, data=tf.nest.map_structure(tf.convert_to_tensor, share.data))
 
 
-def _agreed(shares: Iterator[Share]) -> Iterator[Share]:
+def _agreed(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
     """Let a step begin only when all ranks have the same batch for it: about 1 ms a step, for streams only."""
-    step = 0
-    while True:
+    for step in itertools.count():
         share = next(shares, None)
-        mine = [0, 0, 0] if share is None else [1, share.global_examples, share.checksum % 2**62]
-        everyone = ALL_RANKS.allgather(np.array([mine], np.int64), "hvdtrain_stream").numpy()
-        differing = np.flatnonzero((everyone != everyone[0]).any(axis=1))
-        if differing.size:
-            raise ReplicaError(_stream_message(everyone, int(differing[0]), step))
+        _require_same(share, step, ranks)
         if share is None:
             return
         yield share
-        step += 1
+
+
+def _compared(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
+    """Let the ranks compare what can be compared of data whose length is known: the same few steps on each."""
+    for step, share in enumerate(shares):
+        if share.checksum is not None:
+            _require_same(share, step, ranks)
+        yield share
+
+
+def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
+    """Let the ranks count the examples that each brings to a step; one whose data has ended goes on as idle."""
+    last: Share | None = None
+    while True:
+        share = next(shares, None)
+        own = 0 if share is None else share.examples
+        counts = ranks.allgather(np.array([own]), "hvdtrain_counts").numpy()
+        if not counts.any():
+            return
+        last = share if share is not None else last
+        assert last is not None, "a source without a batch is an error of its own"
+        data = last.data if own else tf.nest.map_structure(lambda leaf: leaf[:1], last.data)
+        offset = int(counts[: ranks.rank()].sum())
+        yield replace(
+            last, data=data, examples=own, global_examples=int(counts.sum()), offset=offset
+        )
+
+
+def _require_same(share: Share | None, step: int, ranks: Communicator) -> None:
+    mine = [0, 0, 0]
+    if share is not None:
+        mine = [1, share.global_examples, (share.checksum or 0) % 2**62]
+    everyone = ranks.allgather(np.array([mine], np.int64), "hvdtrain_stream").numpy()
+    differing = np.flatnonzero((everyone != everyone[0]).any(axis=1))
+    if differing.size:
+        raise ReplicaError(_stream_message(everyone, int(differing[0]), step))
 
 
 def _stream_message(everyone: Any, other: int, step: int) -> str:
@@ -75,5 +114,6 @@ def _stream_message(everyone: Any, other: int, step: int) -> str:
         what = f"the batch of step {step + 1} on rank {other} is not that of rank 0"
     return (
         f"The ranks read different data: {what}. Every rank must read the same stream; hvdtrain gives each its "
-        "share. Shuffle with a fixed seed (Dataset.shuffle(..., seed=1)) and do not shard the data yourself."
+        "share. Shuffle with a fixed seed (Dataset.shuffle(..., seed=1)), put maps with random numbers behind "
+        "hvdtrain.data.shard, and pass sharded=True where you divide the data yourself."
     )

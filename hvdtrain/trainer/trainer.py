@@ -21,8 +21,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import require_alike, require_equal
-from hvdtrain.data import Source, is_batched, make_source, nested
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.data import KnownSource, OwnSource, Source, is_batched, make_source, split
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
@@ -188,6 +187,7 @@ class Trainer:
         steps_per_epoch: int | None = None,
         class_weight: Mapping[int, float] | None = None,
         shuffle: bool = True,
+        sharded: bool = False,
         callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
         initial_epoch: int = 0,
         verbose: str | int = "auto",
@@ -204,8 +204,12 @@ class Trainer:
             validation_steps: evaluate on this many global batches.
             validation_freq: evaluate every this many epochs, or after the epochs listed, such as [1, 3].
             steps_per_epoch: global batches in an epoch; needed where the data never ends.
-            class_weight: weight of each class of integer or one-hot labels.
+            class_weight: weight of each class of integer or one-hot labels; 1 for a class that is not in it.
             shuffle: by seed and epoch, alike for any number of workers.
+            sharded: `x` is this rank's own part of the data, which you divided (a list of files each, Dataset.shard),
+                not the same whole on every rank. Each rank takes its share of global_batch_size from it; steps are
+                weighted by what the ranks have, and a rank whose part has ended waits for the longest. Batches then
+                depend on the number of workers. `validation_data` is divided by the Trainer all the same.
             callbacks: a Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. Where the ranks hold
                 parts (layout, shard_optimizer), ModelCheckpoint runs on all and writes the whole model.
@@ -226,7 +230,8 @@ class Trainer:
             (x, y, sample_weight), validation_data = split_arrays(
                 x, y, sample_weight, validation_split
             )
-        train = self._source(x, y, sample_weight, shuffle, steps_per_epoch, class_weight)
+        data = (x, y, sample_weight)
+        train = self._source(*data, shuffle, steps_per_epoch, class_weight, sharded)
         validation = None
         if validation_data is not None:
             if isinstance(validation_data, list):
@@ -257,13 +262,14 @@ class Trainer:
         batch_size: None = None,
         verbose: str | int = "auto",
         steps: int | None = None,
+        sharded: bool = False,
         callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
         return_dict: bool = False,
     ) -> Any:
         """Return loss and metrics over all of the data, exact and the same on every rank.
 
         Args:
-            x, y, sample_weight, callbacks, verbose: as in `fit`.
+            x, y, sample_weight, sharded, callbacks, verbose: as in `fit`.
             batch_size: refused: the Trainer's global_batch_size says it.
             steps: evaluate on this many global batches.
             return_dict: return a dict of the values by their names.
@@ -272,7 +278,7 @@ class Trainer:
             As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._evaluation_source(x, y, sample_weight, steps)
+        source = self._evaluation_source(x, y, sample_weight, steps, sharded)
         callbacks = keras.tree.flatten(callbacks or [])
         plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
         facts = {"callbacks": [type(c).__name__ for c in callbacks]}
@@ -300,7 +306,7 @@ class Trainer:
         source = self._evaluation_source(x, None, None, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
-            inputs = self._symbolic_data(source)[0]
+            inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._symbolic_data(source))
             if self._predicting is None:
                 self._predicting = self.strategy.prepare_prediction(self.model, inputs)
             shown = resolve_verbose(verbose, self.rank)
@@ -342,17 +348,31 @@ class Trainer:
         return distributed
 
     def _source(
-        self, x: Any, y: Any, weight: Any, shuffle: bool, steps: int | None, class_weight: Any
+        self,
+        x: Any,
+        y: Any,
+        weight: Any,
+        shuffle: bool,
+        steps: int | None,
+        class_weight: Any,
+        sharded: bool = False,
     ) -> Source:
+        part = self.strategy.part
+        if sharded and part.count != self.rank.size:
+            raise UsageError(
+                "sharded=True needs ranks that all hold the whole model, each with examples of its own: not with "
+                f"this layout or strategy ({self.strategy.name})"
+            )
+        own_begin, own_end = split(self.global_batch_size, part.index, part.count)
         batched = None
         if isinstance(x, tf.data.Dataset):
             inputs = self.strategy.inputs(self.model)
             batched = is_batched(x, [len(i.shape) for i in inputs] or None)
-        return make_source(
+        source = make_source(
             x,
             y,
             weight,
-            global_batch_size=self.global_batch_size,
+            global_batch_size=own_end - own_begin if sharded else self.global_batch_size,
             shuffle=shuffle,
             seed=self.seed,
             steps_per_epoch=steps,
@@ -360,9 +380,12 @@ class Trainer:
             batched=batched,
             threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
+        return OwnSource(source, steps) if sharded else source
 
-    def _evaluation_source(self, x: Any, y: Any, weight: Any, steps: int | None) -> Source:
-        return evaluation_source(self._source(x, y, weight, False, steps, None))
+    def _evaluation_source(
+        self, x: Any, y: Any, weight: Any, steps: int | None, sharded: bool = False
+    ) -> Source:
+        return evaluation_source(self._source(x, y, weight, False, steps, None, sharded))
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""
@@ -370,9 +393,9 @@ class Trainer:
             inputs = self.strategy.inputs(self.model)
             check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
         require_equal(source_facts(source) | self._config | facts, what)
-        if isinstance(source, ArraySource):
+        if isinstance(source, KnownSource):
             # Streams are compared batch by batch.
-            require_alike(nested.sample(source.data), what)
+            require_alike(source.sample(), what)
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
         """Build the model from the data's shapes, and compare model and data over the ranks."""

@@ -4,14 +4,16 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import h5py
 import keras
 import numpy as np
 import pytest
+import scipy.sparse
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data import Spec, make_source, split, validation_split
-from hvdtrain.data.nested import concatenate
+from hvdtrain.data.nested import concatenate, sample
 from hvdtrain.errors import UsageError
 
 
@@ -163,7 +165,7 @@ def test_a_tuple_is_the_data_and_a_list_is_inputs():
     assert len(make_source((x, y, None), **options).element) == 2
     assert len(make_source((x, y, y), **options).element) == 3
     assert len(make_source((x, y), sample_weight=y, **options).element) == 3
-    assert make_source((x,), **options).element == (Spec((1,), "float32"),)
+    assert make_source((x,), **options).element == Spec((1,), "float32")
     (inputs,) = make_source([x, y], **options).element
     assert isinstance(inputs, list) and len(inputs) == 2
     assert next(make_source([x, y], **options).epoch(0, 0, 1)).data[0][1].tolist() == [0, 1, 2]
@@ -203,7 +205,6 @@ X, Y = numbers(8)
         ({"x": X, "y": Y, "global_batch_size": 0}, "global_batch_size is 0"),
         ({"x": X, "y": Y, "global_batch_size": 2.5}, "global_batch_size is 2.5"),
         ({"x": X, "y": Y, "steps_per_epoch": 0}, "steps_per_epoch is 0"),
-        ({"x": X, "y": Y, "class_weight": {0: 1.0}}, "no weight for class 1, 2, 3"),
         ({"x": X, "y": Y, "class_weight": [1.0]}, "class_weight is a list"),
         ({"x": X, "class_weight": {0: 1.0}}, "no y"),
         ({"x": X, "y": [Y, Y], "class_weight": {0: 1.0}}, "y has several"),
@@ -272,3 +273,72 @@ def test_importing_brings_neither_tensorflow_nor_horovod():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
     )
     assert result.stdout.strip() == "set()", result.stderr
+
+
+def test_a_class_without_a_weight_has_weight_1():
+    from keras.src.trainers.data_adapters.data_adapter_utils import class_weight_to_sample_weights
+
+    weights = {1: 3.0, 9: 2.0}
+    data = source(8, 4, shuffle=False, class_weight=weights)
+    seen = np.concatenate([batch[2] for batch in read(data)])
+    np.testing.assert_array_equal(seen, class_weight_to_sample_weights(np.arange(8), weights))
+
+
+class Counted:
+    """An array on disk that says how many rows were read; rows in ascending order only, as h5py."""
+
+    def __init__(self, array):
+        self.array, self.read = array, 0
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __getitem__(self, rows):
+        found = self.array[rows]
+        assert isinstance(rows, slice) or (np.diff(rows) > 0).all()
+        self.read += len(found)
+        return found
+
+
+def h5(array, folder):
+    file = h5py.File(folder / "data.h5", "w")
+    return file.create_dataset("x", data=array)
+
+
+def memmap(array, folder):
+    np.save(folder / "data.npy", array)
+    return np.load(folder / "data.npy", mmap_mode="r")
+
+
+LAZY = {
+    "csr": lambda array, _: scipy.sparse.csr_matrix(array),
+    "coo": lambda array, _: scipy.sparse.coo_array(array),
+    "counted": lambda array, _: Counted(array),
+    "h5py": h5,
+    "memmap": memmap,
+}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("kind", LAZY)
+def test_rows_are_read_when_they_are_needed(kind, size, shuffle, tmp_path):
+    x = np.random.default_rng(0).random((35, 6)) * (np.arange(6) % 2)
+    y = np.arange(35)
+    options = {"global_batch_size": 8, "shuffle": shuffle, "seed": 3}
+    lazy = make_source(LAZY[kind](x, tmp_path), y, **options)
+    expected = read(make_source(x, y, **options), 1)
+    for ours, theirs in zip(read(lazy, 1, size), expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert type(a) is np.ndarray and a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    assert lazy.element == (Spec((6,), "float32"), Spec((), "int64"))
+    # Evenly spaced rows, of each another column.
+    assert set(sample(lazy.data)["x"]) <= set(x.ravel().tolist())
+
+
+def test_a_rank_reads_only_its_rows():
+    disk = Counted(np.zeros((64, 3), "float32"))
+    train, _ = validation_split(disk, np.zeros(64), None, 0.25)
+    data = make_source(train, global_batch_size=16, shuffle=True, seed=0)
+    assert disk.read == 0
+    list(data.epoch(0, 1, 4))
+    assert disk.read == 12

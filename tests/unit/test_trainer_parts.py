@@ -280,16 +280,16 @@ def test_evaluation_counts_no_example_twice(steps: int | None, examples: int) ->
 def test_evaluation_of_a_stream_begins_anew() -> None:
     data = tf.data.Dataset.range(100).batch(4)
     source = make_source(data, steps_per_epoch=2, **BATCHES)
-    assert [s.data[0].tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [s.data[0].tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [s.data[0][0] for s in source.epoch(1, 0, 1)] == [8, 12]
+    assert [s.data.tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [s.data.tolist() for s in source.epoch(0, 0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [s.data[0] for s in source.epoch(1, 0, 1)] == [8, 12]
 
 
 def test_an_iterator_goes_on_where_it_was() -> None:
     source = make_source((np.full((4, 1), i) for i in range(9)), steps_per_epoch=2, **BATCHES)
     assert source.element
-    assert [int(s.data[0][0, 0]) for s in source.epoch(0, 0, 1)] == [0, 1]
-    assert [int(s.data[0][0, 0]) for s in source.epoch(0, 0, 1)] == [2, 3]
+    assert [int(s.data[0, 0]) for s in source.epoch(0, 0, 1)] == [0, 1]
+    assert [int(s.data[0, 0]) for s in source.epoch(0, 0, 1)] == [2, 3]
 
 
 # Metrics.

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdtrain.data import Share
@@ -35,7 +36,7 @@ def micro_batches(share: Share, count: int) -> list[MicroBatch]:
     count = min(count, examples)
     ends = [split(examples, part, count) for part in range(count)]
     sizes = [end - begin for begin, end in ends]
-    structure = (*share.data, None, None)[:3]
+    structure = keras.utils.unpack_x_y_sample_weight(share.data)
     leaves = [tf.split(leaf, sizes) for leaf in tf.nest.flatten(share.data)]
     shapes = tuple(tuple(parts[0].shape[1:]) for parts in leaves)
     return [

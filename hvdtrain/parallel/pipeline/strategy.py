@@ -173,7 +173,7 @@ class PipelineStrategy(TensorStrategy):
 
     def _symbolic_batch(self, data: Any) -> list[Any]:
         """Return what the model predicts, labels and sample weights, for any number of examples."""
-        _, y, weight = (*data, None, None)[:3]
+        _, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         whole = self.stage.whole
         outputs = graph_internals.like_outputs(whole, whole.outputs)
         return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]

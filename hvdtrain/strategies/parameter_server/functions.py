@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import state_variables
-from hvdtrain.keras_internals.models import own_non_trainable_variables, step_of
+from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.remote import (
     arrival,
     in_step,
@@ -89,9 +89,9 @@ class StepFunctions:
             make_step_variable(v) for v in unique(statistics) if id(v) not in counted
         ]
         self._steps: dict[str, Step] = {
-            "train": step_of(model, "train_step"),
-            "test": step_of(model, "test_step"),
-            "predict": step_of(model, "predict_step"),
+            "train": model.train_step,
+            "test": model.test_step,
+            "predict": model.predict_step,
         }
         self._traced: dict[tuple[str, int], Traced] = {}
 

@@ -1,0 +1,244 @@
+"""Examples in files, of which each rank reads and decodes only those that it trains.
+
+Every example has a number: its file's, or that of its record in all TFRecord files one after the other. The order
+is a permutation of the numbers by seed and pass, as for arrays, so a global batch holds the same examples whatever
+the number of workers, drawn from all files alike. For that each rank looks up where the records begin: 12 bytes of
+each, about a second for a million; the records themselves are read when they are needed, and their checksums
+verified.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data import nested, tf_dataset
+from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.known import KnownSource, Order
+from hvdtrain.data.share import Share
+from hvdtrain.errors import UsageError
+
+RECORDS = (".tfrecord", ".tfrecords")
+HEADER = struct.Struct("<QI")  # length of the record, checksum of the length
+FOOTER = 4  # checksum of the record
+GZIP = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, eq=False)
+class Files:
+    """Files of examples: what `from_files` returns and fit, evaluate and predict take as x."""
+
+    paths: tuple[str, ...]
+    read: Callable[..., Any]
+    labels: np.ndarray | None
+    records: bool
+
+
+def from_files(
+    files: str | Path | Sequence[str | Path],
+    read: Callable[..., Any],
+    *,
+    labels: Any = None,
+    records: bool | None = None,
+) -> Files:
+    """Return examples in files as data for Trainer.fit, evaluate and predict.
+
+        train = hvdtrain.data.from_files("train-*.tfrecord", parse)
+        trainer.fit(train, epochs=10)
+
+    Each rank reads and decodes its own examples only; which stand in a batch depends on seed and epoch, never on
+    the number of workers. Every rank needs all the files.
+
+    Args:
+        files: a pattern ("images/*/*.png": taken in the order of names), a path, or a list of paths.
+        read: as for tf.data.Dataset.map, from one example's file name (a string tensor of no dimension), or from
+            one serialized record, to x, (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by
+            TensorFlow: use tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. For reading in Python
+            write a keras.utils.PyDataset.
+        labels: array of (files, ...), for files of one example: `read` gets the file's label as second argument.
+        records: whether the files are TFRecord files of many examples (not compressed); default: by their names.
+
+    Raises:
+        UsageError: no such files, another number of labels; when it is read: a file that is no TFRecord file.
+    """
+    paths = _paths(files)
+    if records is None:
+        records = all(path.endswith(RECORDS) for path in paths)
+    if labels is not None:
+        labels = np.asarray(labels)
+        if records or labels.shape[:1] != (len(paths),):
+            raise UsageError(
+                f"from_files: labels has shape {labels.shape}; it needs an entry for each of {len(paths)} files of "
+                "one example. The labels of TFRecord files stand in the records."
+            )
+    return Files(paths, read, labels, records)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FileSource(KnownSource):
+    """`Files` as a `Source`."""
+
+    files: Files
+    keys: Callable[[np.ndarray], tuple]  # what `read` is given for examples of these numbers
+    threads: int
+    class_weight: Mapping[int, float] | None
+
+    @property
+    def element(self) -> Any:
+        return weighted(self._given, self.class_weight, self.float_dtype)
+
+    @cached_property
+    def _given(self) -> Any:
+        dataset = self._decoded(iter(()), 1)
+        tf_dataset.require_dense(dataset, "the function read of from_files")
+        return tf_dataset.element_of(dataset, self.float_dtype)
+
+    def sample(self) -> dict[str, list[float | str]]:
+        places = np.linspace(0, len(self.files.paths) - 1, nested.SAMPLED).astype(int)
+        # The folder may be another on each machine.
+        return {"the files": [Path(self.files.paths[place]).name for place in places]}
+
+    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        # All shares but the last have as many rows, so batches of that length are the shares.
+        rows = next(slot.end - slot.begin for slot in self.slots(epoch, rank, size))
+        bare = nested.is_bare(self._given)
+        batches = tf_dataset.read(self._decoded(self._wanted(epoch, rank, size), rows))
+        for slot, batch in zip(self.slots(epoch, rank, size), batches, strict=True):
+            data = nested.cast_floats((batch,) if bare else batch, self.float_dtype)
+            data = apply_class_weight(data, self.class_weight, self.float_dtype, "the files")
+            yield slot.share(nested.as_given(data, bare))
+
+    def _wanted(self, epoch: int, rank: int, size: int) -> Iterator[tuple]:
+        order = Order(self.pass_length, self.shuffle, self.seed)
+        for slot in self.slots(epoch, rank, size):
+            rows = order.rows(slot.begin, slot.end)
+            yield self.keys(np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
+
+    def _decoded(self, wanted: Iterator[tuple], rows: int) -> Any:
+        import tensorflow as tf
+
+        signature: tuple[Any, ...] = (tf.TensorSpec([None], tf.string),)
+        if self.files.labels is not None:
+            labels = self.files.labels
+            signature += (tf.TensorSpec([None, *labels.shape[1:]], labels.dtype),)
+        dataset = tf.data.Dataset.from_generator(lambda: wanted, output_signature=signature)
+        dataset = dataset.unbatch().map(self.files.read, num_parallel_calls=self.threads)
+        dataset = dataset.batch(rows).prefetch(1)
+        return dataset.with_options(tf_dataset.options_of(dataset, self.threads))
+
+
+def file_source(
+    files: Files,
+    *,
+    global_batch_size: int,
+    shuffle: bool,
+    seed: int,
+    steps: int | None,
+    class_weight: Mapping[int, float] | None,
+    float_dtype: str,
+    threads: int | None,
+) -> FileSource:
+    """Look up where the examples are, and make their source."""
+    keys: Callable[[np.ndarray], tuple]
+    if files.records:
+        keys = records = _Records(files.paths)
+        count = len(records)
+    else:
+        names = np.array(files.paths, object)
+        labels = () if files.labels is None else (files.labels,)
+        count = len(names)
+
+        def keys(rows: np.ndarray) -> tuple:
+            return names[rows], *(part[rows] for part in labels)
+
+    if not count:
+        raise UsageError("the TFRecord files hold no record.")
+    return FileSource(
+        files=files,
+        keys=keys,
+        threads=threads or len(os.sched_getaffinity(0)),
+        class_weight=class_weight,
+        pass_length=count,
+        global_batch_size=global_batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        steps=steps,
+        float_dtype=float_dtype,
+    )
+
+
+class _Records:
+    """The records of TFRecord files, by their number."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths = paths
+        begins = [record_begins(path) for path in paths]
+        self._ends = np.cumsum([len(one) for one in begins])
+        self._begins = np.concatenate(begins)
+        self._readers: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __call__(self, rows: np.ndarray) -> tuple:
+        return ([self._record(row) for row in rows.tolist()],)
+
+    def _record(self, row: int) -> bytes:
+        from tensorflow.python.lib.io.tf_record import tf_record_random_reader
+
+        file = int(np.searchsorted(self._ends, row, side="right"))
+        if file not in self._readers:
+            self._readers[file] = tf_record_random_reader(self._paths[file])
+        record, _ = self._readers[file].read(int(self._begins[row]))
+        return bytes(record)
+
+
+def record_begins(path: str) -> np.ndarray:
+    """Where the records of a TFRecord file begin, in bytes; only their headers are read.
+
+    Raises:
+        UsageError: the file is compressed, cut short, or no TFRecord file.
+    """
+    begins = []
+    with Path(path).open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        begin = 0
+        while begin < size:
+            header = os.pread(file.fileno(), HEADER.size, begin)
+            end = size + 1
+            if len(header) == HEADER.size:
+                end = begin + HEADER.size + HEADER.unpack(header)[0] + FOOTER
+            if end > size:
+                what = "is cut short or no TFRecord file"
+                if not begin and header.startswith(GZIP):
+                    what = (
+                        "is compressed, so that its records cannot be found without reading it all"
+                    )
+                raise UsageError(
+                    f"{path} {what} (at byte {begin} of {size}). Write it uncompressed, or read it with "
+                    "tf.data.TFRecordDataset and hvdtrain.data.shard."
+                )
+            begins.append(begin)
+            begin = end
+    return np.array(begins, np.int64)
+
+
+def _paths(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    if isinstance(files, str | Path):
+        found = sorted(path for path in glob.glob(str(files)) if Path(path).is_file())  # noqa: PTH207
+    else:
+        found = [str(path) for path in files]
+        missing = next((path for path in found if not Path(path).is_file()), None)
+        if missing is not None:
+            raise UsageError(f"from_files: there is no file {missing}.")
+    if not found:
+        raise UsageError(f"from_files: no file matches {str(files)!r}.")
+    return tuple(found)

@@ -1,0 +1,233 @@
+"""keras.utils.PyDataset: items by number, so that a rank asks only for those in which its examples lie.
+
+Keras's items are batches, all equally long except the last. Where an item is no longer than a rank's share
+(global_batch_size / workers), each rank calls `__getitem__` for its own part of them only; items as long as the global
+batch are asked for by every rank, which takes its rows. Where items are not equally long, or there is no end, every
+rank asks for all of them, in order.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.data import nested
+from hvdtrain.data.class_weight import apply_class_weight, weighted
+from hvdtrain.data.known import KnownSource, Order, passes
+from hvdtrain.data.share import Share
+from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
+from hvdtrain.errors import UsageError
+
+
+def is_py_dataset(value: Any) -> bool:
+    """Whether it is a keras.utils.PyDataset; Keras is not imported to find out."""
+    keras = sys.modules.get("keras")
+    return keras is not None and isinstance(value, keras.utils.PyDataset)
+
+
+@dataclass(frozen=True)
+class Items:
+    """A PyDataset's items as Keras hands them on."""
+
+    dataset: Any
+
+    @property
+    def name(self) -> str:
+        return f"PyDataset {type(self.dataset).__name__}"
+
+    @property
+    def count(self) -> int | None:
+        """How many; None: they never end."""
+        try:
+            count = self.dataset.num_batches
+        except NotImplementedError:
+            raise UsageError(
+                f"the {self.name} has no length: define __len__ or num_batches (None for one that "
+                "never ends)."
+            ) from None
+        return None if count is None else int(count)
+
+    def __getitem__(self, index: int) -> Any:
+        # To a train_step an array alone is (x,); a dict stays a dict.
+        item = self.dataset[index]
+        return item if isinstance(item, dict | list | tuple) else (item,)
+
+    def in_order(self, order: Iterable[int]) -> Iterator[Any]:
+        """The items of these numbers, made by `workers` threads, never more than that many ahead.
+
+        (`use_multiprocessing` too: to fork a process in which TensorFlow and MPI run is not safe.)
+        """
+        return _ahead(self.__getitem__, order, self.dataset.workers)
+
+
+def py_dataset_stream(items: Items, *, shuffle: bool, seed: int, float_dtype: str) -> Stream:
+    """All items one after the other, in an order by seed and pass where `shuffle`."""
+    count = items.count
+    first = range(LOOKED_AT if count is None else min(LOOKED_AT, count))
+
+    def read(number: int) -> Iterator[Any]:
+        items.dataset.on_epoch_begin()
+        order: Iterable[int] = itertools.count()
+        if count is not None:
+            order = Order(count, shuffle, seed).of(number).tolist()
+        yield from items.in_order(order)
+        items.dataset.on_epoch_end()
+
+    return Stream(
+        name=items.name,
+        open=read,
+        element=lambda: common_element(map(items.__getitem__, first), items.name, float_dtype),
+        endless=count is None,
+    )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ItemSource(KnownSource):
+    """A PyDataset of equally long items as a `Source`.
+
+    The first global batch of an epoch carries the checksum of the item in which it begins, of which every rank asks:
+    a dataset that shuffles itself in on_epoch_end, each rank in its own way, is noticed.
+    """
+
+    items: Items
+    item_length: int
+    given: Any  # the signature of an example, without its class's weight
+    class_weight: Mapping[int, float] | None
+
+    @property
+    def element(self) -> Any:
+        return weighted(self.given, self.class_weight, self.float_dtype)
+
+    def sample(self) -> dict[str, list[float | str]]:
+        # Items are compared as they are read: to look at one beforehand costs as much.
+        return {}
+
+    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        order = Order(-(-self.pass_length // self.item_length), self.shuffle, self.seed)
+        slots = list(self.slots(epoch, rank, size))
+        wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
+        first, last = epoch * self.examples, (epoch + 1) * self.examples
+        compared = next(self._pieces(order, first, first + 1)).whole
+        data = self._read([compared, *itertools.chain(*wanted)], first, last)
+        checksum: int | None = nested.checksum(next(data))
+        bare = nested.is_bare(self.given)
+        for slot, pieces in zip(slots, wanted, strict=True):
+            rows = nested.concatenate(list(itertools.islice(data, len(pieces))))
+            rows = apply_class_weight(rows, self.class_weight, self.float_dtype, self.items.name)
+            yield slot.share(nested.as_given(rows, bare), checksum)
+            checksum = None
+        next(data, None)  # Past its end, where the last on_epoch_end is called.
+
+    def _pieces(self, order: Order, begin: int, end: int) -> Iterator["_Piece"]:
+        """The items in which positions begin..end lie."""
+        for number, first, last in passes(begin, end, self.pass_length):
+            items = order.of(number)
+            lengths = np.minimum(self.item_length, self.pass_length - items * self.item_length)
+            ends = np.cumsum(lengths)
+            place = int(np.searchsorted(ends, first, side="right"))
+            while first < last:
+                start, stop = int(ends[place] - lengths[place]), min(last, int(ends[place]))
+                yield _Piece(
+                    number, int(items[place]), int(lengths[place]), first - start, stop - start
+                )
+                first, place = stop, place + 1
+
+    def _read(self, pieces: Sequence["_Piece"], first: int, last: int) -> Iterator[tuple]:
+        """The rows of each piece, asking once for an item of which several follow each other."""
+        dataset = self.items.dataset
+        for number in range(first // self.pass_length, -(-last // self.pass_length)):
+            own = [piece for piece in pieces if piece.number == number]
+            if first <= number * self.pass_length:
+                dataset.on_epoch_begin()
+            found = self.items.in_order([i for i, _ in itertools.groupby(p.index for p in own)])
+            for index, same in itertools.groupby(own, key=lambda piece: piece.index):
+                data = self._data(index, next(found))
+                for piece in same:
+                    self._require_length(piece, nested.count_examples(data, self.items.name))
+                    yield nested.cut(data, piece.begin, piece.end)
+            if (number + 1) * self.pass_length <= last:
+                dataset.on_epoch_end()
+
+    def _require_length(self, piece: "_Piece", found: int) -> None:
+        if found != piece.length:
+            raise UsageError(
+                f"item {piece.index} of the {self.items.name} has {found} examples, not {piece.length}: items are "
+                f"expected to be as long as the first, {self.item_length}, except the last. If they differ, pass a "
+                "function that yields them one after the other, which every rank then reads whole."
+            )
+
+    def _data(self, index: int, item: Any) -> tuple:
+        where = f"item {index} of the {self.items.name}"
+        return nested.cast_floats(nested.read(as_data(item, where)), self.float_dtype)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows begin..end of an item of `length` examples, in a pass."""
+
+    number: int
+    index: int
+    length: int
+    begin: int
+    end: int
+
+    @property
+    def whole(self) -> "_Piece":
+        return replace(self, begin=0, end=self.length)
+
+
+def py_dataset_source(
+    dataset: Any,
+    *,
+    global_batch_size: int,
+    shuffle: bool,
+    seed: int,
+    steps: int | None,
+    class_weight: Mapping[int, float] | None,
+    float_dtype: str,
+) -> ItemSource | None:
+    """The source of a PyDataset whose items are equally long, judged by the first two and the last; else None."""
+    items = Items(dataset)
+    count = items.count
+    if not count:
+        return None
+    looked_at = [items[index] for index in sorted({0, min(1, count - 1), count - 1})]
+    given = common_element(looked_at, items.name, float_dtype)
+    lengths = [nested.count_examples(as_data(item, items.name), items.name) for item in looked_at]
+    if len(set(lengths[:-1])) > 1 or not 0 < lengths[-1] <= lengths[0] or nested.varies(given):
+        return None
+    return ItemSource(
+        items=items,
+        item_length=lengths[0],
+        given=given,
+        class_weight=class_weight,
+        pass_length=(count - 1) * lengths[0] + lengths[-1],
+        global_batch_size=global_batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        steps=steps,
+        float_dtype=float_dtype,
+    )
+
+
+def _ahead(get: Callable[[int], Any], order: Iterable[int], workers: int) -> Iterator[Any]:
+    """`get(i)` for each i in order, made by `workers` threads, never more than that many ahead."""
+    if workers <= 1:
+        yield from map(get, order)
+        return
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="hvdtrain-items")
+    pending: deque[Future[Any]] = deque()
+    try:
+        for index in order:
+            pending.append(pool.submit(get, index))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

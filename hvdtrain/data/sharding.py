@@ -1,0 +1,95 @@
+"""A point in a tf.data pipeline from which on each rank processes only its own examples.
+
+Before the point every rank reads the same stream, so that all know which examples stand in which global batch; what
+comes after it, the decoding and augmenting that cost time, each rank does for its share. How a point works: it
+collects the examples of a global batch, reads in a variable whose rank's it is to let pass, and writes into a table how
+many there were, which tells how long a tail is, and their fingerprint, by which ranks notice that they read different
+streams.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.data.pipeline import POINT, batched_by_pipeline
+from hvdtrain.data.points import ShardPoint, Window
+from hvdtrain.errors import UsageError
+
+
+def shard(dataset: Any) -> Any:
+    """Let each rank go on with its own examples only: `dataset.apply(hvdtrain.data.shard)`.
+
+        images = tf.data.Dataset.list_files("*.png", seed=1).apply(hvdtrain.data.shard).map(decode, 4).batch(64)
+        trainer.fit(images)
+
+    The Trainer's ranks then call `decode` for their own examples, and train the same global batches as one worker
+    does. Put it after shuffling (with a seed), filtering, repeating and caching, before the expensive map; after it
+    only map, batch, unbatch and prefetch may follow. Random numbers drawn after it are each rank's own. Outside a
+    Trainer it lets everything pass.
+
+    Args:
+        dataset: a tf.data.Dataset of single examples.
+
+    Raises:
+        UsageError: the elements are batches; when a Trainer reads it: another operation follows.
+    """
+    import tensorflow as tf
+
+    if batched_by_pipeline(dataset):
+        raise UsageError(
+            "hvdtrain.data.shard divides examples, and the elements of this tf.data.Dataset are batches: put it before "
+            ".batch()."
+        )
+    point = _make_point(dataset)
+
+    def own(_: Any, window: Any) -> Any:
+        rank, workers, batch = tf.unstack(point.reader.read_value())
+        first, count, mark = window.reduce(
+            (tf.constant(-1, tf.int64), tf.constant(0, tf.int64), tf.constant(0, tf.int64)),
+            lambda state, item: (
+                tf.where(state[0] < 0, item[0], state[0]),
+                state[1] + 1,
+                31 * state[2] + fingerprint(item[1]),
+            ),
+        )
+        begin, end = rank * count // workers, (rank + 1) * count // workers
+        examples = end - begin
+        # As `find_share` has it: an idle rank gets the batch's first example.
+        begin, end = tf.where(examples > 0, begin, 0), tf.where(examples > 0, end, 1)
+        found = tf.stack([count, begin, end, examples, mark])
+        with tf.control_dependencies([point.windows.insert([first // batch], [found])]):
+            begin, end = tf.identity(begin), tf.identity(end)
+        return window.skip(begin).take(end - begin).map(lambda _, element: element)
+
+    sharded = dataset.enumerate().group_by_window(
+        key_func=lambda number, _: tf.constant(0, tf.int64),
+        reduce_func=own,
+        window_size_func=lambda _: point.reader.read_value()[2],
+    )
+    setattr(sharded, POINT, point)
+    return sharded
+
+
+def _make_point(dataset: Any) -> ShardPoint:
+    import tensorflow as tf
+
+    with tf.device("CPU:0"):
+        return ShardPoint(
+            length=int(dataset.cardinality()),
+            reader=tf.Variable([0, 1, 1], dtype=tf.int64, trainable=False),
+            windows=tf.lookup.experimental.MutableHashTable(
+                tf.int64, tf.int64, default_value=[0] * len(Window._fields)
+            ),
+        )
+
+
+def fingerprint(element: Any) -> Any:
+    """An int64 tensor that tells elements apart, made of all of their bytes."""
+    import tensorflow as tf
+
+    value = tf.constant(0, tf.int64)
+    for leaf in tf.nest.flatten(element, expand_composites=True):
+        is_text = leaf.dtype == tf.string
+        text = tf.strings.reduce_join(leaf) if is_text else tf.io.serialize_tensor(leaf)
+        value = 31 * value + tf.strings.to_hash_bucket_fast(text, 2**62)
+    return value

@@ -1,0 +1,25 @@
+"""Two ranks on data that comes in many ways, as plain Keras in one process."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Results, run_cases
+
+EXACT = 2e-6
+"""The order of float32 sums over 10 steps of Adam, of losses and weights of about 1."""
+
+
+@pytest.fixture(scope="module")
+def two() -> Results:
+    return run_cases("data_kinds", np=2)
+
+
+def test_equals_one_process(two: Results) -> None:
+    for found in two.of("case_kinds"):
+        far = {(kind, what): v for kind, one in found.items() for what, v in one.items()}
+        assert {key: value for key, value in far.items() if not value <= EXACT} == {}
+
+
+def test_predictions_of_other_lengths(two: Results) -> None:
+    for found in two.of("case_predictions"):
+        assert found == {"same": True, "shape": [17, None, 2]}

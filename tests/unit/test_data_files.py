@@ -1,0 +1,170 @@
+"""Examples in files: the global batches of arrays, and no rank decodes what it does not train."""
+
+import gzip
+import struct
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_data_arrays import order, read, source
+
+from hvdtrain.data import Spec, from_files, make_source
+from hvdtrain.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """35 numbers: in PNG files, and in three TFRecord files of 12, 0 and 23."""
+    path = tmp_path_factory.mktemp("files")
+    for number in range(35):
+        image = tf.fill([2, 3, 1], tf.cast(number, tf.uint8))
+        (path / f"{number:02d}.png").write_bytes(tf.io.encode_png(image).numpy())
+    for name, numbers in (("a", range(12)), ("b", ()), ("c", range(12, 35))):
+        with tf.io.TFRecordWriter(str(path / f"{name}.tfrecord")) as writer:
+            for number in numbers:
+                writer.write(tf.io.serialize_tensor(tf.constant(number)).numpy())
+    return path
+
+
+def image(path):
+    pixels = tf.io.decode_png(tf.io.read_file(path), channels=1)
+    pixels.set_shape([2, 3, 1])
+    return tf.cast(pixels, tf.float64), tf.cast(pixels[0, 0, 0], tf.int64)
+
+
+def record(serialized):
+    number = tf.io.parse_tensor(serialized, tf.int32)
+    number.set_shape([])
+    return tf.cast([number], tf.float32), tf.cast(number, tf.int64)
+
+
+def files(folder, kind):
+    if kind == "png":
+        return from_files(f"{folder}/*.png", image)
+    return from_files(str(folder / "*.tfrecord"), record)
+
+
+@settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    kind=st.sampled_from(["png", "records"]),
+    batch=st.integers(1, 40),
+    shuffle=st.booleans(),
+    steps=st.one_of(st.none(), st.integers(1, 5)),
+    data=st.data(),
+)
+def test_the_batches_of_arrays_for_any_number_of_ranks(folder, kind, batch, shuffle, steps, data):
+    size = data.draw(st.integers(1, min(batch, 4)))
+    options = {"shuffle": shuffle, "seed": 1, "steps_per_epoch": steps}
+    found = make_source(files(folder, kind), global_batch_size=batch, threads=2, **options)
+    expected = source(35, batch, **options)
+    assert found.steps_per_epoch == expected.steps_per_epoch
+    for epoch in (0, 1):
+        ours = read(found, epoch, size)
+        assert [len(b[1]) for b in ours] == [len(b[1]) for b in read(expected, epoch)]
+        assert order(ours) == order(read(expected, epoch))
+        for x, y in ours:
+            assert x.dtype == np.float32
+            assert (x.reshape(len(y), -1) == y[:, None]).all()
+
+
+@pytest.mark.parametrize("kind", ["png", "records"])
+def test_a_rank_decodes_its_own_examples_only(folder, kind):
+    seen = []
+
+    def counted(function):
+        def call(value):
+            x, y = function(value)
+            (y,) = tf.py_function(lambda y: seen.append(int(y)) or y, [y], [tf.int64])
+            y.set_shape([])
+            return x, y
+
+        return call
+
+    given = files(folder, kind)
+    function = counted(given.read)
+    data = make_source(from_files(given.paths, function), global_batch_size=8, shuffle=True, seed=2)
+    own = []
+    for rank in range(2):
+        seen.clear()
+        own.append(sorted(np.concatenate([s.data[1] for s in data.epoch(0, rank, 2)]).tolist()))
+        assert sorted(seen) == own[-1]
+    assert sorted(own[0] + own[1]) == list(range(35))
+
+
+def test_elements_labels_and_weights(folder):
+    data = make_source(
+        files(folder, "png"), global_batch_size=8, shuffle=False, seed=0, class_weight={3: 2.0}
+    )
+    f = "float32"
+    assert data.element == (Spec((2, 3, 1), f), Spec((), "int64"), Spec((), f))
+    assert next(data.epoch(0, 0, 1)).data[2].tolist() == [1, 1, 1, 2, 1, 1, 1, 1]
+
+    labels = np.arange(35) ** 2
+    labelled = from_files(
+        f"{folder}/*.png", lambda path, label: (image(path)[1], label), labels=labels
+    )
+    data = make_source(labelled, global_batch_size=8, shuffle=True, seed=0)
+    for x, y in read(data, 0, 3):
+        assert (x**2 == y).all()
+
+    alone = make_source(
+        from_files(f"{folder}/*.png", lambda path: image(path)[0]),
+        global_batch_size=8,
+        shuffle=False,
+        seed=0,
+    )
+    assert alone.element == Spec((2, 3, 1), f)
+    assert next(alone.epoch(0, 1, 2)).data.shape == (4, 2, 3, 1)
+
+
+def broken(folder, name, change):
+    whole = (folder / "c.tfrecord").read_bytes()
+    path = folder / name
+    path.write_bytes(change(whole))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda f: from_files(f"{f}/*.jpg", image), r"no file matches '.*\.jpg'"),
+        (lambda f: from_files([f / "a.tfrecord", f / "x"], record), "there is no file .*x"),
+        (lambda f: from_files(f"{f}/*.png", image, labels=[1, 2]), r"labels has shape \(2,\)"),
+        (lambda f: from_files(f"{f}/a.tfrecord", record, labels=[1]), "stand in the records"),
+        (lambda f: from_files(f / "b.tfrecord", record), "hold no record"),
+        (lambda f: from_files(broken(f, "cut.tfrecord", lambda b: b[:-3]), record), "is cut short"),
+        (lambda f: from_files(broken(f, "no.tfrecord", lambda b: b"x" * 50), record), "cut short"),
+        (lambda f: from_files(broken(f, "gz.tfrecord", gzip.compress), record), "is compressed"),
+        (
+            lambda f: from_files(
+                f / "01.png", lambda path: tf.numpy_function(len, [path], tf.int64)
+            ),
+            "dimensions",
+        ),
+    ],
+)
+def test_errors_say_what_is_wrong(folder, tmp_path, make, message):
+    (tmp_path / "c.tfrecord").write_bytes((folder / "c.tfrecord").read_bytes())
+    for name in ("a.tfrecord", "b.tfrecord", "01.png"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(UsageError, match=message):
+        _ = make_source(make(tmp_path), global_batch_size=4, shuffle=False, seed=0).element
+
+
+def test_a_flipped_bit_is_noticed(folder, tmp_path):
+    content = bytearray((folder / "c.tfrecord").read_bytes())
+    length = struct.unpack("<Q", content[:8])[0]
+    content[12 + length // 2] ^= 1
+    (tmp_path / "flipped.tfrecord").write_bytes(content)
+    data = make_source(
+        from_files(tmp_path / "flipped.tfrecord", record),
+        global_batch_size=4,
+        shuffle=False,
+        seed=0,
+    )
+    with pytest.raises(tf.errors.OpError, match="corrupted"):
+        list(data.epoch(0, 0, 1))

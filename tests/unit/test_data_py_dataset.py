@@ -1,0 +1,138 @@
+"""A PyDataset by item: the global batches of arrays, from few calls of __getitem__ on each rank."""
+
+from collections import Counter
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_data_arrays import numbers, order, read, source
+from test_data_streams import Batches, OnRanks, assert_same, stream
+
+from hvdtrain.data import KnownSource
+from hvdtrain.errors import UsageError
+
+
+class Asked(Batches):
+    """Counts its calls."""
+
+    def __init__(self, n, batch, **options):
+        super().__init__(n, batch, **options)
+        self.asked = Counter()
+
+    def __getitem__(self, index):
+        self.asked[index] += 1
+        return super().__getitem__(index)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    n=st.integers(1, 60),
+    item=st.integers(1, 20),
+    batch=st.integers(1, 20),
+    shuffle=st.booleans(),
+    steps=st.one_of(st.none(), st.integers(1, 5)),
+    workers=st.sampled_from([1, 2]),
+    data=st.data(),
+)
+def test_the_same_global_batches_for_any_number_of_ranks(
+    n, item, batch, shuffle, steps, workers, data
+):
+    size = data.draw(st.integers(1, batch))
+
+    def sources(count):
+        options = {"shuffle": shuffle, "steps_per_epoch": steps}
+        return OnRanks(
+            [stream(Batches(n, item, workers=workers), batch, **options) for _ in range(count)]
+        )
+
+    alone, ranks = sources(1), sources(size)
+    for epoch in range(3):
+        assert_same(read(ranks, epoch, size), read(alone, epoch))
+    if not shuffle:
+        expected = source(n, batch, shuffle=False, steps_per_epoch=steps)
+        assert_same(read(alone, 1), read(expected, 1))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(("item", "calls"), [(8, 32), (4, 64), (32, 16), (1, 256)])
+def test_a_rank_asks_for_its_own_items(item, calls, shuffle):
+    """512 examples, 16 batches of 32 over 2 ranks of 16 rows: half of the items where they fit in."""
+    datasets = [Asked(512, item) for _ in range(2)]
+    sources = [stream(dataset, 32, shuffle=shuffle) for dataset in datasets]
+    for rank, (data, dataset) in enumerate(zip(sources, datasets, strict=True)):
+        dataset.asked.clear()
+        list(data.epoch(0, rank, 2))
+        # One more on rank 1: the item that the ranks compare.
+        assert sum(dataset.asked.values()) == calls + (rank if item < 32 else 0)
+    if item < 32:
+        both = datasets[0].asked + datasets[1].asked
+        assert len(both) == 512 // item and sum(both.values()) == len(both) + 1
+
+
+def test_hooks_stand_around_each_pass():
+    dataset = Asked(20, 5)
+    data = stream(
+        dataset, 8, steps_per_epoch=2
+    )  # Passes end within epochs 1 and 2, and with epoch 4.
+    for _ in range(2):
+        for epoch, hooks in enumerate(["b", "eb", "eb", "eb", "e"]):
+            dataset.calls.clear()
+            read(data, epoch)
+            assert "".join(call[0] for call in dataset.calls) == hooks
+
+
+class Reshuffled(Batches):
+    """Shuffles itself, each rank in its own way."""
+
+    def on_epoch_end(self):
+        rng = np.random.default_rng(id(self))
+        self.data = tuple(rng.permutation(part) for part in self.data)
+
+
+def test_the_ranks_can_see_that_they_have_other_items():
+    sources = [stream(Reshuffled(64, 4)) for _ in range(2)]
+
+    def checksums(epoch):
+        ranks = [list(one.epoch(epoch, rank, 2)) for rank, one in enumerate(sources)]
+        return [[share.checksum for share in shares] for shares in ranks]
+
+    one, other = checksums(0)
+    assert one == other and one[0] is not None and set(one[1:]) == {None}
+    one, other = checksums(1)
+    assert one[0] != other[0]
+
+
+class Uneven(keras.utils.PyDataset):
+    def __init__(self, lengths):
+        super().__init__()
+        x, y = numbers(sum(lengths))
+        cuts = np.cumsum(lengths)[:-1]
+        self.items = list(zip(np.split(x, cuts), np.split(y, cuts), strict=True))
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
+
+
+def test_items_of_other_lengths():
+    """Known to differ: every rank reads them all. Found to differ: an error that says which."""
+    for lengths in ([2, 3, 4], [3, 3, 5]):
+        sources = [stream(Uneven(lengths), 4) for _ in range(2)]
+        assert not isinstance(sources[0], KnownSource)
+        assert order(read(OnRanks(sources), 0, 2)) == list(range(sum(lengths)))
+    late = stream(Uneven([3, 3, 3, 2, 3]), 4)
+    with pytest.raises(UsageError, match=r"item 3 of the PyDataset Uneven has 2 examples, not 3"):
+        list(late.epoch(0, 0, 1))
+
+
+def test_weights_and_x_alone():
+    weighted = [stream(Batches(20, 3), class_weight={3: 5.0}) for _ in range(2)]
+    seen = np.concatenate([batch[2] for batch in read(OnRanks(weighted), 0, 2)])
+    np.testing.assert_array_equal(seen, [1, 1, 1, 5] + [1] * 16)
+    assert weighted[0].element[2] == ((), "float32")
+    with pytest.raises(UsageError, match="y was given together with a PyDataset Batches"):
+        stream(Batches(20, 3), y=np.zeros(20))
