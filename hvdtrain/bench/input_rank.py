@@ -22,28 +22,26 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
-    from hvdtrain.runtime import init, load_horovod
+    from hvdtrain.runtime import init
 
     rank = init()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank.local_rank % len(cores)]})
-    import tensorflow as tf
-
+    from hvdtrain.collectives.communicator import ALL_RANKS, Max
     from hvdtrain.data import from_files, make_source
 
     read = image if arguments.kind == "png" else decoded
     files = from_files(f"{arguments.folder}/*.{arguments.kind}", read)
     source = make_source(files, global_batch_size=GLOBAL_BATCH, shuffle=True, seed=0, threads=1)
-    hvd = load_horovod()
     next(iter(source.epoch(0, rank.rank, rank.size)))
-    hvd.allreduce(tf.constant(0.0), name="bench_begin")
+    ALL_RANKS.allreduce(0.0, "hvdtrain_bench_begin")
     begin = time.perf_counter()
     for _ in source.epoch(1, rank.rank, rank.size):
         pass
-    seconds = hvd.allgather(tf.constant([time.perf_counter() - begin]), name="bench_seconds")
+    seconds = ALL_RANKS.allreduce(time.perf_counter() - begin, "hvdtrain_bench_seconds", Max)
     if rank.is_first:
         assert source.examples is not None
-        rate = source.examples / float(tf.reduce_max(seconds))
+        rate = source.examples / float(seconds)
         arguments.report.write_text(json.dumps({"examples_per_second": rate}))
 
 

@@ -29,6 +29,7 @@ class Share:
         examples: this rank's examples in the step.
         global_examples: examples of all ranks in the step.
         offset: position of this rank's first example inside the global batch.
+        some_idle: some rank has no example in the step, though the global batch has enough for all.
         checksum: of the global batch, equal on ranks that read the same data (see `nested.checksum`); None where
             there is nothing to compare, on all ranks alike.
     """
@@ -38,6 +39,7 @@ class Share:
     global_examples: int
     offset: int
     checksum: int | None
+    some_idle: bool = False
 
 
 class Source(Protocol):

@@ -181,7 +181,8 @@ class RankSteps:
             return step(share.data) if share.examples else self._run_idle(step, share)
 
     def _some_are_idle(self, share: Share) -> bool:
-        return self._step is not None and share.global_examples < self._ranks.size()
+        too_few = share.some_idle or share.global_examples < self._ranks.size()
+        return self._step is not None and too_few
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Take part in the collectives on a filler example, which no metric counts."""

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives.agreement import any_rank
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.metrics import read_state, write_state
-from hvdtrain.data import Share, Source
+from hvdtrain.data import OwnSource, Share, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.runtime import Rank
@@ -151,7 +151,9 @@ class Loop:
         saving = save_within_epochs(plan.callbacks)
         done = 0
         shares = epoch_shares(plan.train, epoch, self.strategy.part)
-        for group in grouped(shares, self.steps_per_execution):
+        # Of data that the ranks divided themselves one may see an even step where another does not.
+        together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
+        for group in grouped(shares, together):
             if self.probe and done == 0 and check_first_step:
                 self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)

@@ -89,7 +89,12 @@ def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
         data = last.data if own else tf.nest.map_structure(lambda leaf: leaf[:1], last.data)
         offset = int(counts[: ranks.rank()].sum())
         yield replace(
-            last, data=data, examples=own, global_examples=int(counts.sum()), offset=offset
+            last,
+            data=data,
+            examples=own,
+            global_examples=int(counts.sum()),
+            offset=offset,
+            some_idle=not counts.all(),
         )
 
 
