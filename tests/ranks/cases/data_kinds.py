@@ -65,12 +65,15 @@ def apart(
     """How far the Trainer on `given` is from plain Keras on `batches`, in weights, loss, evaluation and prediction."""
     loss = "mse" if make is not Pairs else None
     options = {"epochs": EPOCHS, "shuffle": False, "verbose": 0}
+    # Of data of unknown length Keras counts one step too many in `iterations` at the end of an epoch.
+    count = tf.data.experimental.assert_cardinality(sum(1 for _ in batches))
+    batches = batches.apply(count)
     keras.utils.set_random_seed(1)
     model = make()
-    model.compile(optimizers.SGD(0.05, momentum=0.9), loss, jit_compile=False)
+    model.compile(optimizers.Adam(0.01), loss, jit_compile=False)
     wanted = model.fit(batches, **options).history["loss"]
     trainer = hvdtrain.Trainer(
-        make, optimizers.SGD(0.05, momentum=0.9), loss, global_batch_size=BATCH * SIZE, seed=1
+        make, optimizers.Adam(0.01), loss, global_batch_size=BATCH * SIZE, seed=1
     )
     found = trainer.fit(given, **options | fit).history["loss"]
     sharded = {"sharded": True} if "sharded" in fit else {}
@@ -86,7 +89,6 @@ def apart(
 def case_kinds() -> dict[str, Any]:
     slices = tf.data.Dataset.from_tensor_slices
     whole = slices((X, Y)).batch(BATCH * SIZE)
-    padded = sentences().padded_batch(BATCH * SIZE)
     small = sentences().padded_batch(3)
     buckets = sentences().bucket_by_sequence_length(lambda x, _: tf.shape(x)[0], [4, 7], [8, 5, 3])
     pairs = slices(((X, X[::-1]),)).batch(BATCH * SIZE)
@@ -97,7 +99,6 @@ def case_kinds() -> dict[str, Any]:
                 writer.write(row.tobytes())
         files = hvdtrain.data.from_files(records, parse)
         return {
-            "padded": apart(sentence_model, padded, padded),
             "smaller padded": apart(sentence_model, small, small),
             "buckets": apart(sentence_model, buckets, buckets),
             "pairs": apart(Pairs, pairs, pairs),
