@@ -332,12 +332,23 @@ def _to_add(tensor: tf.Tensor) -> tf.Tensor:
 
 def _to_move(tensor: tf.Tensor) -> tf.Tensor:
     """What travels where nothing is computed."""
-    return anchored(tensor if tensor.dtype in _MOVED_AS_THEY_ARE else tf.bitcast(tensor, tf.uint8))
+    if tensor.dtype in _MOVED_AS_THEY_ARE:
+        return anchored(tensor)
+    if _is_float8(tensor.dtype):
+        return anchored(tf.cast(tensor, tf.float16))
+    return anchored(tf.bitcast(tensor, tf.uint8))
 
 
 def _moved(found: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     """What `_to_move` made, as it was."""
-    return found if dtype in _MOVED_AS_THEY_ARE else tf.bitcast(found, dtype)
+    if dtype in _MOVED_AS_THEY_ARE:
+        return found
+    return tf.cast(found, dtype) if _is_float8(dtype) else tf.bitcast(found, dtype)
+
+
+def _is_float8(dtype: tf.DType) -> bool:
+    """Whether tf.bitcast does not know it; float16 holds every number of it."""
+    return bool(dtype.is_floating and dtype.size == 1)
 
 
 def _like(found: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:

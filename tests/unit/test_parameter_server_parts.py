@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.keras_internals.models import symbolic_build
+from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.remote import (
     SplitVariable,
     StepVariable,
@@ -201,7 +201,7 @@ def test_a_step_whose_worker_dies_counts_once(
     x = np.random.default_rng(0).normal(size=(12, 2)).astype("float32")
     y = x[:, :1] - 1
     symbolic = (keras.KerasTensor((4, 2)), keras.KerasTensor((4, 1)))
-    symbolic_build(model, symbolic)
+    build_model(model, symbolic)
     update_where_variables_are(model.optimizer)
     coordinator = Coordinator(lost, repeated)
     watch = Watch(CONFIG, answering=lambda address: True, end=lambda problem: None)
