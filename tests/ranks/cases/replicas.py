@@ -409,11 +409,8 @@ def case_tails() -> dict[str, Any]:
     """A last batch of three, which two replicas cannot halve: it counts as in one process, whatever the model does."""
     x, y = (part[: 2 * BATCH + 3] for part in vectors())
 
-    def one(
-        make: Any, loss: Any = "mse", metrics: Callable[[], list[Any]] = list
-    ) -> dict[str, Any]:
-        compiled = lambda: {"loss": loss, "metrics": metrics()}  # noqa: E731
-        return trained(make, momentum, (x, y), compiled, fit={"epochs": 2})
+    def one(make: Any, compiled: Callable[[], dict[str, Any]] = dict) -> dict[str, Any]:
+        return trained(make, momentum, (x, y), lambda: {"loss": "mse"} | compiled(), {"epochs": 2})
 
     def followed_by(layer: Any) -> keras.Model:
         return keras.Sequential([layers.Input((3,)), layer, layers.Dense(1)])
@@ -422,9 +419,9 @@ def case_tails() -> dict[str, Any]:
         "layer's metric": one(lambda: followed_by(Measuring())),
         "own step": one(custom_model),
         "added loss": one(lambda: followed_by(layers.Dense(2, activity_regularizer="l2"))),
-        "scalar loss": one(vector_model, loss=scalar),
-        "scalar metric": one(vector_model, metrics=lambda: [scalar]),
-        "metric that ignores weights": one(vector_model, metrics=lambda: [Counting()]),
+        "scalar loss": one(vector_model, lambda: {"loss": scalar}),
+        "scalar metric": one(vector_model, lambda: {"metrics": [scalar]}),
+        "metric that ignores weights": one(vector_model, lambda: {"metrics": [Counting()]}),
     }
 
 
