@@ -101,6 +101,13 @@ class FileSource(KnownSource):
         tf_dataset.require_dense(dataset, "the function read of from_files")
         return tf_dataset.element_of(dataset, self.float_dtype)
 
+    @cached_property
+    def _read(self) -> Callable[..., Any]:
+        """`read`, traced once and not in every epoch."""
+        import tensorflow as tf
+
+        return tf.function(self.files.read)
+
     def sample(self) -> dict[str, list[float | str]]:
         places = np.linspace(0, len(self.files.paths) - 1, nested.SAMPLED).astype(int)
         # The folder may be another on each machine.
@@ -130,7 +137,7 @@ class FileSource(KnownSource):
             labels = self.files.labels
             signature += (tf.TensorSpec([None, *labels.shape[1:]], labels.dtype),)
         dataset = tf.data.Dataset.from_generator(lambda: wanted, output_signature=signature)
-        dataset = dataset.unbatch().map(self.files.read, num_parallel_calls=self.threads)
+        dataset = dataset.unbatch().map(self._read, num_parallel_calls=self.threads)
         dataset = dataset.batch(rows).prefetch(1)
         return dataset.with_options(tf_dataset.options_of(dataset, self.threads))
 
