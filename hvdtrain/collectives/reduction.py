@@ -38,6 +38,7 @@ from hvdtrain.collectives.compression import (
 from hvdtrain.collectives.divided import Divided
 from hvdtrain.collectives.names import InstanceName
 from hvdtrain.collectives.sparse import sum_slices
+from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -166,8 +167,14 @@ class GradientReducer:
         names = {place: f"{prefix}_{positions[place]}" for place in shared}
         ready = {place: _ready(result[place], how[place]) for place in shared}
         for group in self._groups(shared, variables, ready, how):
+            first = group[0]
+            if isinstance(ready[first], tf.IndexedSlices):
+                result[first] = reduce_sparse(
+                    ready[first], names[first], how[first], variables[first]
+                )
+                continue
             reduced = _reduce_group(
-                [ready[p] for p in group], [names[p] for p in group], how[group[0]]
+                [ready[p] for p in group], [names[p] for p in group], how[first]
             )
             for place, gradient in zip(group, reduced, strict=True):
                 result[place] = gradient
@@ -237,13 +244,10 @@ def _ready(gradient: Gradient, reduction: Reduction) -> Gradient:
 
 
 def _reduce_group(
-    tensors: list[Gradient], names: list[str], reduction: Reduction
-) -> list[Gradient]:
+    tensors: list[tf.Tensor], names: list[str], reduction: Reduction
+) -> list[tf.Tensor]:
     if len(tensors) == 1:
-        tensor, name = tensors[0], names[0]
-        if isinstance(tensor, tf.IndexedSlices):
-            return [reduce_sparse(tensor, name, reduction)]
-        return [_reduce_dense(tensor, name, reduction)]
+        return [_reduce_dense(tensors[0], names[0], reduction)]
     if reduction.compression is BF16Compressor:
         return [_reduce_group([t], [n], reduction)[0] for t, n in zip(tensors, names, strict=True)]
     compression = reduction.compression
@@ -277,12 +281,16 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
         return compression.decompress(found, context)
 
 
-def reduce_sparse(slices: tf.IndexedSlices, name: str, reduction: Reduction) -> tf.IndexedSlices:
+def reduce_sparse(
+    slices: tf.IndexedSlices, name: str, reduction: Reduction, variable: Any
+) -> tf.IndexedSlices:
     """Return the slices of all ranks, combined as one process would have them: see sparse.py."""
     ranks = reduction.process_set
     factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
     with tf.device(reduction.device_sparse):
-        total = sum_slices(slices, ranks, name)
+        step = current_step()
+        once = None if step is None else id(tf_variable(variable)) in step.once
+        total = sum_slices(slices, ranks, name, once)
     return total if factor == 1.0 else scaled(total, factor)
 
 

@@ -3,8 +3,9 @@
 Which slices there are matters: what is not linear in a gradient (Adam squares it, clipnorm takes its norm) is done
 slice by slice, in plain Keras too. A lookup by the data makes a slice for each index in the data: the slices of all
 ranks, one behind the other, are those of the whole batch. A lookup by something else (the positions 0, 1, 2, ... of a
-sequence, a table of relative positions) is made once for a batch, and each of its slices is a sum over the
-examples: the ranks' slices are added up. That also sends fewer bytes: an allreduce of the values alone.
+sequence, a table of relative positions) may be made once for a batch, and each of its slices is a sum over the
+examples: the ranks' slices are added up. That also sends fewer bytes: an allreduce of the values alone. Looked up anew
+for each example, positions make as many slices as words do.
 """
 
 from __future__ import annotations
@@ -20,17 +21,35 @@ _OTHER_ON_EACH_RANK = ("Iterator", "PyFunc", "EagerPyFunc", "Random", "Stateless
 """Beginnings of the types of operations whose results differ between ranks though none of their inputs does."""
 
 
-def sum_slices(slices: tf.IndexedSlices, ranks: Communicator, name: str) -> tf.IndexedSlices:
-    """Return the sum of the ranks' slices, as the slices of one process with all of their examples. A collective."""
-    if not tf.executing_eagerly():
-        if follows_data(slices.indices):
-            return _behind_each_other(slices, ranks, name)
-        if slices.values.shape.is_fully_defined():
-            total = ranks.allreduce(slices.values, f"{name}_values")
-            return tf.IndexedSlices(total, slices.indices, slices.dense_shape)
-        return _by_index(_behind_each_other(slices, ranks, name))
-    gathered = _behind_each_other(slices, ranks, name)
-    return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
+def sum_slices(
+    slices: tf.IndexedSlices, ranks: Communicator, name: str, once: bool | None = None
+) -> tf.IndexedSlices:
+    """Return the sum of the ranks' slices, as the slices of one process with all of their examples. A collective.
+
+    Args:
+        slices: this rank's.
+        ranks: that add up.
+        name: the first part of the collectives' names.
+        once: whether there are as many slices for a batch of any size; None: to be found out.
+    """
+    if tf.executing_eagerly():
+        gathered = _behind_each_other(slices, ranks, name)
+        return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
+    if once is None:
+        once = _any_batch(slices.indices.graph) and slices.indices.shape.is_fully_defined()
+    if not once or follows_data(slices.indices):
+        return _behind_each_other(slices, ranks, name)
+    if slices.values.shape.is_fully_defined():
+        total = ranks.allreduce(slices.values, f"{name}_values")
+        return tf.IndexedSlices(total, slices.indices, slices.dense_shape)
+    return _by_index(_behind_each_other(slices, ranks, name))
+
+
+def _any_batch(graph: Any) -> bool:
+    """Whether a graph is for batches of any size: what has a known size in it does not grow with the batch."""
+    captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
+    arguments = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
+    return any(one.shape.rank and one.shape[0] is None for one in arguments)
 
 
 def follows_data(tensor: tf.Tensor) -> bool:

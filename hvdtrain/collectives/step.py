@@ -32,6 +32,7 @@ class Step:
             with loss scaling, comes before anything can overflow; otherwise the gradients are multiplied by it.
         loss_is_sum: what the model's compute_loss returns is a sum over examples, not a mean.
         checked: the probe has found that the step of a batch is what those of its parts add up to.
+        once: id() of the tf.Variables that are looked up as often for a batch of any size.
         half: id() of the tf.Variables whose gradients are computed in float16.
     """
 
@@ -40,6 +41,7 @@ class Step:
     share_in_loss: bool
     loss_is_sum: bool = False
     checked: bool = False
+    once: frozenset[int] = frozenset()
     half: frozenset[int] = frozenset()
 
     def weigh_loss(self, loss: Any) -> Any:

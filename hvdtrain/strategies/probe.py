@@ -35,7 +35,8 @@ TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
 off by about the ratio of the parts' sizes, 0.2 and more."""
 
 Marks = dict[str, np.ndarray]
-"""For each variable's name (2,): its gradient projected to one number, which adds up over parts, and its norm."""
+"""For each variable's name (3,): its gradient projected to one number, which adds up over parts, its norm, and the
+number of its slices if it is sparse."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,15 @@ class Verdict:
         as_sum: they do so without shares.
         worst: the variable whose gradient differs most.
         gap: by how much, relative.
+        once: the places in the model's trainable variables of those whose gradients have as many slices for the
+            whole as for a part.
     """
 
     as_mean: bool | None = None
     as_sum: bool = False
     worst: str = ""
     gap: float = 0.0
+    once: tuple[int, ...] = ()
 
 
 def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
@@ -66,24 +70,32 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     size = int(tf.nest.flatten(data)[0].shape[0])
     cut = size // 2 + 1 if size > 2 else 1
     bounds = [(0, cut), (cut, size)]
+    once: tuple[int, ...] = ()
     try:
         step = replace(step, checked=True)
         with _unchanged(model), _repeatable(model):
             whole = _marks(model, data, None)
             again = _marks(model, data, None)
+            once = _looked_up_once(model, whole, _marks(model, _rows(data, *bounds[0]), None))
             # An overflow in float16 says nothing of the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite or _gap(model, whole, again)[1] > 0:
-                return Verdict()
+                return Verdict(once=once)
             shares = [(end - begin) / size for begin, end in bounds]
             parts = [_rows(data, *each) for each in bounds]
             weighed = _of_parts(model, parts, shares, step)
             plain = _of_parts(model, parts, [1.0] * len(parts), step)
     except Exception:
         # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
-        return Verdict()
+        return Verdict(once=once)
     worst, gap = _gap(model, whole, weighed)
-    return Verdict(gap == 0, _gap(model, whole, plain)[1] == 0, worst, gap)
+    return Verdict(gap == 0, _gap(model, whole, plain)[1] == 0, worst, gap, once)
+
+
+def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:
+    names = [variable_name(v) for v in model.trainable_variables]
+    common = [n for n in whole.keys() & part.keys() if whole[n][2] and whole[n][2] == part[n][2]]
+    return tuple(place for place, name in enumerate(names) if name in common)
 
 
 def _of_parts(
@@ -147,9 +159,11 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
 
 
 def _mark(gradient: Any) -> np.ndarray:
-    """Return the projection of a gradient on a fixed direction, which adds up over parts, and its norm."""
+    """Return the projection of a gradient on a fixed direction, which adds up over parts, its norm, its slices."""
+    slices = 0
     if isinstance(gradient, tf.IndexedSlices):
         values, rows = gradient.values, gradient.indices
+        slices = int(tf.size(rows))
     else:
         values = tf.reshape(gradient, [1]) if not gradient.shape.rank else gradient
         rows = tf.range(tf.shape(values)[0])
@@ -157,7 +171,7 @@ def _mark(gradient: Any) -> np.ndarray:
     columns = tf.range(tf.shape(values)[1])
     across = tf.linalg.matvec(values, tf.cos(tf.cast(columns, tf.float32)))
     along = tf.reduce_sum(across * tf.cos(tf.cast(rows, tf.float32)))
-    return np.array([along, tf.norm(values)], np.float64)
+    return np.array([along, tf.norm(values), slices], np.float64)
 
 
 def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:

@@ -149,6 +149,10 @@ class RankSteps:
         data = tf.nest.map_structure(lambda leaf: leaf[:rows], share.data)
         mine = probe(self._model, data, self._step)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
+        once = set.intersection(*(set(each.once) for each in found))
+        variables = self._model.trainable_variables
+        looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
+        self._step = replace(self._step, once=looked_up)
         judged = [each for each in found if each.as_mean is not None]
         if not judged:
             return

@@ -235,6 +235,26 @@ def test_what_needs_the_whole_batch(name: str) -> None:
     assert found.worst and found.gap > 0.05
 
 
+class Places(layers.Layer):
+    """Embeddings of words, of positions for a batch, and of positions for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = [layers.Embedding(9, 4) for _ in range(3)]
+
+    def call(self, words: Any) -> Any:
+        places = ops.arange(3)
+        chosen = (words, places, ops.broadcast_to(places, ops.shape(words)))
+        return sum(table(each) for table, each in zip(self.tables, chosen, strict=True))
+
+
+def test_what_is_looked_up_once_for_a_batch() -> None:
+    words = layers.Input((3,), dtype="int32")
+    model = keras.Model(words, layers.Dense(2)(Places()(words)))
+    found = verdict(compiled(model), WORDS, RNG.normal(size=(5, 3, 2)).astype("float32"))
+    assert found.as_mean and found.once == (1,)
+
+
 def test_what_cannot_be_judged() -> None:
     random = compiled(keras.Sequential([layers.Input((4,)), Sampling(), layers.Dense(2)]))
     assert verdict(random) == Verdict()

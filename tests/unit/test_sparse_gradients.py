@@ -74,6 +74,41 @@ def test_lookups_once_for_a_batch(name: str) -> None:
     assert not indices_follow_data(BY_POSITION[name])
 
 
+def slices_of_two(
+    choose: Callable[[Any, Any], Any], rows: int | None, once: bool | None
+) -> list[int]:
+    """How many slices two ranks have in all, each with 4 rows of 3 words, in a graph for `rows` rows."""
+
+    def run(ranks: Communicator) -> int:
+        layer = Embedding(choose)
+
+        @tf.function(autograph=False, input_signature=[tf.TensorSpec([rows, 3], tf.int32)])
+        def step(words: tf.Tensor) -> tf.Tensor:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(layer(words))
+            (slices,) = tape.gradient(loss, [layer.table.trainable_variables[0].value])
+            return sum_slices(slices, ranks, "test", once).indices
+
+        return int(tf.size(step(tf.zeros([4, 3], tf.int32))))
+
+    return run_ranks(thread_ranks(2), run)
+
+
+def per_example(_: Any, words: Any) -> Any:
+    return ops.broadcast_to(ops.arange(3), ops.shape(words))
+
+
+def test_how_often_positions_are_looked_up() -> None:
+    by_batch = BY_POSITION["range"]
+    # A graph for any batch shows it; of one for this batch alone it must be said.
+    assert slices_of_two(by_batch, None, None) == slices_of_two(by_batch, 4, True) == [3, 3]
+    assert (
+        slices_of_two(per_example, None, None) == slices_of_two(per_example, 4, False) == [24, 24]
+    )
+    assert slices_of_two(by_batch, 4, None) == [6, 6]
+    assert slices_of_two(BY_DATA["words"], None, None) == [24, 24]
+
+
 def summed(indices: list[list[int]]) -> list[tuple[list[int], list[float]]]:
     """Slices of 1, 2, 3 ... on each rank, summed eagerly."""
 

@@ -93,7 +93,7 @@ class ShardedReducer(OptimizerReducer):
         if self.is_local(variable):
             reduced = self._keep_local(slices, self.reduction.process_set.size())
         else:
-            reduced = reduce_sparse(slices, name, self._how(variable, weighted))
+            reduced = reduce_sparse(slices, name, self._how(variable, weighted), variable)
         return elements_of(reduced, self.partition(variable))
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:

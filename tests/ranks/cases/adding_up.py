@@ -72,14 +72,15 @@ def case_sums() -> dict[str, Any]:
 
 
 class Positions(layers.Layer):
-    """Adds an embedding of each position, which is looked up once for a batch."""
+    """Adds embeddings of each position: one that is looked up once for a batch, and one for each example."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = layers.Embedding(6, 4)
+        self.once, self.each = layers.Embedding(6, 4), layers.Embedding(6, 4)
 
     def call(self, x: Any) -> Any:
-        return x + self.table(ops.arange(ops.shape(x)[1]))
+        places = ops.arange(ops.shape(x)[1])
+        return x + self.once(places) + self.each(ops.broadcast_to(places, ops.shape(x)[:2]))
 
 
 def reading() -> keras.Model:
