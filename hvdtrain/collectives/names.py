@@ -21,6 +21,7 @@ import tensorflow as tf
 from hvdtrain.keras_internals.variables import tf_variable
 
 _instances = itertools.count()
+_tuples = itertools.count()
 _variable_tuples: dict[tuple[str, ...], int] = {}
 _prefixes_in_graph: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 
@@ -45,7 +46,9 @@ def variables_name(variables: Sequence[Any]) -> str:
     # which may happen on one rank and not on another.
     # A watched tensor has neither a life nor a name beyond its step: its place is enough.
     key = tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
-    return f"hvdtrain_tape_{_variable_tuples.setdefault(key, len(_variable_tuples))}"
+    if key not in _variable_tuples:
+        _variable_tuples[key] = next(_tuples)
+    return f"hvdtrain_tape_{_variable_tuples[key]}"
 
 
 def in_this_graph(prefix: str) -> str:

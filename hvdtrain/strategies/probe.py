@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.models import optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import gradients_taken
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
@@ -193,7 +194,9 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
 @contextlib.contextmanager
 def _unchanged(model: keras.Model) -> Iterator[None]:
     """Put back what is assigned in this block."""
-    kept = [*model.non_trainable_variables, *model.metrics_variables]
+    # Of metrics also those that the model does not list.
+    counted = [v for metric in metrics_of(model) for v in metric.variables]
+    kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
     if not trains_by_keras(model):
         kept += model.trainable_variables
     targets = [tf_variable(v) for v in unique(kept)]

@@ -20,6 +20,7 @@ from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source
 from hvdtrain.keras_internals.models import (
     computed_in_half,
+    keeps_rows,
     optimizers_of,
     trains_by_keras,
 )
@@ -140,7 +141,8 @@ class RankSteps:
         Raises:
             UsageError: on all ranks: it does not.
         """
-        if self._step is None or self._probed:
+        # The states that belong to the rows of a batch are no variables of the model: they would be lost.
+        if self._step is None or self._probed or keeps_rows(self._model):
             return
         self._probed = True
         rows = min(EXAMPLES, int(self._ranks.allreduce(share.examples, "hvdtrain_probe", Min)))
