@@ -209,6 +209,11 @@ def evaluation_source(source: Source) -> Source:
     return source
 
 
+def one_or_all(values: list[Any]) -> Any:
+    """Return the only one of `values`, or all of them: most models have one optimizer."""
+    return values[0] if len(values) == 1 else values
+
+
 def source_facts(source: Source) -> dict[str, Any]:
     """Return what the ranks compare about their data before they start."""
     return {

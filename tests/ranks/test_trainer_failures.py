@@ -99,7 +99,6 @@ USAGE = {
     "scaling": "'cubic': choose one of none, linear, sqrt",
     "precision": "'float7'",
     "optimizer": "'sdg'",
-    "class weight": "no weight for class",
     "compiled anew": "make a new one, Trainer(trainer.model",
     "frozen": "make a new one, Trainer(trainer.model",
     "whole batch": "The loss 'dice' is made from sums over all examples of the batch",

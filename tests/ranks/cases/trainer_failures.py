@@ -155,7 +155,6 @@ def case_usage() -> dict[str, str]:
         "scaling": message(lambda: trainer(learning_rate_scaling="cubic")),
         "precision": message(lambda: trainer(precision="float7")),
         "optimizer": message(lambda: trainer(optimizer="sdg")),
-        "class weight": message(lambda: fit(trainer(), class_weight={5: 1.0})),
         "compiled anew": message(lambda: changed(lambda model: model.compile("adam", "mse"))),
         "frozen": message(lambda: changed(lambda m: setattr(m.layers[0], "trainable", False))),
         "whole batch": message(lambda: fit(trainer(loss=keras.losses.Dice()))),
