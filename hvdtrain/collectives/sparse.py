@@ -36,7 +36,8 @@ def sum_slices(
         gathered = _behind_each_other(slices, ranks, name)
         return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
     if once is None:
-        once = _any_batch(slices.indices.graph) and slices.indices.shape.is_fully_defined()
+        graph = tf.compat.v1.get_default_graph()  # The indices may be a constant from outside.
+        once = _any_batch(graph) and slices.indices.shape.is_fully_defined()
     if not once or follows_data(slices.indices):
         return _behind_each_other(slices, ranks, name)
     if slices.values.shape.is_fully_defined():
