@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.agreement import require_equal
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
+from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
@@ -51,7 +52,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         root_rank: the rank whose values count.
         device: for the broadcast; default Horovod's choice.
         local_variables: a Keras variable or tf.Variable, or several, that stay as they are on each rank.
-        guard: compare the replicas after the first step and after every epoch.
+        guard: compare the replicas after the first step and after every epoch; warn if the weights are nan.
 
     Raises:
         ReplicaError: from fit, on all ranks: they do not agree on steps, epochs, optimizer or the shapes of
@@ -73,6 +74,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local: list[Any] = []
         self._broadcast_count = 0
         self._first_batch_done = self._first_step_checked = False
+        self._finite = FiniteWatch()
         self._epoch = 0
         self._averaged = False
         if local_variables is None:
@@ -90,6 +92,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._first_batch_done = self._first_step_checked = False
+        self._finite = FiniteWatch()
         # fit has built the model and its optimizer by now; whoever calls callbacks by hand may not have.
         if is_built(self.model) and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
@@ -109,9 +112,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if self._guard and not self._first_step_checked and self._has_updated(batch):
             self._first_step_checked = True
             # Moving statistics of the step differ by nature.
-            check_replicas(
-                variables=trained_variables(self.model, self._local), when="after the first step"
-            )
+            self._check(trained_variables(self.model, self._local), "after the first step")
         if batch + 1 == self.params.get("steps"):
             self._average_statistics()
 
@@ -120,11 +121,16 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._average_statistics()
         if self._guard:
             variables = replicated_variables(self.model, local=self._all_local())
-            check_replicas(variables=variables, when=f"after epoch {epoch + 1}")
+            self._check(variables, f"after epoch {epoch + 1}")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._guard:
             _agree_on_course(f"ends the training after epoch {self._epoch + 1}")
+
+    def _check(self, variables: list[Any], when: str) -> None:
+        check_replicas(variables=variables, when=when)
+        if ALL_RANKS.rank() == 0:
+            self._finite.look(self.model.trainable_variables, when)
 
     def _facts(self) -> dict[str, Any]:
         """What must be the same on all ranks, or one would wait for another for ever."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.agreement import any_rank
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import OwnSource, Share, Source
 from hvdtrain.errors import UsageError
@@ -67,11 +68,12 @@ class Loop:
     """Runs the steps of one prepared model.
 
     Attributes:
-        guard: compare the replicas after the first step and every epoch.
+        guard: compare the replicas, and look for nan in the weights, after the first step and every epoch.
         probe: before the first step, see whether what the workers compute adds up to what one would.
         steps_per_execution: how many steps run between two calls of callbacks.
         run_dir: where the run's files go; None: nowhere.
         config: what config.json says of the Trainer.
+        finite: warns of nan once in each fit.
     """
 
     model: keras.Model
@@ -83,6 +85,7 @@ class Loop:
     steps_per_execution: int
     run_dir: RunDir | None
     config: dict[str, Any]
+    finite: FiniteWatch = field(default_factory=FiniteWatch)
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train; return Keras's History."""
@@ -164,7 +167,7 @@ class Loop:
             with self.strategy.as_one_process(self.model) if saving else nullcontext():
                 callbacks.on_train_batch_end(done + len(group) - 1, shown)
             if self.guard and done == 0 and check_first_step:
-                self.strategy.check_step(self.model, "after the first step")
+                self._check(self.strategy.check_step, "after the first step")
             done += len(group)
             if global_batches and any_rank(bool(self.model.stop_training), "stop"):
                 break
@@ -179,7 +182,7 @@ class Loop:
             found = self._evaluate(plan.validation, callbacks, plan.callbacks)
             logs |= {f"val_{name}": value for name, value in found.items()}
         if self.guard:
-            self.strategy.check(self.model, f"after epoch {epoch + 1}")
+            self._check(self.strategy.check, f"after epoch {epoch + 1}")
         with self.strategy.as_one_process(self.model):
             callbacks.on_epoch_end(epoch, logs)
         progress.end(logs)
@@ -217,6 +220,11 @@ class Loop:
         return logs
 
     # The pieces of that order.
+
+    def _check(self, replicas: Callable[[keras.Model, str], None], when: str) -> None:
+        replicas(self.model, when)
+        if self.rank.is_first:
+            self.finite.look(self.model.trainable_variables, when)
 
     def _global_step_logs(self, step_logs: Logs, share: Share) -> Logs:
         """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""

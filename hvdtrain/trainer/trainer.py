@@ -84,7 +84,7 @@ class Trainer:
             them) or a Strategy; default what `hvdtrain run --strategy` was given, else "horovod".
         layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
-        guard: compare the replicas after the first step and every epoch.
+        guard: compare the replicas after the first step and every epoch; warn once if the weights are nan or inf.
         probe: before the first step with several workers, run it on five examples, whole and in parts, and refuse a
             model whose gradients do not add up to those of one worker (a loss that compares examples, for one).
 

@@ -1,0 +1,46 @@
+"""Weights that have become nan or inf: equal on all ranks, so that no comparison of replicas finds them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
+
+
+class FiniteWatch:
+    """Warns once of weights that are nan or inf. Training goes on, as in plain Keras."""
+
+    def __init__(self) -> None:
+        self._warned = False
+
+    def look(self, variables: Iterable[Any], when: str) -> None:
+        """Warn if one of `variables` is not finite, naming the first: a pass over their values.
+
+        Args:
+            variables: Keras or TensorFlow variables.
+            when: for the message, such as "after epoch 3".
+        """
+        if self._warned:
+            return
+        broken = [v for v in unique(variables) if not _is_finite(v)]
+        if broken:
+            self._warned = True
+            warnings.warn(
+                f"{variable_name(broken[0])!r} has become nan or inf {when}"
+                f"{f', and so have {len(broken) - 1} other weights' if len(broken) > 1 else ''}. Training goes on, as "
+                "in plain Keras, but such weights do not recover: look for nan in the data and for a loss that "
+                "divides by 0 or takes the logarithm of 0, lower the learning rate, or clip the gradients "
+                "(clipnorm of the optimizer)",
+                stacklevel=2,
+            )
+
+
+def _is_finite(variable: Any) -> bool:
+    dtype = tf_variable(variable).dtype
+    if not dtype.is_floating or dtype.size == 1:
+        return True  # Whole numbers; and TensorFlow tests no float8.
+    return bool(tf.reduce_all(tf.math.is_finite(tf_variable(variable).read_value())))
