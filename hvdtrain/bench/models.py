@@ -38,4 +38,10 @@ def resnet20() -> keras.Model:
     return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-MODELS = {"mnist": mnist, "resnet20": resnet20}
+def mlp() -> keras.Model:
+    """Six dense layers of 2048: 22,609,930 parameters, where the gradients' bytes weigh more than the computation."""
+    hidden = [layers.Dense(2048, activation="relu") for _ in range(6)]
+    return keras.Sequential([layers.Input((784,)), *hidden, layers.Dense(10)])
+
+
+MODELS = {"mnist": mnist, "resnet20": resnet20, "mlp": mlp}

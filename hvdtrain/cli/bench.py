@@ -17,6 +17,7 @@ import click
 
 from hvdtrain.bench.input import KINDS, InputPass, measure_input, write_files
 from hvdtrain.bench.memory import CASES, HEADER, measure_peak, row
+from hvdtrain.bench.overhead import DATA, OverheadPass, measure_overhead
 from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import StartPass, measure_startup, median
@@ -27,7 +28,8 @@ from hvdtrain.launch.running.bounded import ending_commands
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-BATCH_SIZES = {"mnist": 64, "resnet20": 32}
+BATCH_SIZES = {"mnist": 64, "resnet20": 32, "mlp": 64}
+_BATCH_SIZES = ", ".join(f"{size} {model}" for model, size in BATCH_SIZES.items())
 
 
 def _workers(least: int) -> Callable[[_Command], _Command]:
@@ -63,7 +65,7 @@ def bench(context: click.Context) -> None:
 @click.option(
     "--batch-size",
     type=click.IntRange(1),
-    help="Examples a worker.  [default: 64 mnist, 32 resnet20]",
+    help=f"Examples a worker.  [default: {_BATCH_SIZES}]",
 )
 @click.option(
     "--way",
@@ -261,6 +263,48 @@ def read(
             ratio = statistics.median(one.ratio for one in done)
             click.echo(f"  {kind}: median of {passes}: ratio {ratio:.3f}")
     click.echo(_again(context))
+
+
+@bench.command()
+@_workers(1)
+@click.option(
+    *("--model", "models"),
+    type=click.Choice(list(BATCH_SIZES)),
+    multiple=True,
+    help="May be given again.  [default: all]",
+)
+@click.option("--data", "kinds", type=click.Choice(DATA), multiple=True, help="[default: both]")
+@_CONTROLLER
+@_PASSES
+@click.pass_context
+def overhead(
+    context: click.Context,
+    np: int,
+    models: tuple[str, ...],
+    kinds: tuple[str, ...],
+    controller: str,
+    passes: int,
+) -> None:
+    """A step of the Trainer against one of Keras's fit, in turn, each worker on one core.
+
+    With one worker the fit is plain Keras's, with several it has hvdtrain.keras.DistributedOptimizer.
+    """
+    launch, chosen = _launcher(controller)
+    click.echo(f"{np} workers over {chosen}; medians of {passes}; {_machine()}")
+    for model in models or BATCH_SIZES:
+        for kind in kinds or DATA:
+            done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch)
+            fit, trainer, ratio = (
+                statistics.median(v) for v in zip(*map(_figures, done), strict=True)
+            )
+            click.echo(
+                f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
+            )
+    click.echo(_again(context))
+
+
+def _figures(one: OverheadPass) -> tuple[float, float, float]:
+    return one.fit, one.trainer, one.ratio
 
 
 def _again(context: click.Context) -> str:

@@ -228,6 +228,8 @@ class Loop:
 
     def _global_step_logs(self, step_logs: Logs, share: Share) -> Logs:
         """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
+        if self.strategy.workers == 1:
+            return step_logs
         self.steps.finish()
         own = read_state(self.model.metrics)
         logs = self.strategy.logs(self.model, step_logs, share)

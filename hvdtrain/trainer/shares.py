@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Min
 from hvdtrain.data import OwnSource, Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
+
+MOST_AHEAD = 16
+"""Shares of a stream that are read ahead, and agreed upon at once, ..."""
+
+BYTES_AHEAD = 1 << 24
+"""... as far as they fit into this many bytes."""
 
 
 def epoch_shares(
@@ -23,12 +29,12 @@ def epoch_shares(
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
-    shares = prefetch(_with_tensors(source.epoch(epoch, part.index, part.count)))
+    shares = _with_tensors(source.epoch(epoch, part.index, part.count))
     if ranks.size() == 1:
-        return shares
+        return prefetch(shares)
     if isinstance(source, OwnSource):
-        return _counted(shares, ranks)
-    return _compared(shares, ranks) if source.agreed else _agreed(shares, ranks)
+        return _counted(prefetch(shares), ranks)
+    return _compared(prefetch(shares), ranks) if source.agreed else _agreed(shares, ranks)
 
 
 def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
@@ -52,26 +58,53 @@ def _shapes(share: Share) -> list[Any]:
     return [share.examples, share.global_examples, *(tuple(leaf.shape) for leaf in leaves)]
 
 
-def _with_tensors(shares: Iterator[Share]) -> Iterator[Share]:
+def _with_tensors(shares: Iterator[Share]) -> Generator[Share, None, None]:
     for share in shares:
         yield replace(share, data=tf.nest.map_structure(tf.convert_to_tensor, share.data))
 
 
-def _agreed(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
-    """Let a step begin only when all ranks have the same batch for it: about 1 ms a step, for streams only."""
-    for step in itertools.count():
-        share = next(shares, None)
-        _require_same(share, step, ranks)
-        if share is None:
+def _agreed(shares: Generator[Share, None, None], ranks: Communicator) -> Iterator[Share]:
+    """Let steps begin only when all ranks have the same batches for them: for streams only.
+
+    It takes about 1 ms, so it is done for 1, 2, 4, ... steps at once, as many as are read ahead.
+    """
+    first = next(shares, None)
+    # The ranks' shares differ in size.
+    most = int(ranks.allreduce(_fitting(first), "hvdtrain_ahead", Min))
+    ahead = prefetch(_from(first, shares), max(most, 2))
+    step, count = 0, 1
+    while True:
+        found = list(itertools.islice(ahead, count))
+        _require_same(found, step, count, ranks)
+        yield from found
+        if len(found) < count:
             return
-        yield share
+        step, count = step + count, min(2 * count, most)
+
+
+def _fitting(share: Share | None) -> int:
+    """Return how many shares like this one are read ahead."""
+    size = (
+        sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(share.data))
+        if share
+        else 1
+    )
+    return max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, size)))
+
+
+def _from(
+    first: Share | None, others: Generator[Share, None, None]
+) -> Generator[Share, None, None]:
+    if first is not None:
+        yield first
+    yield from others
 
 
 def _compared(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
     """Let the ranks compare what can be compared of data whose length is known: the same few steps on each."""
     for step, share in enumerate(shares):
         if share.checksum is not None:
-            _require_same(share, step, ranks)
+            _require_same([share], step, 1, ranks)
         yield share
 
 
@@ -98,14 +131,17 @@ def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
         )
 
 
-def _require_same(share: Share | None, step: int, ranks: Communicator) -> None:
-    mine = [0, 0, 0]
-    if share is not None:
-        mine = [1, share.global_examples, (share.checksum or 0) % 2**62]
-    everyone = ranks.allgather(np.array([mine], np.int64), "hvdtrain_stream").numpy()
-    differing = np.flatnonzero((everyone != everyone[0]).any(axis=1))
-    if differing.size:
-        raise ReplicaError(_stream_message(everyone, int(differing[0]), step))
+def _require_same(shares: Sequence[Share], step: int, count: int, ranks: Communicator) -> None:
+    """Raise ReplicaError unless all ranks bring the same to `count` steps from `step` on. A collective."""
+    mine = np.zeros((count, 3), np.int64)
+    for row, share in zip(mine, shares, strict=False):
+        row[:] = 1, share.global_examples, (share.checksum or 0) % 2**62
+    gathered = ranks.allgather(mine, "hvdtrain_stream").numpy()
+    everyone = gathered.reshape(ranks.size(), count, 3).swapaxes(0, 1)
+    for number, rows in enumerate(everyone, step):
+        differing = np.flatnonzero((rows != rows[0]).any(axis=1))
+        if differing.size:
+            raise ReplicaError(_stream_message(rows, int(differing[0]), number))
 
 
 def _stream_message(everyone: Any, other: int, step: int) -> str:

@@ -70,10 +70,11 @@ def test_steps_of_own_parts():
 
 
 def streams(*orders, **options):
+    """Sources that give each of `orders` in batches of up to 4."""
     return [
         make_source(
-            lambda order=order: iter([np.array(order)]),
-            global_batch_size=len(order),
+            lambda order=order: iter(np.split(np.array(order), range(4, len(order), 4))),
+            global_batch_size=min(4, len(order)),
             shuffle=False,
             seed=0,
             **options,
@@ -89,3 +90,34 @@ def test_streams_that_differ_stop_all_ranks():
         on_ranks(streams([1, 2, 3, 4], [1, 2, 4, 3]))
     with pytest.raises(ReplicaError, match="has 4 examples on rank 0 and 3 on rank 1"):
         on_ranks(streams([1, 2, 3, 4], [1, 2, 3]))
+
+
+def test_streams_that_differ_later_stop_all_ranks_before_that_step():
+    # Agreement is sought for 1, 2, 4, 8, 16, 16 steps at once.
+    whole = list(range(4 * 50))
+    same = on_ranks(streams(whole, whole))
+    assert [len(shares) for shares in same] == [50, 50]
+    assert (
+        np.concatenate([s.data for both in zip(*same, strict=True) for s in both]).tolist() == whole
+    )
+    changed = [*whole[:-1], 0]
+    with pytest.raises(ReplicaError, match="batch of step 50 on rank 1 is not that of rank 0"):
+        on_ranks(streams(whole, changed))
+    with pytest.raises(ReplicaError, match="rank 1 ended after 21 steps, that of rank 0 goes on"):
+        on_ranks(streams(whole, whole[: 4 * 21]))
+
+
+def test_few_large_shares_are_read_ahead():
+    read = []
+
+    def batches():
+        for number in range(20):
+            read.append(number)
+            yield np.zeros((2, 2**20), np.float32)  # 8 MB
+
+    source = make_source(batches, global_batch_size=2, shuffle=False, seed=0)
+    ranks = thread_ranks(2)
+    shares = run_ranks(
+        ranks, lambda r: (s := epoch_shares(source, 0, Part(r.rank(), 2), r), next(s))
+    )
+    assert len(shares) == 2 and len(read) < 20
