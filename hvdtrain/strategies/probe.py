@@ -77,20 +77,25 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
         with _unchanged(model), _repeatable(model):
             whole = _marks(model, data, None)
             again = _marks(model, data, None)
-            once = _looked_up_once(model, whole, _marks(model, _rows(data, *bounds[0]), None))
+            shares = [(end - begin) / size for begin, end in bounds]
+            parts = [_rows(data, *each) for each in bounds]
+            weighed = _of_parts(model, parts, shares, step)
+            once = _looked_up_once(model, whole, weighed[0])
             # An overflow in float16 says nothing of the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite or _gap(model, whole, again)[1] > 0:
                 return Verdict(once=once)
-            shares = [(end - begin) / size for begin, end in bounds]
-            parts = [_rows(data, *each) for each in bounds]
-            weighed = _of_parts(model, parts, shares, step)
-            plain = _of_parts(model, parts, [1.0] * len(parts), step)
+            worst, gap = _gap(
+                model, whole, _sum(weighed, [1.0, 1.0] if step.share_in_loss else shares)
+            )
+            # Gradients that are zero add up either way.
+            as_sum = (gap > 0 or not _norm(whole)) and not _gap(
+                model, whole, _sum(_of_parts(model, parts, [1.0, 1.0], step), [1.0, 1.0])
+            )[1]
     except Exception:
         # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
         return Verdict(once=once)
-    worst, gap = _gap(model, whole, weighed)
-    return Verdict(gap == 0, _gap(model, whole, plain)[1] == 0, worst, gap, once)
+    return Verdict(gap == 0, as_sum, worst, gap, once)
 
 
 def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:
@@ -101,27 +106,28 @@ def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int,
 
 def _of_parts(
     model: keras.Model, parts: Sequence[Any], shares: Sequence[float], step: Step
-) -> Marks:
-    """Return the marks of the sum of the parts' gradients, each times its share."""
+) -> list[Marks]:
+    """Return the marks of each part, computed as by a rank that has this share of the whole."""
     counted: list[list[tf.Tensor]] = [[] for _ in parts]
-    found: list[Marks] = []
-    for number, part in enumerate(parts):  # What the losses divide by, as far as they ask.
-        _marks(
-            model, part, replace(step, share=_scalar(shares[number]), total=_count(counted[number]))
-        )
+    steps = [replace(step, share=tf.constant(share, tf.float32)) for share in shares]
+    found = [
+        _marks(model, part, replace(own, total=_count(divisors)))
+        for part, own, divisors in zip(parts, steps, counted, strict=True)
+    ]
     totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
-    for number, part in enumerate(parts):
-        own = replace(step, share=_scalar(shares[number]), total=_tell(iter(totals)))
-        found.append(_marks(model, part, own))
-    weights = [1.0] * len(parts) if step.share_in_loss else shares
+    if totals:  # Only now is known what the losses divide by.
+        found = [
+            _marks(model, part, replace(own, total=_tell(iter(totals))))
+            for part, own in zip(parts, steps, strict=True)
+        ]
+    return found
+
+
+def _sum(found: Sequence[Marks], weights: Sequence[float]) -> Marks:
     return {
         name: np.sum([w * marks[name] for w, marks in zip(weights, found, strict=True)], axis=0)
         for name in found[0]
     }
-
-
-def _scalar(share: float) -> tf.Tensor:
-    return tf.constant(share, tf.float32)
 
 
 def _count(counted: list[tf.Tensor]) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -182,13 +188,18 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
     limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
     # A gradient that is nothing but rounding (the bias of an attention's keys) has no direction.
-    floor = 1e-3 * float(np.sqrt(sum(mark[1] ** 2 for mark in whole.values())))
+    floor = 1e-3 * _norm(whole)
     worst, gap = "", 0.0
     for name, mark in whole.items():
         own = abs(mark[0] - other[name][0]) / max(mark[1], floor, 1e-12)
         if not own <= max(limit, gap):
             worst, gap = name, float(own)
     return worst, gap
+
+
+def _norm(marks: Marks) -> float:
+    """Return the norm of all gradients together."""
+    return float(np.sqrt(sum(mark[1] ** 2 for mark in marks.values())))
 
 
 @contextlib.contextmanager
