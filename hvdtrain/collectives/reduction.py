@@ -27,6 +27,7 @@ from hvdtrain.collectives.communicator import (
     Adasum,
     Average,
     Communicator,
+    Min,
     Sum,
 )
 from hvdtrain.collectives.compression import (
@@ -120,13 +121,16 @@ class GradientReducer:
         """Keep the gradients of `variable` (Keras or tf.Variable) on this rank."""
         self._local[id(tf_variable(variable))] = variable
 
-    def extreme(self, tensor: tf.Tensor, op: Any, suffix: str, everyone: bool = False) -> tf.Tensor:
-        """Return the element-wise minimum or maximum of `tensor` over the ranks (`op` Min or Max).
+    def combined(self, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
+        """Return `tensor` combined over the ranks by `op` (Sum, Min or Max)."""
+        return self._over(self.reduction.process_set, tensor, op, suffix)
 
-        With `everyone`, over those too that hold other parts of the model.
-        """
-        ranks = self.reduction.divided.everyone if everyone else None
-        ranks = ranks or self.reduction.process_set
+    def agreed(self, flag: tf.Tensor, suffix: str) -> tf.Tensor:
+        """Return whether `flag` is set on all ranks, those too that hold other parts of the model."""
+        ranks = self.reduction.divided.everyone or self.reduction.process_set
+        return tf.cast(self._over(ranks, tf.cast(flag, tf.int32), Min, suffix), tf.bool)
+
+    def _over(self, ranks: Communicator, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
         if not ranks.includes_this():
             return tensor
         return ranks.allreduce(tensor, f"{self._prefix(())}_{suffix}", op)
@@ -292,6 +296,15 @@ def reduce_sparse(
         once = None if step is None else id(tf_variable(variable)) in step.once
         total = sum_slices(slices, ranks, name, once)
     return total if factor == 1.0 else scaled(total, factor)
+
+
+def weighed(gradients: Sequence[Gradient]) -> list[Gradient]:
+    """Return `gradients` times this rank's share of the step, unless the share is in the loss."""
+    step = current_step()
+    if step is None or step.share_in_loss:
+        return list(gradients)
+    # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
+    return [scaled(g, step.share, no_nan=True) for g in gradients]
 
 
 def scaled(gradient: Gradient, factor: Any, no_nan: bool = False) -> Gradient:

@@ -26,7 +26,7 @@ import keras
 from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.communicator import Average, Communicator, Max, ranks_of
 from hvdtrain.collectives.compression import Compression
-from hvdtrain.collectives.reduction import GradientReducer, Reduction, scaled
+from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighed
 from hvdtrain.collectives.step import current_step
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
@@ -114,7 +114,7 @@ class _Distributed(AppliesByKeras):
         reducer = self.hvdtrain_reducer
         reducer.pending, reducer.reduced = list(trainable_variables), reducer.early
         # Before they are accumulated: the steps between two updates may have other shares.
-        grads = list(grads) if reducer.early else _weighed(list(grads))
+        grads = list(grads) if reducer.early else weighed(grads)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
         if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -138,35 +138,42 @@ class _Distributed(AppliesByKeras):
         For loss scaling in a step: what overflows is then what overflows in one process with the whole batch.
         """
         reducer = self.hvdtrain_reducer
-        reducer.pending = list(variables)
-        own = [getattr(v, "overwrite_with_gradient", False) for v in variables]
-        mine = [None if kept else g for g, kept in zip(grads, own, strict=True)]
-        reduced = reducer.reduce(_weighed(mine), self)
+        summed = self.summed(grads, variables)
         reducer.early = True
         try:
-            yield [g if kept else r for g, r, kept in zip(grads, reduced, own, strict=True)]
+            yield summed
         finally:
             reducer.early = False
+
+    def summed(self, grads: Any, variables: Any) -> list[Any]:
+        """Return the gradients of a step on this rank, weighed by its share, added up over the ranks.
+
+        Those that overwrite their variable stay as they are.
+        """
+        reducer = self.hvdtrain_reducer
+        found = list(grads)
+        added = [
+            place
+            for place, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
+            if gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
+        ]
+        reducer.pending = [variables[place] for place in added]
+        sums = reducer.reduce(weighed([found[place] for place in added]), self)
+        for place, total in zip(added, sums, strict=True):
+            found[place] = total
+        reducer.pending = list(variables)
+        return found
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
         # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
         reducer = self.hvdtrain_reducer
         grads = [
-            reducer.extreme(g, Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
+            reducer.combined(g, Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
             if g is not None and getattr(v, "overwrite_with_gradient", False)
             else g
             for g, v in zip(grads, vars, strict=True)
         ]
         return super()._overwrite_variables_directly_with_gradients(grads, vars)
-
-
-def _weighed(gradients: list[Any]) -> list[Any]:
-    """Return `gradients` times this rank's share of the step, unless the share is in the loss."""
-    step = current_step()
-    if step is None or step.share_in_loss:
-        return gradients
-    # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
-    return [scaled(g, step.share, no_nan=True) for g in gradients]
 
 
 def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:

@@ -1,0 +1,77 @@
+"""Loss scaling in steps that are weighed by shares skips the steps that one process skips: two ranks in threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytest.importorskip("horovod.tensorflow")
+
+from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.reduction import Reduction
+from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.threads import run_ranks, thread_ranks
+from hvdtrain.keras.optimizer import distribute
+from hvdtrain.parallel.zero.optimizer import shard
+
+OF_RANKS = np.array(
+    [
+        # 80000 is beyond float16; none of its parts is.
+        [[3e4, 1.0], [4e4, 1.0], [2.0, 2.0], [np.inf, 1.0], [1.0, 6e4], [3.0, 3.0]],
+        [[3e4, 1.0], [4e4, 1.0], [3.0, 5.0], [1.0, 1.0], [1.0, -6e4], [np.nan, 3.0]],
+    ],
+    np.float32,
+)
+"""(ranks, steps, 2): the gradients of each rank's part, weighed in the loss."""
+
+
+def scaled(**kwargs: Any) -> Any:
+    optimizer = keras.optimizers.SGD(1e-4, **kwargs)
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=8.0, dynamic_growth_steps=2)
+
+
+def states(optimizer: Any, steps: np.ndarray, step: Callable[[Any], Step | None]) -> list[Any]:
+    """Apply gradients of (steps, 2); return the scale, the optimizer's counters and the weights after each."""
+    weights = keras.Variable(np.ones(2, np.float32))
+    optimizer.build([weights])
+    found = []
+    with in_step(step(weights)):
+        for gradient in steps:
+            optimizer.apply([tf.constant(gradient)], [weights])
+            counters = [optimizer.dynamic_scale, optimizer.step_counter, optimizer.iterations]
+            found.append([*(float(v.numpy()) for v in counters), *weights.numpy().tolist()])
+    return found
+
+
+def weighed(weights: Any) -> Step:
+    half = frozenset([id(weights.value)])
+    return Step(tf.constant(0.5), lambda total: total, share_in_loss=True, half=half)
+
+
+@pytest.mark.parametrize(
+    "wrap, kwargs",
+    [
+        (distribute, {}),
+        (distribute, {"gradient_accumulation_steps": 2}),
+        (shard, {}),
+        (shard, {"gradient_accumulation_steps": 2}),
+    ],
+    ids=["plain", "accumulated", "sharded", "sharded and accumulated"],
+)
+def test_ranks_skip_what_one_process_skips(wrap: Callable[..., Any], kwargs: Any) -> None:
+    def work(ranks: Communicator) -> Any:
+        optimizer = wrap(scaled(**kwargs), Reduction(process_set=ranks, weighted=True))
+        return states(optimizer, OF_RANKS[ranks.rank()], weighed)
+
+    whole = OF_RANKS.sum(axis=0).astype(np.float16).astype(np.float32)
+    wanted = states(scaled(**kwargs), whole, lambda _: None)
+    assert [row[0] for row in wanted] == [8, 4, 4, 2, 2, 1]
+    for found in run_ranks(thread_ranks(2), work):
+        if isinstance(found, Exception):
+            raise found
+        assert found == wanted
