@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.first_rank import first_rank_first
+    from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.errors import EngineError, HvdtrainError, ReplicaError, UsageError
     from hvdtrain.parallel.layout import Layout
-    from hvdtrain.parallel.mesh import Mesh
     from hvdtrain.runtime import Rank, init, shutdown
     from hvdtrain.trainer import Trainer
 
@@ -39,7 +39,7 @@ ROOMS = ("data", "keras")
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
     "Layout": "hvdtrain.parallel.layout",
-    "Mesh": "hvdtrain.parallel.mesh",
+    "Mesh": "hvdtrain.collectives.mesh",
     "Rank": "hvdtrain.runtime",
     "first_rank_first": "hvdtrain.collectives.first_rank",
     "init": "hvdtrain.runtime",

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.strategy_names import (
-    CENTRAL_STORAGE,
     REPLICAS,
+    STRATEGIES,
     STRATEGY,
-    TPU,
     replicas_of,
     strategy_of,
 )
@@ -145,7 +144,7 @@ def init(
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     if mesh is not None:
         mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.
-    if whole_machine or strategy_of(os.environ) in (TPU, CENTRAL_STORAGE):
+    if whole_machine or STRATEGIES[strategy_of(os.environ)].runs_as == "one process":
         _take_all_devices(replicas_of(os.environ))
     else:
         _pin_gpu(rank)

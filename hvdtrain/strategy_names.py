@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Literal
 
 from hvdtrain.errors import UsageError
 
@@ -30,12 +31,16 @@ class Description:
         purpose: what it is for.
         needs: without which it cannot run.
         replaces: the names in tf.distribute that it stands for.
+        runs_as: one process for each device (ranks), for all devices of a machine, or for each role.
+        place: of its class, "module:class", which is loaded when it is chosen.
     """
 
     name: str
     purpose: str
     needs: str
     replaces: tuple[str, ...]
+    runs_as: Literal["ranks", "one process", "servers"]
+    place: str
 
 
 STRATEGIES = {
@@ -47,12 +52,16 @@ STRATEGIES = {
             "parallelism.",
             "Horovod: hvdtrain install-horovod",
             ("mirrored", "multi-worker-mirrored"),
+            "ranks",
+            "hvdtrain.strategies.horovod:HorovodStrategy",
         ),
         Description(
             TPU,
             "Synchronous data parallelism on the cores of a TPU.",
             "a TPU, and the TensorFlow for it",
             (TPU,),
+            "one process",
+            "hvdtrain.strategies.tpu:TPU",
         ),
         Description(
             CENTRAL_STORAGE,
@@ -60,6 +69,8 @@ STRATEGIES = {
             "variables that fit no GPU.",
             "two GPUs in this machine; or -np N, for N replicas on its cores",
             (CENTRAL_STORAGE,),
+            "one process",
+            "hvdtrain.strategies.central_storage:CentralStorage",
         ),
         Description(
             PARAMETER_SERVER,
@@ -67,6 +78,8 @@ STRATEGIES = {
             "come and go.",
             "nothing more: --workers N --ps M",
             (PARAMETER_SERVER,),
+            "servers",
+            "hvdtrain.strategies.parameter_server:ParameterServer",
         ),
     )
 }

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, required=True)
     parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
-    from hvdtrain.parallel.mesh import Mesh
+    from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.runtime import init, load_horovod, size_of
 
     stages = size_of(os.environ)
@@ -50,7 +51,9 @@ def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> 
 
     from hvdtrain import Layout, Mesh, Trainer
     from hvdtrain.data import Share
-    from hvdtrain.parallel.pipeline.strategy import PipelineStrategy
+    from hvdtrain.parallel.pipeline.runner import StageRunner
+    from hvdtrain.parallel.saving import DividedState
+    from hvdtrain.strategies.horovod import HorovodStrategy
 
     def make() -> keras.Model:
         dense = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
@@ -62,7 +65,7 @@ def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> 
         keras.optimizers.SGD(1e-3),
         "mse",
         global_batch_size=batch_size,
-        strategy=PipelineStrategy(layout),
+        strategy=HorovodStrategy(layout.mesh, partial(StageRunner, layout), DividedState),
         guard=False,
     )
     x = np.random.default_rng(0).random((batch_size, width), "float32")

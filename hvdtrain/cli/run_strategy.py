@@ -26,7 +26,7 @@ from hvdtrain.launch.strategies.servers import (
     roomy,
     server_command,
 )
-from hvdtrain.strategy_names import PARAMETER_SERVER
+from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
 _ALWAYS = {
@@ -52,7 +52,7 @@ def other_launch(
     Args:
         values: of the options of `hvdtrain run`.
     """
-    servers = strategy == PARAMETER_SERVER
+    servers = STRATEGIES[strategy].runs_as == "servers"
     allowed = _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS)
     void = _refuse(ctx, strategy, allowed)
     values = {name: value for name, value in values.items() if name not in void}

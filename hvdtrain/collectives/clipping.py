@@ -6,30 +6,32 @@ hold them, whichever way the parts were made (split layers, sharded optimizer st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.divided import NormSets
+
+Parts: TypeAlias = Callable[[Any], Sequence[Communicator]]
+"""The groups of ranks over which the parts of a variable lie; none: this rank holds all of it."""
 
 
 def squared_norms(
-    gradients: Sequence[Any], variables: Sequence[Any], sets: NormSets, name: str
+    gradients: Sequence[Any], variables: Sequence[Any], parts: Parts, name: str
 ) -> list[tf.Tensor | None]:
     """Return the squared norm of each whole gradient, float32 scalars; None for None. A collective.
 
     Args:
         gradients: this rank's parts: a tensor, IndexedSlices or None for each variable.
         variables: the variables.
-        sets: over which ranks to add.
+        parts: over which ranks to add.
         name: the first part of the collectives' names.
     """
     found: list[tf.Tensor | None] = [None if g is None else _square(g) for g in gradients]
     over: dict[tuple[tuple[int, ...], ...], tuple[Sequence[Communicator], list[int]]] = {}
     for place, (square, variable) in enumerate(zip(found, variables, strict=True)):
-        wanted: Sequence[Any] = [s for s in sets.parts(variable) if s.size() > 1]
+        wanted: Sequence[Any] = [s for s in parts(variable) if s.size() > 1]
         if square is not None and wanted:
             key = tuple(tuple(s.ranks) for s in wanted)
             over.setdefault(key, (wanted, []))[1].append(place)
@@ -48,17 +50,19 @@ def clip_by_norm(
     variables: Sequence[Any],
     limit: float,
     together: bool,
-    sets: NormSets,
+    parts: Parts,
+    rest: Sequence[Communicator],
     name: str,
 ) -> list[Any]:
     """Return `gradients`, shortened as Keras's clipnorm or global_clipnorm shortens whole gradients. A collective.
 
     Args:
-        gradients, variables, sets, name: see `squared_norms`.
+        gradients, variables, parts, name: see `squared_norms`.
         limit: the largest norm that is left alone.
         together: clip by the norm of all gradients (global_clipnorm), not each by its own (clipnorm).
+        rest: the groups of ranks over which the model's other variables lie.
     """
-    squares = squared_norms(gradients, variables, sets, name)
+    squares = squared_norms(gradients, variables, parts, name)
     if not together:
         return [
             g if square is None else _times(g, limit / tf.maximum(tf.sqrt(square), limit))
@@ -66,7 +70,7 @@ def clip_by_norm(
         ]
     own = [square for square in squares if square is not None]
     total = tf.add_n(own) if own else tf.constant(0.0)
-    norm = tf.sqrt(_added(total, [s for s in sets.rest if s.size() > 1], f"{name}_rest"))
+    norm = tf.sqrt(_added(total, [s for s in rest if s.size() > 1], f"{name}_rest"))
     # As Keras: an inf or nan makes all gradients nan, rather than 0.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     # As Keras, where slices become dense here, but not above: Adam squares slices of one index each.

@@ -11,7 +11,8 @@ for ever are written once:
   anything else as bytes where it is only moved.
 - A rank alone communicates nothing.
 
-`HorovodRanks` is the engine; `threads.ThreadRanks` are ranks in one process, for tests.
+`HorovodRanks` is the engine, `LoneRank` a rank that has none to talk to; `threads.ThreadRanks` are ranks in one
+process, for tests.
 """
 
 from __future__ import annotations
@@ -312,6 +313,33 @@ class HorovodRanks(Communicator):
 
     def _called(self, name: str) -> dict[str, Any]:
         return {"name": name, "ignore_name_scope": True, "process_set": self.process_set}
+
+
+def _nobody(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("a rank alone communicates nothing")
+
+
+@dataclass(frozen=True)
+class LoneRank(Communicator):
+    """A rank of a job of several, by itself; Horovod need not know of it."""
+
+    job_rank: int
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+    @property
+    def ranks(self) -> list[int]:
+        return [self.job_rank]
+
+    def are_all(self) -> bool:
+        return False
+
+    _allreduce = _grouped_allreduce = _reducescatter = _nobody
+    _allgather = _broadcast = _alltoall = _nobody
 
 
 ALL_RANKS: Communicator = HorovodRanks(hvd.global_process_set)

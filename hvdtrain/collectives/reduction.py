@@ -16,7 +16,7 @@ Two rules keep ranks from waiting for each other for ever, beside those of commu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import horovod.tensorflow as hvd
@@ -36,7 +36,7 @@ from hvdtrain.collectives.compression import (
     Compression,
     bf16_sum,
 )
-from hvdtrain.collectives.divided import Divided
+from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.names import InstanceName
 from hvdtrain.collectives.sparse import sum_slices
 from hvdtrain.collectives.step import current_step
@@ -65,8 +65,8 @@ class Reduction:
     """Every reduced gradient is multiplied by this (backward_passes_per_step without averaging)."""
     weighted: bool = False
     """The gradients of a step are weighted by the ranks' shares, so that what the ranks accumulate adds up."""
-    divided: Divided = field(default_factory=Divided)
-    """Which ranks hold what, where the model is divided."""
+    position: Position | None = None
+    """Which ranks hold what; None: those of the process set hold the same."""
 
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
@@ -127,7 +127,8 @@ class GradientReducer:
 
     def agreed(self, flag: tf.Tensor, suffix: str) -> tf.Tensor:
         """Return whether `flag` is set on all ranks, those too that hold other parts of the model."""
-        ranks = self.reduction.divided.everyone or self.reduction.process_set
+        position = self.reduction.position
+        ranks = position.everyone if position else self.reduction.process_set
         return tf.cast(self._over(ranks, tf.cast(flag, tf.int32), Min, suffix), tf.bool)
 
     def _over(self, ranks: Communicator, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
@@ -196,13 +197,13 @@ class GradientReducer:
         reduction = self.reduction
         if weighted:
             reduction = replace(reduction, op=Sum, gradient_predivide_factor=1.0)
-        holders = reduction.divided.holders(variable)
-        if holders is None:
+        position = reduction.position
+        if position is None:
             return reduction
         factor = reduction.postscale_factor
         if reduction.op == Sum:
-            factor /= holders.copies
-        return replace(reduction, process_set=holders.process_set, postscale_factor=factor)
+            factor /= position.copies(variable)
+        return replace(reduction, process_set=position.holders(variable), postscale_factor=factor)
 
     def _groups(
         self,

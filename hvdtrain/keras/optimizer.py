@@ -65,14 +65,16 @@ class OptimizerReducer(GradientReducer):
     @property
     def holds_parts(self) -> bool:
         """Whether this rank has only parts of the reduced gradients, whose norms it cannot know alone."""
-        return self.reduction.divided.norms is not None
+        position = self.reduction.position
+        return position is not None and not position.has_all
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`."""
-        norms = self.reduction.divided.norms
-        assert norms is not None
+        position = self.reduction.position
+        assert position is not None
+        rest = [position.pipeline_set]
         name = f"{self._prefix(())}_norm"
-        return clip_by_norm(gradients, self.pending, limit, together, norms, name)
+        return clip_by_norm(gradients, self.pending, limit, together, position.parts, rest, name)
 
 
 class _Distributed(AppliesByKeras):

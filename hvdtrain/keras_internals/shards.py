@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdtrain.keras_internals.optimizers import optimizer_slots
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -49,3 +51,12 @@ def mark_shard(variable: Any, shard: Shard) -> None:
 def shard_of(variable: Any) -> Shard | None:
     """Return which part of a larger one `variable` holds, None if it is whole."""
     return getattr(variable, "hvdtrain_shard", None)
+
+
+def mark_slots(optimizer: Any) -> None:
+    """Mark the state of a built optimizer for variables that are parts as parts."""
+    for variable, slots in optimizer_slots(optimizer):
+        shard = shard_of(variable)
+        for slot in slots:
+            if shard is not None and tuple(slot.shape) == tuple(variable.shape):
+                mark_shard(slot, shard)

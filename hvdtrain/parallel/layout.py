@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.mesh import Mesh
 
 WAYS = ("column", "row", "heads", "vocabulary")
 """How a layer's weights are split; see hvdtrain.parallel.tensor."""
@@ -66,3 +66,11 @@ class Layout:
                 f"Layout: stages names {len(self.stages)} layers; mesh has pipeline={self.mesh.pipeline}, so name "
                 f"the first layer of each stage but the first: {self.mesh.pipeline - 1}"
             )
+
+
+def as_layout(given: Layout | Mesh) -> Layout:
+    """Return what a user gives as a layout, or a mesh alone; UsageError for anything else."""
+    layout = Layout(given) if isinstance(given, Mesh) else given
+    if not isinstance(layout, Layout):
+        raise UsageError(f"layout: give an hvdtrain.Layout or Mesh, not {type(layout).__name__}")
+    return layout

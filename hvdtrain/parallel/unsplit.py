@@ -21,6 +21,31 @@ from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.keras_internals.variables import variable_name
 
 
+def make_part(part: keras.Model, whole: keras.Model) -> None:
+    """Let `part`, which one rank has of `whole`, know what it is of; nobody takes it for all.
+
+    Args:
+        part: the model itself, with split layers, or one stage of it.
+        whole: see `Unsplit`.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "This rank has only a part of the model: save all of it with Trainer.save, which every rank calls, "
+            "with run_dir, or with Keras's ModelCheckpoint"
+        )
+
+    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    object.__setattr__(part, "hvdtrain_unsplit", Unsplit(whole))
+    for method in ("save", "save_weights", "export", "load_weights"):
+        object.__setattr__(part, method, refuse)
+
+
+def unsplit_of(model: keras.Model) -> Unsplit | None:
+    """Return what `model` is a part of; None: it is whole."""
+    return getattr(model, "hvdtrain_unsplit", None)
+
+
 class Unsplit:
     """The whole of a model that is divided, or about to be.
 

@@ -1,4 +1,9 @@
-"""HorovodStrategy: synchronous data parallel training, one process a worker. The default."""
+"""HorovodStrategy: synchronous training, one process a worker. The default.
+
+It is composed of three parts, so that another way to divide a model over ranks brings a part of its own and leaves
+the others: the groups of ranks that hold the same (collectives.mesh), how a model is built and run (runner), and how
+its state goes to a file and comes back (state).
+"""
 
 from __future__ import annotations
 
@@ -10,153 +15,150 @@ from typing import Any, ClassVar
 
 import keras
 
-from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
-from hvdtrain.collectives.agreement import on_first, require_equal
-from hvdtrain.collectives.communicator import ALL_RANKS, Average, Communicator
-from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.collectives.communicator import Average
+from hvdtrain.collectives.mesh import Mesh, Position, position
 from hvdtrain.collectives.reduction import Reduction
-from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.collectives.replicas import check_replicas
 from hvdtrain.collectives.statistics import average_statistics, fold_rank_into_seeds
 from hvdtrain.data import Part, Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import distribute, reducer_of
-from hvdtrain.keras_internals.building import build_model, symbolic_call
-from hvdtrain.keras_internals.models import metric_names, optimizers_of
-from hvdtrain.keras_internals.optimizer_state import share_loaded
-from hvdtrain.keras_internals.optimizers import accumulators, inner_of, is_distributed
+from hvdtrain.keras_internals.elementwise import require_elementwise
+from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
+from hvdtrain.keras_internals.shards import mark_slots
 from hvdtrain.keras_internals.variables import (
     local_variables,
-    row_states,
-    seed_variables,
-    tf_variable,
+    replicated_variables,
     trained_variables,
 )
-from hvdtrain.runtime import Rank
-from hvdtrain.strategies.gather import gather_predictions
-from hvdtrain.strategies.model_file import read_model, write_model
-from hvdtrain.strategies.step_metrics import merged_logs
+from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.runner import Runner
+from hvdtrain.strategies.state import State, WholeState, broadcast, broadcast_state
 from hvdtrain.strategies.steps import RankSteps
-from hvdtrain.strategies.strategy import Logs, Steps, Strategy
+from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
 
 
 class HorovodStrategy(Strategy):
     """Each rank computes its share of the global batch; the gradients are reduced by Horovod.
 
     Args:
+        mesh: the ranks; None: each of them has the whole model.
+        runner: makes the part that builds and runs the model, at this rank's position.
+        state: makes the part that saves and loads.
         wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state.
 
     Attributes:
-        ranks: all of the job.
-        data_set: those between which the global batch is divided.
+        position: of this rank, once it has started.
     """
 
     name: ClassVar[str] = "horovod"
-    several_optimizers: ClassVar[bool] = True
+    position: Position
+    runner: Runner
+    state: State
 
-    def __init__(self, wrap: Callable[[Any, Reduction], Any] = distribute) -> None:
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        runner: Callable[[Position], Runner] = Runner,
+        state: Callable[[Position], State] = WholeState,
+        wrap: Callable[[Any, Reduction], Any] = distribute,
+    ) -> None:
         super().__init__()
+        self._mesh = mesh
+        self._runner = runner
+        self._state = state
         self._wrap = wrap
-        self.ranks: Communicator = ALL_RANKS
-        self.data_set: Communicator = ALL_RANKS
 
     def start(self, seed: int) -> Rank:
-        rank = super().start(seed)
-        self.part = Part(rank.rank, rank.size)
-        self.workers = rank.size
-        self.is_first = rank.is_first
+        rank = init(seed, self._mesh)
+        self.stand(position(self._mesh or Mesh()))
         return rank
 
+    def stand(self, here: Position) -> None:
+        """Take this rank's place among the others."""
+        self.position = here
+        self.part = Part(here.data_index, here.mesh.data)
+        self.workers = here.mesh.data
+        self.is_first = here.everyone.rank() == 0
+        self.runner = self._runner(here)
+        self.state = self._state(here)
+        self.saves_together = self.state.together
+        self.several_optimizers = not self.saves_together
+
+    def build(self, model: ModelSource) -> keras.Model:
+        return self.runner.build(model)
+
     def distribute(self, optimizer: Any) -> Any:
+        # Weighted by their shares before they are accumulated, the ranks' gradients add up.
+        weighted = self.workers > 1
         if not is_distributed(optimizer):
-            return self._wrap(optimizer, Reduction(weighted=self.adds_up))
+            if self.position.mesh.tensor > 1:
+                require_elementwise(inner_of(optimizer), "cannot train split layers")
+            ranks = self.position.data_set
+            reduction = Reduction(process_set=ranks, weighted=weighted, position=self.position)
+            return self._wrap(optimizer, reduction)
+        if self.saves_together:
+            raise UsageError(
+                "The optimizer is distributed already; Trainer(layout=...) and shard_optimizer=True reduce each "
+                "gradient in a way of their own: give a plain optimizer"
+            )
         reducer = reducer_of(optimizer)
         _check_reduction(reducer.reduction)
-        reducer.reduction = replace(reducer.reduction, weighted=self.adds_up)
+        reducer.reduction = replace(reducer.reduction, weighted=weighted)
         return optimizer
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> Steps:
-        self.build_variables(model, data, what)
+        self.runner.build_variables(model, data, what)
+        if self.position.mesh.tensor > 1:
+            mark_slots(model.optimizer)
         self.broadcast(model)
         fold_rank_into_seeds(model, self.part.index)
-        return RankSteps(model, self.data_set, self.part.count)
-
-    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
-        """Create all variables, and compare their shapes over the ranks."""
-        build_model(model, data)
-        built = {
-            "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
-            "the metrics": metric_names(model),
-            "the states of the metrics": [
-                list(tf_variable(v).shape) for v in state_variables(model.metrics)
-            ],
-        }
-        require_equal(built, what, "model")
+        return self.runner.steps(model, data)
 
     def prepare_prediction(self, model: keras.Model, inputs: Any) -> Steps:
-        symbolic_call(model, inputs)
-        broadcast_variables(model.variables)
-        return RankSteps(model, self.data_set, self.part.count)
+        self.runner.build_to_predict(model, inputs)
+        broadcast(model.variables, self.position)
+        return self.runner.steps(model)
 
     def probe(self, steps: Steps, share: Share) -> None:
         if isinstance(steps, RankSteps):
             steps.probe(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        broadcast_variables(shared_state(model, without))
-        for optimizer in optimizers_of(model):
-            share_loaded(optimizer)
+        broadcast_state(model, self.position, without)
 
     def check_step(self, model: keras.Model, when: str) -> None:
         # Statistics of a step differ by nature; they are averaged when the epoch ends.
-        check_replicas(variables=trained_variables(model), when=when)
+        self._compare(trained_variables(model), when)
 
     def check(self, model: keras.Model, when: str) -> None:
-        check_replicas(model, when=when)
+        self._compare(replicated_variables(model, local=local_variables(model)), when)
+
+    def _compare(self, variables: Sequence[Any], when: str) -> None:
+        for ranks, held in self.position.by_holders(variables):
+            check_replicas(variables=held, when=when, process_set=ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        return merged_logs(model, step_logs, share, self.data_set)
+        return self.runner.logs(model, step_logs, share)
 
     def end_epoch(self, model: keras.Model) -> None:
-        average_statistics(model, local_variables(model), self.data_set)
+        average_statistics(model, local_variables(model), self.position.data_set)
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
-        return gather_predictions(outputs, self.data_set)
+        return self.runner.gather(outputs)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        inner = inner_of(model.optimizer)
-        # An optimizer in parts: all ranks enter.
-        whole_state = getattr(inner, "whole_state", None)
-        with whole_state() if whole_state else HorovodStrategy.as_one_process(self, model):
-            if self.is_first:
-                write_model(model, path)
+        self.state.save(model, path)
 
     def load(self, model: keras.Model, path: Path) -> None:
         self.build_to_load(model)
-        on_first(lambda: read_model(model, path), "load", self.ranks)
-        self.broadcast(model, without=seed_variables(model))
-        share_out(optimizers_of(model), self.data_set, self.adds_up)
+        self.state.load(model, path)
 
     def as_one_process(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return as_one_process(optimizers_of(model), self.data_set, self.adds_up)
+        return self.state.as_one_process(model)
 
     def restored_by_first(self, model: keras.Model) -> contextlib.AbstractContextManager[None]:
-        return restored_by_first(optimizers_of(model), self.data_set, self.adds_up)
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether the ranks' gradients are weighted by their shares before they are accumulated."""
-        return self.part.count > 1
-
-
-def shared_state(model: keras.Model, without: Sequence[Any] = ()) -> list[Any]:
-    """Return the variables of a model and its optimizers that are the same on all ranks, except `without`."""
-    own = [*local_variables(model), *row_states(model), *without]
-    found = list(model.variables)
-    for optimizer in optimizers_of(model):
-        own += accumulators(optimizer)
-        found += optimizer.variables
-    kept = {id(tf_variable(v)) for v in own}
-    return [v for v in found if id(tf_variable(v)) not in kept]
+        return self.state.restored_by_first(model)
 
 
 def _check_reduction(reduction: Reduction) -> None:

@@ -58,13 +58,13 @@ class Strategy:
     """
 
     name: ClassVar[str] = "alone"
-    several_optimizers: ClassVar[bool] = False
-    saves_together: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.workers = 1
         self.part = Part(0, 1)
         self.is_first = True
+        self.several_optimizers = False
+        self.saves_together = False
 
     def start(self, seed: int) -> Rank:
         """Join the job, before TensorFlow's devices are in use; return who this process is."""

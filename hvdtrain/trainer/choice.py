@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import importlib
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.strategy_names import (
-    CENTRAL_STORAGE,
-    HOROVOD,
-    PARAMETER_SERVER,
-    TPU,
-    choose_strategy,
-    strategy_of,
-)
+from hvdtrain.strategy_names import HOROVOD, STRATEGIES, choose_strategy, strategy_of
 
 if TYPE_CHECKING:
+    from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
-    from hvdtrain.parallel.mesh import Mesh
-
-# Loaded when they are chosen: each brings what only it needs.
-CLASSES = {
-    TPU: "hvdtrain.strategies.tpu:TPU",
-    CENTRAL_STORAGE: "hvdtrain.strategies.central_storage:CentralStorage",
-    PARAMETER_SERVER: "hvdtrain.strategies.parameter_server:ParameterServer",
-}
 
 
 def make_strategy(
@@ -52,38 +39,31 @@ def make_strategy(
             f"strategy: give a name or a Strategy of hvdtrain.strategies, not {type(wanted).__name__}"
         )
     name = strategy_of(os.environ) if wanted is None else choose_strategy(wanted).name
+    make = _load(STRATEGIES[name].place)
     if name == HOROVOD:
-        return _horovod_strategy(layout, shard_optimizer)
+        made: Strategy = make(**_parts(layout, shard_optimizer))
+        return made
     _refuse_division(name, layout, shard_optimizer)
-    strategy: Strategy = _load(CLASSES[name])()
-    return strategy
+    made = make()
+    return made
 
 
-def _horovod_strategy(layout: Layout | Mesh | None, shard_optimizer: bool) -> Strategy:
-    from hvdtrain.keras.optimizer import distribute
-    from hvdtrain.strategies.horovod import HorovodStrategy
-
-    wrap = _load("hvdtrain.parallel.zero.optimizer:shard") if shard_optimizer else distribute
-    if layout is None and not shard_optimizer:
-        return HorovodStrategy(wrap)
-    if layout is None:
-        divided: Strategy = _load("hvdtrain.parallel.saving:DividedStrategy")(wrap)
-        return divided
-    from hvdtrain.parallel.layout import Layout
-    from hvdtrain.parallel.mesh import Mesh
-
-    if isinstance(layout, Mesh):
-        layout = Layout(layout)
-    if not isinstance(layout, Layout):
-        raise UsageError(f"layout: give an hvdtrain.Layout or Mesh, not {type(layout).__name__}")
-    kind = "pipeline" if layout.mesh.pipeline > 1 else "tensor"
-    strategy: Strategy = _load(
-        {
-            "pipeline": "hvdtrain.parallel.pipeline.strategy:PipelineStrategy",
-            "tensor": "hvdtrain.parallel.tensor.strategy:TensorStrategy",
-        }[kind]
-    )(layout, wrap)
-    return strategy
+def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any]:
+    """Return what Horovod's strategy is composed of, where that is not the default."""
+    parts: dict[str, Any] = {}
+    if layout is not None or shard_optimizer:
+        parts["state"] = _load("hvdtrain.parallel.saving:DividedState")
+    if shard_optimizer:
+        parts["wrap"] = _load("hvdtrain.parallel.zero.optimizer:shard")
+    if layout is not None:
+        plan = _load("hvdtrain.parallel.layout:as_layout")(layout)
+        runner = (
+            "hvdtrain.parallel.pipeline.runner:StageRunner"
+            if plan.mesh.pipeline > 1
+            else "hvdtrain.parallel.tensor.runner:SplitRunner"
+        )
+        parts |= {"mesh": plan.mesh, "runner": partial(_load(runner), plan)}
+    return parts
 
 
 def _refuse_division(name: str, layout: Layout | Mesh | None, shard_optimizer: bool) -> None:

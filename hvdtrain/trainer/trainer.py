@@ -50,8 +50,8 @@ from hvdtrain.trainer.setup import (
 )
 
 if TYPE_CHECKING:
+    from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
-    from hvdtrain.parallel.mesh import Mesh
 
 
 class Trainer:

@@ -66,7 +66,7 @@ def _add_process_sets(text: str) -> None:
     """Add the process sets of several meshes: "DATA,TENSOR,PIPELINE;..."."""
     if not text:
         return
-    from hvdtrain.parallel.mesh import Mesh
+    from hvdtrain.collectives.mesh import Mesh
 
     meshes = [Mesh(*map(int, one.split(","))) for one in text.split(";")]
     groups = {tuple(group) for mesh in meshes for group in mesh.rank_lists(mesh.size)}

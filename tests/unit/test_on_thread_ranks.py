@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import any_rank
+from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import check_replicas
@@ -26,7 +27,8 @@ from hvdtrain.parallel.collectives import Group, sum_parts
 from hvdtrain.parallel.zero.optimizer import shard
 from hvdtrain.parallel.zero.state import gathered_state
 from hvdtrain.strategies.gather import gather_predictions
-from hvdtrain.strategies.horovod import HorovodStrategy, shared_state
+from hvdtrain.strategies.horovod import HorovodStrategy
+from hvdtrain.strategies.state import shared_state
 from hvdtrain.trainer.setup import symbolic_data
 
 RANKS = 3
@@ -72,7 +74,7 @@ def test_metrics_are_those_of_all_examples() -> None:
 
     def work(ranks: ThreadRanks) -> Any:
         strategy = HorovodStrategy()
-        strategy.data_set = ranks
+        strategy.stand(position_in(Mesh(), ranks, ranks.subset))
         share = Share((), len(rows(ranks.rank())), len(X), 0, 0)
         return strategy.logs(models[ranks.rank()], models[ranks.rank()].get_metrics_result(), share)
 
@@ -243,6 +245,6 @@ def test_ranks_share_all_but_their_seeds() -> None:
     seeds = [[v.numpy().tolist() for v in seed_variables(model)] for model in models]
     assert len({str(seed) for seed in seeds}) == RANKS
     for model in models:
-        shared = {id(v) for v in shared_state(model, without=seed_variables(model))}
+        shared = {id(v) for v in shared_state(model, seed_variables(model))}
         assert {id(v) for v in model.trainable_variables} < shared
         assert {id(v) for v in model.optimizer.variables} < shared

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.collectives import mesh as mesh_module
+from hvdtrain.collectives.mesh import Mesh, Place
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
-from hvdtrain.parallel import mesh as mesh_module
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.mesh import Mesh, Place
 from hvdtrain.worker.rank_environment import size_of
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
@@ -49,9 +49,9 @@ def test_each_group_divides_the_ranks(mesh: Mesh) -> None:
         assert sum(len(ranks) for ranks in set(found.values())) == mesh.size
 
 
-def test_process_sets_are_each_there_once_and_without_the_set_of_all() -> None:
+def test_process_sets_are_each_there_once_and_of_several_ranks_but_not_all() -> None:
     lists = Mesh(tensor=2).rank_lists(4)
-    assert sorted(lists) == [[0], [0, 1], [0, 2], [1], [1, 3], [2], [2, 3], [3]]
+    assert sorted(lists) == [[0, 1], [0, 2], [1, 3], [2, 3]]
 
 
 def test_data_takes_the_ranks_that_are_left() -> None:
@@ -110,10 +110,20 @@ def test_the_job_has_as_many_ranks_as_its_launcher_says(environ: dict, size: int
 
 
 def test_a_job_without_the_process_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_module, "ALL_RANKS", thread_ranks(2)[0])
-    monkeypatch.setattr(mesh_module, "_known_sets", lambda: {(0, 1): 0})
-    with pytest.raises(UsageError, match=r"process set of ranks \[0\].*hvdtrain.init\(mesh="):
+    monkeypatch.setattr(mesh_module, "ALL_RANKS", thread_ranks(4)[0])
+    monkeypatch.setattr(mesh_module, "_known_sets", lambda: {(0, 1, 2, 3): 0})
+    with pytest.raises(UsageError, match=r"process set of ranks \[0, 2\].*hvdtrain.init\(mesh="):
         mesh_module.position(Mesh(tensor=2))
+
+
+def test_data_alone_needs_no_process_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    everyone = thread_ranks(4)[2]
+    monkeypatch.setattr(mesh_module, "ALL_RANKS", everyone)
+    monkeypatch.setattr(mesh_module, "_known_sets", lambda: {(0, 1, 2, 3): 0})
+    here = mesh_module.position(Mesh())
+    assert here.data_set is here.stage_set is everyone
+    assert here.tensor_set.ranks == here.pipeline_set.ranks == [2]
+    assert float(here.tensor_set.allreduce(3.0, "alone")) == 3.0
 
 
 def test_a_part_knows_where_it_belongs() -> None:

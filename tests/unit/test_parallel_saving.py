@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 from keras import layers
 
+from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
-from hvdtrain.data import Part
-from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.mesh import Mesh, Position
 from hvdtrain.parallel.pieces import pieces_of
-from hvdtrain.parallel.pipeline.strategy import PipelineStrategy
 from hvdtrain.parallel.state import State, local_state
-from hvdtrain.parallel.tensor.strategy import TensorStrategy
-from hvdtrain.parallel.zero.optimizer import shard
 from hvdtrain.runtime import init
+from hvdtrain.strategies.horovod import HorovodStrategy
+from hvdtrain.trainer.choice import make_strategy
 
 RANKS = 4
 
@@ -56,7 +53,7 @@ def compiled(made: keras.Model, optimizer: Any) -> keras.Model:
 
 def rank_of(
     name: str, ranks: ThreadRanks, sharded: bool = False, passes: int | None = None
-) -> tuple[TensorStrategy, keras.Model]:
+) -> tuple[HorovodStrategy, keras.Model]:
     """A rank's strategy, and its compiled part of the model.
 
     Args:
@@ -64,25 +61,9 @@ def rank_of(
         passes: of gradient accumulation.
     """
     layout = LAYOUTS[name]
-    mesh = layout.mesh.for_ranks(RANKS)
-    rank = ranks.rank()
-    place = mesh.place(rank)
-    groups = (mesh.data_ranks, mesh.tensor_ranks, mesh.pipeline_ranks, mesh.stage_ranks)
-    sets = [ranks.subset(group(rank)) for group in groups]
-    wrap = shard if sharded else distribute
-    strategy = (PipelineStrategy if mesh.pipeline > 1 else TensorStrategy)(layout, wrap)
-    strategy.position = Position(
-        mesh,
-        place.data_index,
-        place.stage,
-        place.tensor_index,
-        *sets,
-        ranks,
-    )
-    strategy.ranks = ranks
-    strategy.part = Part(place.data_index, mesh.data)
-    strategy.is_first = rank == 0
-    strategy.data_set = strategy.position.data_set
+    strategy = make_strategy("horovod", layout, sharded)
+    assert isinstance(strategy, HorovodStrategy)
+    strategy.stand(position_in(layout.mesh, ranks, ranks.subset))
     keras.utils.set_random_seed(3)
     made = strategy.build(model)
     optimizer = keras.optimizers.Adam(0.25, name="adam", gradient_accumulation_steps=passes)

@@ -22,7 +22,7 @@ from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras_internals import files as model_files
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.pieces import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
-from hvdtrain.parallel.saving import DividedStrategy
+from hvdtrain.parallel.saving import DividedState
 from hvdtrain.parallel.state import (
     Entry,
     keep_state,
@@ -31,7 +31,8 @@ from hvdtrain.parallel.state import (
     misfit,
     whole_of,
 )
-from hvdtrain.parallel.unsplit import Unsplit
+from hvdtrain.parallel.unsplit import Unsplit, make_part
+from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.model_file import read_model, write_model
 from hvdtrain.strategies.strategy import Strategy
 
@@ -341,9 +342,9 @@ def test_a_divided_strategy_writes_what_plain_keras_writes(tmp_path: Path, kind:
         made.optimizer.build(made.trainable_variables)
         made.optimizer.iterations.assign(7)
     made.save(tmp_path / "plain.keras")
-    strategy = DividedStrategy()
+    strategy = HorovodStrategy(state=DividedState)
     strategy.start(0)
-    strategy.keep_whole(made, made)
+    make_part(made, made)
     strategy.distribute(made.optimizer)
     strategy.save(made, tmp_path / "ours.keras")
     config, arrays = contents(tmp_path / "ours.keras")

@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
+from hvdtrain.collectives.mesh import Position
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, keep_part, waiting_variables
 from hvdtrain.keras_internals.models import children, is_built
 from hvdtrain.keras_internals.optimizers import optimizer_slots
-from hvdtrain.keras_internals.shards import mark_shard, shard_of
+from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.collectives import Group
-from hvdtrain.parallel.mesh import Position
 from hvdtrain.parallel.tensor.attention import (
     HeadsParallelAttention,
     HeadsParallelGroupedAttention,
@@ -129,17 +129,6 @@ def split_optimizer(optimizer: Any, whole_shapes: Mapping[int, tuple[int, ...]])
         for slot in slots:
             if tuple(slot.shape) == whole_shapes.get(id(variable)):
                 keep_part(slot, shard)
-
-
-def mark_optimizer(optimizer: Any) -> None:
-    """Mark the state of a built optimizer for variables that are parts as parts."""
-    for variable, slots in optimizer_slots(optimizer):
-        shard = shard_of(variable)
-        if shard is None:
-            continue
-        for slot in slots:
-            if tuple(slot.shape) == tuple(variable.shape):
-                mark_shard(slot, shard)
 
 
 class Layers:

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.divided import NormSets
 from hvdtrain.collectives.reduction import Gradient, Reduction, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
 from hvdtrain.keras_internals.variables import tf_variable
@@ -98,16 +97,17 @@ class ShardedReducer(OptimizerReducer):
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
         """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
-        further = self.reduction.divided.norms or NormSets()
+        position = self.reduction.position
 
         def parts(variable: Any) -> list[Communicator]:
+            further = [] if position is None else position.parts(variable)
             if self.is_local(variable) and not together:
-                return list(further.parts(variable))
-            return [self._how(variable, False).process_set, *further.parts(variable)]
+                return further
+            return [self._how(variable, False).process_set, *further]
 
-        sets = NormSets(parts, further.rest)
+        rest = [] if position is None else [position.pipeline_set]
         name = f"{self._prefix(())}_norm"
-        return clip_by_norm(gradients, self.pending, limit, together, sets, name)
+        return clip_by_norm(gradients, self.pending, limit, together, parts, rest, name)
 
     def whole(
         self, parts: Sequence[Any], variables: Sequence[Any], names: Sequence[str]

@@ -94,7 +94,7 @@ def small() -> keras.Model:
 
 def case_alltoall_of_four_stages() -> dict[str, Any]:
     """Where there is no mpi4py: a stage in the middle talks in two sets at once."""
-    with mock.patch("hvdtrain.parallel.pipeline.strategy.make_transport", AlltoallTransport):
+    with mock.patch("hvdtrain.parallel.pipeline.runner.make_transport", AlltoallTransport):
         return apart(
             small,
             momentum,
@@ -237,7 +237,7 @@ def case_precision() -> dict[str, Any]:
             trainer = trainer_of(
                 transformer, optimizers.SGD(0.05), precision=precision, stages=["attention_1"]
             )
-            sent = {str(c.tensor.dtype) for c in trainer.strategy.stage.sent}
+            sent = {str(c.tensor.dtype) for c in trainer.strategy.runner.stage.sent}
             trainer.fit(X, Y, epochs=2, shuffle=False, verbose=0)
             wanted = plain(transformer, optimizers.SGD(0.05), (X, Y), {"epochs": 2}, {})
             scale = float(getattr(trainer.model.optimizer, "dynamic_scale", 0.0))
@@ -416,7 +416,7 @@ def case_alltoall() -> dict[str, Any]:
     """The other transport, in the sets of two ranks, in both directions at once."""
     trainer = trainer_of(transformer, optimizers.SGD(0.1))
     place = trainer.strategy.position
-    other = trainer.strategy._rank_of(1 - place.stage)
+    other = place.rank_of_stage(1 - place.stage)
     transport = AlltoallTransport({other: place.pair_set(other)})
     mine = [np.full((2, 3), RANK, np.float16), np.arange(RANK, RANK + 5), np.zeros((0, 4))]
     for _ in range(3):

@@ -16,10 +16,10 @@ from small import RANK, crossentropy, layers, optimizers
 from hvdtrain import Trainer
 from hvdtrain.collectives.accumulated import as_one_process
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.mesh import Mesh
-from hvdtrain.parallel.saving import DividedStrategy
+from hvdtrain.parallel.saving import DividedState
 from hvdtrain.parallel.state import gather
 
 FOLDER = Path(os.environ["FOLDER"])
@@ -84,9 +84,9 @@ def fit(trained: Trainer, **options: Any) -> None:
 
 def note(trained: Trainer, name: str) -> None:
     """Write what the ranks hold together: a collective."""
-    strategy = trained.strategy
-    if isinstance(strategy, DividedStrategy):
-        state = gather(strategy.pieces(trained.model))
+    own = trained.strategy.state
+    if isinstance(own, DividedState):
+        state = gather(own.pieces(trained.model))
     else:
         held = [*trained.model.variables, *trained.model.optimizer.variables]
         with as_one_process([trained.model.optimizer], ALL_RANKS, adds_up=True):

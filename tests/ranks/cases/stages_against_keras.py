@@ -12,9 +12,9 @@ from small import crossentropy, layers
 
 from hvdtrain import Trainer
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.mesh import Mesh
 
 BATCH = 16
 EXAMPLES = 5 * BATCH + 1

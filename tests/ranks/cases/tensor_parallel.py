@@ -14,10 +14,10 @@ from small import RANK, crossentropy, difference, layers, optimizers
 
 import hvdtrain
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.mesh import Mesh, position
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.parallel.collectives import Group
-from hvdtrain.parallel.mesh import Mesh, position
 from hvdtrain.parallel.tensor.convert import convert
 from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
 

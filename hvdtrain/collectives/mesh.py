@@ -8,19 +8,22 @@ talk most, are neighbours and sit on one host. For rank r of the mesh:
     pipeline   the ranks with r's data and tensor index: the stages of one copy of the model
     stage      data x tensor: the ranks that hold the same unsplit variables
 
-Horovod must know the groups when it starts: `hvdtrain.init(mesh=...)` or `Trainer(layout=...)`.
+A mesh of data alone, Mesh(), is plain data parallelism. Horovod must know the other groups of several ranks when it
+starts: `hvdtrain.init(mesh=...)` or `Trainer(layout=...)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import horovod.tensorflow as hvd
 from horovod.common import process_sets
 
-from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, HorovodRanks
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, HorovodRanks, LoneRank
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.shards import shard_of
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class Mesh:
         )
 
     def rank_lists(self, ranks: int) -> list[list[int]]:
-        """Return the process sets of a job of `ranks` ranks, each once, without the one of all ranks."""
+        """Return the process sets of a job of `ranks` ranks, each once: those of several ranks, but not of all."""
         mesh = self.for_ranks(ranks)
         groups = (
             mesh.data_ranks,
@@ -136,7 +139,7 @@ class Mesh:
             mesh.neighbour_ranks,
         )
         found = {tuple(group(rank)) for group in groups for rank in range(ranks)}
-        return [list(group) for group in sorted(found) if len(group) < ranks]
+        return [list(group) for group in sorted(found) if 1 < len(group) < ranks]
 
     def _where(self, wanted: Callable[[Place], bool]) -> list[int]:
         return [rank for rank in range(self.size) if wanted(self.place(rank))]
@@ -144,10 +147,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Position:
-    """This rank in the mesh, and the process sets in which it communicates.
-
-    A set of one rank is a process set like the others: collectives work there, and may be left out.
-    """
+    """This rank in the mesh, the groups in which it communicates, and which of them hold what of the model."""
 
     mesh: Mesh
     data_index: int
@@ -158,6 +158,35 @@ class Position:
     pipeline_set: Communicator
     stage_set: Communicator
     everyone: Communicator
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.mesh.tensor == self.mesh.pipeline == 1
+
+    def holders(self, variable: Any) -> Communicator:
+        """Return the ranks that hold the same as this one of `variable`."""
+        return self.stage_set if shard_of(variable) is None else self.data_set
+
+    def copies(self, variable: Any) -> int:
+        """Return how many of the holders of `variable` compute each example: a tensor set does the same work."""
+        return self.mesh.tensor if shard_of(variable) is None else 1
+
+    def parts(self, variable: Any) -> list[Communicator]:
+        """Return the groups over which the parts of `variable` lie; [] if this rank has all of it."""
+        return [] if shard_of(variable) is None else [self.tensor_set]
+
+    def by_holders(self, variables: Iterable[Any]) -> list[tuple[Communicator, list[Any]]]:
+        """Return `variables` with the ranks that hold the same values, where there are others."""
+        found: dict[tuple[int, ...], tuple[Communicator, list[Any]]] = {}
+        for variable in variables:
+            ranks = self.holders(variable)
+            found.setdefault(tuple(ranks.ranks), (ranks, []))[1].append(variable)
+        return [(ranks, held) for ranks, held in found.values() if ranks.size() > 1]
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the rank of a stage of this copy of the model."""
+        return self.mesh.rank(Place(self.data_index, stage, self.tensor_index))
 
     def pair_set(self, rank: int) -> Communicator:
         """Return the set of this rank and its neighbour `rank` in the pipeline."""
@@ -170,20 +199,27 @@ def position(mesh: Mesh) -> Position:
     Raises:
         UsageError: the job's ranks do not make this mesh, or Horovod was started without its process sets.
     """
-    mesh = mesh.for_ranks(ALL_RANKS.size())
-    rank = ALL_RANKS.rank()
     known = _known_sets()
+    return position_in(mesh, ALL_RANKS, lambda ranks: _process_set(ranks, known))
+
+
+def position_in(
+    mesh: Mesh, everyone: Communicator, set_of: Callable[[list[int]], Communicator]
+) -> Position:
+    """Return the position of this rank of `everyone`, whose groups `set_of` makes of their ranks."""
+    mesh = mesh.for_ranks(everyone.size())
+    rank = everyone.rank()
     place = mesh.place(rank)
     return Position(
         mesh=mesh,
         data_index=place.data_index,
         stage=place.stage,
         tensor_index=place.tensor_index,
-        data_set=_process_set(mesh.data_ranks(rank), known),
-        tensor_set=_process_set(mesh.tensor_ranks(rank), known),
-        pipeline_set=_process_set(mesh.pipeline_ranks(rank), known),
-        stage_set=_process_set(mesh.stage_ranks(rank), known),
-        everyone=ALL_RANKS,
+        data_set=set_of(mesh.data_ranks(rank)),
+        tensor_set=set_of(mesh.tensor_ranks(rank)),
+        pipeline_set=set_of(mesh.pipeline_ranks(rank)),
+        stage_set=set_of(mesh.stage_ranks(rank)),
+        everyone=everyone,
     )
 
 
@@ -197,6 +233,8 @@ def _known_sets() -> dict[tuple[int, ...], int]:
 
 def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> Communicator:
     number = known.get(tuple(ranks))
+    if number is None and len(ranks) == 1:
+        return LoneRank(ranks[0])
     if number is None:
         raise UsageError(
             f"Horovod runs without the mesh's process set of ranks {ranks}: give the mesh to the first call that "

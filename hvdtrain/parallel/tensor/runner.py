@@ -1,0 +1,35 @@
+"""SplitRunner: a model whose layers are split over ranks, on a mesh of data x tensor.
+
+The ranks of a tensor set compute the same examples: they read the same share, draw the same dropout masks, hold the
+same unsplit variables. `Trainer.model` is the model with split layers; what it returns is whole.
+"""
+
+from __future__ import annotations
+
+import keras
+
+from hvdtrain.collectives.mesh import Position
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.tensor.convert import convert
+from hvdtrain.parallel.unsplit import make_part
+from hvdtrain.strategies.runner import Runner
+from hvdtrain.strategies.strategy import ModelSource
+
+
+class SplitRunner(Runner):
+    """The rank holds its parts of the layers that the layout names, and all of the others.
+
+    Args:
+        layout: the mesh, and which layers are split how.
+        position: of this rank.
+    """
+
+    def __init__(self, layout: Layout, position: Position) -> None:
+        super().__init__(position)
+        self._layout = layout
+
+    def build(self, model: ModelSource) -> keras.Model:
+        converted = convert(model, self._layout.split, self.position)
+        if self.position.mesh.tensor > 1:
+            make_part(converted, converted)
+        return converted

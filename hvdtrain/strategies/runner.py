@@ -1,0 +1,69 @@
+"""Runner: how a model is built on a rank, and what runs its steps. A part of Horovod's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives.agreement import require_equal
+from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.data import Share
+from hvdtrain.keras_internals.building import build_model, symbolic_call
+from hvdtrain.keras_internals.models import metric_names
+from hvdtrain.keras_internals.variables import tf_variable
+from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.step_metrics import merged_logs
+from hvdtrain.strategies.steps import RankSteps
+from hvdtrain.strategies.strategy import Logs, ModelSource, Steps
+
+
+class Runner:
+    """The rank runs the model as it is.
+
+    Args:
+        position: of this rank.
+    """
+
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+    def build(self, model: ModelSource) -> keras.Model:
+        """Return what this rank trains of a model, or of what a function builds."""
+        made: keras.Model = model if isinstance(model, keras.Model) else model()
+        return made
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        """Create all variables of a compiled model, and compare their shapes over the ranks: see Strategy.prepare."""
+        build_model(model, data)
+        built = {
+            "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
+            "the metrics": metric_names(model),
+            "the states of the metrics": [
+                list(tf_variable(v).shape) for v in state_variables(model.metrics)
+            ],
+        }
+        require_equal(built, what, "model")
+
+    def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
+        """Create the variables that `model` needs to predict from symbolic `inputs`."""
+        symbolic_call(model, inputs)
+
+    def steps(self, model: keras.Model, data: Any = None) -> Steps:
+        """Return the steps of a built model.
+
+        Args:
+            data: (x, y, sample_weight), symbolic; None: for steps that only predict.
+        """
+        del data
+        return RankSteps(model, self.position.data_set, self.position.mesh.data)
+
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
+        """Return the values since the metrics' reset over all ranks: see Strategy.logs."""
+        return merged_logs(model, step_logs, share, self.position.data_set)
+
+    def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
+        """Return the outputs for all examples, in their order, on every rank."""
+        return gather_predictions(outputs, self.position.data_set)

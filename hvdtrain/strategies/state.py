@@ -1,0 +1,96 @@
+"""The state of a model and its optimizers: given to all ranks, saved, loaded. A part of Horovod's strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import keras
+
+from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
+from hvdtrain.collectives.agreement import on_first
+from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizers import accumulators
+from hvdtrain.keras_internals.variables import (
+    local_variables,
+    row_states,
+    seed_variables,
+    without,
+)
+from hvdtrain.strategies.model_file import read_model, write_model
+
+
+class State(Protocol):
+    """How the state of a training goes to a file and comes back; for the methods see Strategy.
+
+    Attributes:
+        together: no rank has the whole model and optimizer, so `save` is the only way to save them.
+    """
+
+    together: ClassVar[bool]
+
+    def save(self, model: keras.Model, path: Path) -> None: ...
+
+    def load(self, model: keras.Model, path: Path) -> None:
+        """Load into a model whose variables, and its optimizer's, are there."""
+
+    def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]: ...
+
+    def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]: ...
+
+
+class WholeState:
+    """Every rank holds all: the first one writes and reads the file."""
+
+    together: ClassVar[bool] = False
+
+    def __init__(self, position: Position) -> None:
+        self._position = position
+
+    def save(self, model: keras.Model, path: Path) -> None:
+        with self.as_one_process(model):
+            if self._position.everyone.rank() == 0:
+                write_model(model, path)
+
+    def load(self, model: keras.Model, path: Path) -> None:
+        on_first(lambda: read_model(model, path), "load", self._position.everyone)
+        broadcast_state(model, self._position, seed_variables(model))
+        share_out(optimizers_of(model), self._position.data_set, self._adds_up)
+
+    def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
+        return as_one_process(optimizers_of(model), self._position.data_set, self._adds_up)
+
+    def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
+        return restored_by_first(optimizers_of(model), self._position.data_set, self._adds_up)
+
+    @property
+    def _adds_up(self) -> bool:
+        return self._position.mesh.data > 1
+
+
+def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[Any] = ()) -> None:
+    """Give all ranks what the first that holds it has of a model and its optimizers, except `left_out`."""
+    broadcast(shared_state(model, left_out), position)
+    for optimizer in optimizers_of(model):
+        share_loaded(optimizer)
+
+
+def broadcast(variables: Iterable[Any], position: Position) -> None:
+    """Give each of `variables` the value of the first rank that holds the same one. A collective."""
+    for ranks, held in position.by_holders(variables):
+        broadcast_variables(held, root_rank=ranks.ranks[0], process_set=ranks)
+
+
+def shared_state(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
+    """Return the variables of a model and its optimizers that are the same on all ranks, except `left_out`."""
+    own = [*local_variables(model), *row_states(model), *left_out]
+    found = list(model.variables)
+    for optimizer in optimizers_of(model):
+        own += accumulators(optimizer)
+        found += optimizer.variables
+    return without(found, own)
