@@ -1,6 +1,6 @@
 """Differentiable communication between the ranks that split a layer (Megatron-LM, Shoeybi et al. 2019).
 
-Every rank of the group computes the same loss from the same activations; what a rank holds alone is marked
+Every rank of a group computes the same loss from the same activations; what a rank holds alone is marked
 "part". Backward each of these is the transpose of its forward pass under that rule, so the gradient of a
 whole activation is whole and equal on all ranks, and that of a part is the part's:
 
@@ -17,7 +17,6 @@ ranks here and there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
@@ -25,54 +24,34 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 
 
-@dataclass(frozen=True)
-class Group:
-    """The ranks between which layers are split.
-
-    Args:
-        process_set: these ranks.
-        index: which of the parts this rank holds.
-        size: number of parts.
-    """
-
-    process_set: Communicator
-    index: int
-    size: int
-
-    @classmethod
-    def of(cls, process_set: Communicator) -> Group:
-        """Return the group of a process set that this rank is in."""
-        return cls(process_set, process_set.rank(), process_set.size())
-
-
-def copy_to_parts(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+def copy_to_parts(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
     """Return `tensor`, equal on all ranks, for use by what is split; its gradients are summed over the ranks."""
     return _pair(tensor, group, _same, _summed, f"{name}_copy")
 
 
-def sum_parts(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+def sum_parts(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
     """Return the sum of the ranks' tensors, equal on all ranks."""
     return _pair(tensor, group, _summed, _same, f"{name}_sum")
 
 
-def gather_parts(tensor: tf.Tensor, group: Group, name: str, axis: int = -1) -> tf.Tensor:
+def gather_parts(tensor: tf.Tensor, group: Communicator, name: str, axis: int = -1) -> tf.Tensor:
     """Return the ranks' tensors side by side along `axis`, equal on all ranks."""
     return _pair(tensor, group, _gather_along(axis), _take_along(axis), f"{name}_gather")
 
 
-def take_part(tensor: tf.Tensor, group: Group, name: str, axis: int = -1) -> tf.Tensor:
+def take_part(tensor: tf.Tensor, group: Communicator, name: str, axis: int = -1) -> tf.Tensor:
     """Return this rank's part, along `axis`, of a tensor that is equal on all ranks."""
     return _pair(tensor, group, _take_along(axis), _gather_along(axis), f"{name}_take")
 
 
-Communicate = Callable[[tf.Tensor, Group, str], tf.Tensor]
+Communicate = Callable[[tf.Tensor, Communicator, str], tf.Tensor]
 
 
 def _pair(
-    tensor: tf.Tensor, group: Group, forward: Communicate, backward: Communicate, name: str
+    tensor: tf.Tensor, group: Communicator, forward: Communicate, backward: Communicate, name: str
 ) -> tf.Tensor:
     """`forward`, whose gradient is `backward`."""
-    if group.size == 1:
+    if group.size() == 1:
         return tensor
 
     @tf.custom_gradient
@@ -87,28 +66,28 @@ def _pair(
     return function(tensor)
 
 
-def _same(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+def _same(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
     del group, name
     return tf.identity(tensor)
 
 
-def _summed(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
-    return group.process_set.allreduce(tensor, name)
+def _summed(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
+    return group.allreduce(tensor, name)
 
 
 def _gather_along(axis: int) -> Communicate:
-    def gather(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    def gather(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
         place = axis % tensor.shape.rank
-        gathered = group.process_set.allgather(tensor[tf.newaxis], name)
-        gathered.set_shape([group.size, *tensor.shape])
+        gathered = group.allgather(tensor[tf.newaxis], name)
+        gathered.set_shape([group.size(), *tensor.shape])
         return tf.concat(tf.unstack(gathered), axis=place)
 
     return gather
 
 
 def _take_along(axis: int) -> Communicate:
-    def take(tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+    def take(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
         del name
-        return tf.split(tensor, group.size, axis=axis)[group.index]
+        return tf.split(tensor, group.size(), axis=axis)[group.rank()]
 
     return take

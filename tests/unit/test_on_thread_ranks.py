@@ -23,7 +23,7 @@ from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras.sync_batch_norm import combine_moments
 from hvdtrain.keras_internals.variables import seed_variables
-from hvdtrain.parallel.collectives import Group, sum_parts
+from hvdtrain.parallel.collectives import sum_parts
 from hvdtrain.parallel.zero.optimizer import shard
 from hvdtrain.parallel.zero.state import gathered_state
 from hvdtrain.strategies.gather import gather_predictions
@@ -217,7 +217,7 @@ def test_the_gradient_of_a_sum_of_parts_is_that_of_the_part() -> None:
     def work(ranks: ThreadRanks) -> Any:
         part = tf.Variable(parts[ranks.rank()])
         with tf.GradientTape() as tape:
-            loss = tf.square(sum_parts(part * 1.0, Group.of(ranks), "layer"))
+            loss = tf.square(sum_parts(part * 1.0, ranks, "layer"))
         return float(tape.gradient(loss, part))
 
     assert on_ranks(work) == [2 * parts.sum()] * RANKS

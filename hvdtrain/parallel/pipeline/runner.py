@@ -27,7 +27,6 @@ from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.deferred import initialize, waiting_variables
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.models import compile_alike, metric_names
-from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.exchange import Exchange
 from hvdtrain.parallel.pipeline.late_losses import are_late
@@ -64,7 +63,7 @@ class StageRunner(Runner):
         self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
         make_part(self.stage.model, whole)
         if place.mesh.tensor > 1:
-            split_model(self.stage.model, self._plan_of_stage(whole), Group.of(place.tensor_set))
+            split_model(self.stage.model, self._plan_of_stage(whole), place.tensor_set)
         for variable in self.stage.model.variables:
             initialize(variable)
         for variable in self.stage.others:

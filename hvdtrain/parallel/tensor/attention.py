@@ -6,11 +6,12 @@ from typing import Any
 
 import keras
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import waiting_variables
 from hvdtrain.keras_internals.graph import give_mask, mask_of
 from hvdtrain.keras_internals.overlay import adopt_names
-from hvdtrain.parallel.collectives import Group, copy_to_parts, gather_parts
+from hvdtrain.parallel.collectives import copy_to_parts, gather_parts
 from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
 from hvdtrain.parallel.tensor.dropout import PartDropout
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
@@ -43,10 +44,10 @@ class _HeadsParallel(SplitLayer):
 
     def _cut_projection(self, projection: Any, name: str) -> None:
         heads = int(projection._kernel.shape[1])
-        if heads % self.group.size:
+        if heads % self.group.size():
             raise UsageError(
                 f"Layer {self.name!r} cannot be split by heads: {heads} {name.strip('_').split('_')[0]} heads are no "  # type: ignore[attr-defined]
-                f"multiple of the {self.group.size} ranks that split it"
+                f"multiple of the {self.group.size()} ranks that split it"
             )
         self._cut(projection._kernel, 1)
         self._cut(projection.bias, 0)
@@ -110,7 +111,7 @@ class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
         kwargs: as in keras.layers.MultiHeadAttention.
     """
 
-    def __init__(self, num_heads: int, key_dim: int, *, group: Group, **kwargs: Any) -> None:
+    def __init__(self, num_heads: int, key_dim: int, *, group: Communicator, **kwargs: Any) -> None:
         super().__init__(num_heads, key_dim, **kwargs)
         self.join(group)
 
@@ -137,7 +138,7 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
         num_query_heads: int,
         num_key_value_heads: int,
         *,
-        group: Group,
+        group: Communicator,
         **kwargs: Any,
     ) -> None:
         super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)

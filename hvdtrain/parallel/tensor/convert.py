@@ -8,13 +8,13 @@ from typing import Any
 
 import keras
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, keep_part, waiting_variables
 from hvdtrain.keras_internals.models import children, is_built
 from hvdtrain.keras_internals.optimizers import optimizer_slots
 from hvdtrain.keras_internals.shards import shard_of
-from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.tensor.attention import (
     HeadsParallelAttention,
     HeadsParallelGroupedAttention,
@@ -68,13 +68,13 @@ def convert(
                 f"Model {made.name!r} has layers without weights yet, which cannot be split: begin it with "
                 "keras.Input(shape), or call it once"
             )
-        split_model(made, plan, Group.of(position.tensor_set))
+        split_model(made, plan, position.tensor_set)
     for variable in waiting:
         initialize(variable)
     return made
 
 
-def split_model(model: keras.Model, plan: Mapping[str, str], group: Group) -> None:
+def split_model(model: keras.Model, plan: Mapping[str, str], group: Communicator) -> None:
     """Split the layers of a built model, in place; see `convert`."""
     layers = Layers(model)
     ways = _ways(layers, plan)

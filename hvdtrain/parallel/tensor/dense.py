@@ -7,10 +7,10 @@ from typing import Any
 import keras
 from keras import ops
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.keras_internals.deferred import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import (
-    Group,
     copy_to_parts,
     gather_parts,
     sum_parts,
@@ -34,7 +34,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
     gather_output = True
 
     def __init__(
-        self, units: int, *, group: Group, gather_output: bool = True, **kwargs: Any
+        self, units: int, *, group: Communicator, gather_output: bool = True, **kwargs: Any
     ) -> None:
         super().__init__(units, **kwargs)
         self.join(group)
@@ -62,7 +62,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
         return self.activation(gather_parts(x, self.group, self.collective))
 
     def compute_output_shape(self, input_shape: Any) -> tuple[int | None, ...]:
-        parts = 1 if self.gather_output else self.group.size
+        parts = 1 if self.gather_output else self.group.size()
         return (*input_shape[:-1], self.units // parts)
 
 
@@ -80,14 +80,14 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
     input_is_split = False
 
     def __init__(
-        self, units: int, *, group: Group, input_is_split: bool = False, **kwargs: Any
+        self, units: int, *, group: Communicator, input_is_split: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(units, **kwargs)
         self.join(group)
         self.input_is_split = input_is_split
 
     def build(self, input_shape: Any) -> None:
-        parts = self.group.size if self.input_is_split else 1
+        parts = self.group.size() if self.input_is_split else 1
         with waiting_variables(least=0) as waiting:
             super().build((*input_shape[:-1], input_shape[-1] * parts))
         split_and_initialize(self, waiting)
@@ -95,7 +95,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
 
     def accept_input(self) -> None:
         """Expect the input that `input_is_split` says."""
-        parts = 1 if self.input_is_split else self.group.size
+        parts = 1 if self.input_is_split else self.group.size()
         size = int(self._kernel.shape[0]) * parts
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: size})
 

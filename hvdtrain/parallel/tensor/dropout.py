@@ -26,7 +26,7 @@ class PartDropout(SplitLayer, keras.layers.Dropout):
     def call(self, inputs: Any, training: bool = False) -> Any:
         if not training or self.rate == 0:
             return inputs
-        parts, axis = self.group.size, self.split_axis % inputs.shape.rank
+        parts, axis = self.group.size(), self.split_axis % inputs.shape.rank
         whole = tf.concat(
             [
                 tf.shape(inputs)[:axis],
@@ -38,7 +38,7 @@ class PartDropout(SplitLayer, keras.layers.Dropout):
         mask = keras.random.dropout(
             tf.ones(whole, inputs.dtype), self.rate, seed=self.seed_generator
         )
-        return inputs * tf.split(mask, parts, axis=axis)[self.group.index]
+        return inputs * tf.split(mask, parts, axis=axis)[self.group.rank()]
 
 
 adopt_names(PartDropout, keras.layers.Dropout)

@@ -7,10 +7,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
-from hvdtrain.parallel.collectives import Group, gather_parts, sum_parts
+from hvdtrain.parallel.collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 
@@ -19,7 +20,9 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
 
     _axis: int
 
-    def __init__(self, input_dim: int, output_dim: int, *, group: Group, **kwargs: Any) -> None:
+    def __init__(
+        self, input_dim: int, output_dim: int, *, group: Communicator, **kwargs: Any
+    ) -> None:
         super().__init__(input_dim, output_dim, **kwargs)
         self.join(group)
 
@@ -65,8 +68,8 @@ class VocabularyParallelEmbedding(_ParallelEmbedding):
     _axis = 0
 
     def call(self, inputs: Any) -> Any:
-        part = self.input_dim // self.group.size
-        local = self._words(inputs) - self.group.index * part
+        part = self.input_dim // self.group.size()
+        local = self._words(inputs) - self.group.rank() * part
         mine = (local >= 0) & (local < part)
         vectors = tf.gather(
             keras.ops.convert_to_tensor(self._embeddings),

@@ -12,11 +12,12 @@ from typing import Any
 
 import keras
 
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, keep_part
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.keras_internals.variables import variable_name
-from hvdtrain.parallel.collectives import Group, sum_parts
+from hvdtrain.parallel.collectives import sum_parts
 
 _numbers = itertools.count()
 
@@ -26,7 +27,7 @@ class SplitLayer:
 
     # Horovod's operations have no XLA kernel.
     supports_jit = False
-    group: Group
+    group: Communicator
     _collective: str | None = None
 
     @property
@@ -37,7 +38,7 @@ class SplitLayer:
         assert self._collective is not None
         return self._collective
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Communicator) -> None:
         """Say with whom this layer is split."""
         object.__setattr__(self, "group", group)
         self.supports_jit = False
@@ -83,29 +84,29 @@ def split_and_initialize(layer: Any, waiting: list[Any]) -> None:
         initialize(variable)
 
 
-def split_variable(variable: Any, axis: int, group: Group, name: str) -> None:
+def split_variable(variable: Any, axis: int, group: Communicator, name: str) -> None:
     """Keep this rank's part of a Keras variable, with penalties and constraints that mean what they meant.
 
     Raises:
         UsageError: a size that the number of ranks does not divide, a regularizer or a constraint that needs
             the whole variable.
     """
-    size = int(variable.shape[axis])
-    if size % group.size:
+    size, parts = int(variable.shape[axis]), group.size()
+    if size % parts:
         raise UsageError(
-            f"Variable {variable_name(variable)!r} of shape {tuple(variable.shape)} cannot be split over {group.size} "
-            f"ranks along dimension {axis}: {size} is no multiple of {group.size}. Change the layer's size or the mesh"
+            f"Variable {variable_name(variable)!r} of shape {tuple(variable.shape)} cannot be split over {parts} "
+            f"ranks along dimension {axis}: {size} is no multiple of {parts}. Change the layer's size or the mesh"
         )
     _check_constraint(variable, axis)
     if variable.regularizer is not None:
         variable.regularizer = SummedPenalty(variable, group, name)
-    keep_part(variable, Shard(axis, group.index, group.size))
+    keep_part(variable, Shard(axis, group.rank(), parts))
 
 
 class SummedPenalty(keras.regularizers.Regularizer):
     """A penalty on a variable that is split: that of the parts, added up over the ranks."""
 
-    def __init__(self, variable: Any, group: Group, name: str) -> None:
+    def __init__(self, variable: Any, group: Communicator, name: str) -> None:
         plain = variable.regularizer
         if type(plain) not in (
             keras.regularizers.L1,

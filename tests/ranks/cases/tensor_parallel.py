@@ -17,7 +17,6 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.mesh import Mesh, position
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.keras_internals.shards import shard_of
-from hvdtrain.parallel.collectives import Group
 from hvdtrain.parallel.tensor.convert import convert
 from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
 
@@ -303,7 +302,7 @@ def case_errors() -> dict[str, str]:
 def case_by_hand() -> dict[str, float]:
     """The layers in code of one's own, eager and in a tf.function, in bfloat16 as well."""
     found = {}
-    group = Group.of(position(WIDE).tensor_set)
+    group = position(WIDE).tensor_set
     x = np.random.default_rng(2).normal(size=(3, 8)).astype("float32")
     for policy in ("float32", "mixed_bfloat16"):
 
