@@ -121,6 +121,10 @@ class GradientReducer:
         """Keep the gradients of `variable` (Keras or tf.Variable) on this rank."""
         self._local[id(tf_variable(variable))] = variable
 
+    def is_local(self, variable: Any) -> bool:
+        """Whether `variable` was given to `register_local`."""
+        return id(tf_variable(variable)) in self._local
+
     def combined(self, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
         """Return `tensor` combined over the ranks by `op` (Sum, Min or Max)."""
         return self._over(self.reduction.process_set, tensor, op, suffix)
@@ -161,7 +165,7 @@ class GradientReducer:
         for place, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
             if gradient is None:
                 continue
-            if id(tf_variable(variable)) in self._local:
+            if self.is_local(variable):
                 result[place] = self._keep_local(gradient, ranks)
             else:
                 shared.append(place)

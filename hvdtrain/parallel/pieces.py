@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,8 @@ from hvdtrain.keras_internals.optimizers import (
     optimizer_slots,
 )
 from hvdtrain.keras_internals.shards import Shard, shard_of
-from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
+from hvdtrain.keras_internals.variables import tf_variable, variable_name
 from hvdtrain.parallel.state import Piece, Place
-from hvdtrain.parallel.zero.optimizer import divided_state
-from hvdtrain.parallel.zero.partition import Partition
-from hvdtrain.parallel.zero.state import name_of_state
 
 WEIGHTS, COMMON, SLOTS = range(3)
 """Kinds of variables, in the order of the state. Common is what an optimizer has once, such as iterations."""
@@ -52,20 +50,15 @@ class Sender:
 
 
 def pieces_of(
-    variables: Sequence[Any],
-    optimizer: Any = None,
-    sender: Sender = Sender(),
-    adds_up: bool = False,
+    variables: Sequence[Any], optimizer: Any = None, sender: Sender = Sender()
 ) -> list[Piece]:
     """Return what this rank holds of a model and its optimizer.
 
     Args:
         variables: the Keras variables of the unsplit model in its order, each whole, a shard (see
             keras.shards), or without a value, if only other ranks have it.
-        optimizer: built; plain, or one that reduces gradients or shards its state. None: no optimizer.
+        optimizer: see `optimizer_pieces`. None: no optimizer.
         sender: which of the pieces are sent.
-        adds_up: the sums of gradients that wait for an update (gradient accumulation) are added over
-            the ranks, not averaged: each of them is weighted by its share.
 
     Raises:
         UsageError: an optimizer's state of which it is not known how it is divided.
@@ -79,33 +72,48 @@ def pieces_of(
     ]
     if optimizer is None:
         return found
-    numbers = {id(v): number for number, v in enumerate(variables)}
-    inner = inner_of(optimizer)
-    partitions: Mapping[int, Partition] = divided_state(inner) if is_in_parts(optimizer) else {}
-    accumulated = {id(v) for v in accumulators(optimizer)}
+    return found + optimizer_pieces(optimizer, variables, sender)
+
+
+def optimizer_pieces(
+    optimizer: Any, variables: Sequence[Any] | None = None, sender: Sender = Sender()
+) -> list[Piece]:
+    """Return what this rank holds of each of the optimizer's `variables`, in their order.
+
+    Args:
+        optimizer: built; plain, or one that reduces gradients or shards its state.
+        variables: of the unsplit model; None: those that the optimizer trains, as this rank holds them.
+        sender: which of the pieces are sent.
+    """
     slots = optimizer_slots(optimizer)
-    for variable, state in slots:
-        shard = shard_of(variable)
-        for number, slot in enumerate(state):
-            place = (SLOTS, numbers[id(variable)], number)
-            sends = sender.of(shard)
-            name = _name_of_state(optimizer, slot)
-            if id(slot) in accumulated and is_distributed(optimizer):
-                piece = _accumulator_piece(place, name, slot, shard, sends, inner, adds_up)
-            elif id(slot) in partitions:
-                piece = _sharded_piece(
-                    place, name, slot, variable, sends, inner, partitions[id(slot)]
-                )
-            else:
-                part = _slot_shard(variable, slot, optimizer)
-                piece = _variable_piece(place, name, slot, part, sends)
-            found.append(piece)
-    taken = {id(tf_variable(slot)) for _, state in slots for slot in state}
-    common = [v for v in unique(optimizer.variables) if id(tf_variable(v)) not in taken]
-    found += [
-        _variable_piece((COMMON, number, 0), _name_of_state(optimizer, v), v, None, sender.common)
-        for number, v in enumerate(common)
-    ]
+    trained = [v for v, _ in slots] if variables is None else variables
+    numbers = {id(v): number for number, v in enumerate(trained)}
+    owners = {
+        id(slot): (variable, (SLOTS, numbers[id(variable)], number))
+        for variable, state in slots
+        for number, slot in enumerate(state)
+    }
+    accumulated = {id(v) for v in accumulators(optimizer)}
+    common = itertools.count()
+    found = []
+    for state in optimizer.variables:
+        name = _name_in_state(optimizer, state)
+        if id(state) not in owners:
+            place = (COMMON, next(common), 0)
+            found.append(_variable_piece(place, name, state, None, sender.common))
+            continue
+        variable, place = owners[id(state)]
+        shard = None if variables is None else shard_of(variable)
+        sends = sender.of(shard)
+        waits = id(state) in accumulated and is_distributed(optimizer)
+        if waits and not reducer_of(optimizer).is_local(variable):
+            piece = _accumulator_piece(place, name, state, shard, sends, optimizer)
+        elif is_in_parts(optimizer) and not waits:
+            piece = _sharded_piece(place, name, state, shard, sends, variable, optimizer)
+        else:
+            part = _slot_shard(variable, state, optimizer) if shard else None
+            piece = _variable_piece(place, name, state, part, sends)
+        found.append(piece)
     return found
 
 
@@ -148,47 +156,53 @@ def _sharded_piece(
     place: Place,
     name: str,
     slot: Any,
-    variable: Any,
+    shard: Shard | None,
     sends: bool,
+    variable: Any,
     optimizer: Any,
-    partition: Partition,
 ) -> Piece:
     """A slot that is divided over the ranks which hold its variable; reading it is their collective."""
+    reducer = inner_of(optimizer).hvdtrain_reducer
+    partition = reducer.partition(variable)
 
     def read() -> np.ndarray:
         part = tf_variable(slot).read_value()
-        message = "state_{}_{}_{}".format(*place)
-        (flat,) = optimizer.hvdtrain_reducer.whole([part], [variable], [message])
+        (flat,) = reducer.whole([part], [variable], ["state_{}_{}_{}".format(*place)])
         return np.reshape(flat.numpy(), partition.shape)
 
     def write(value: np.ndarray) -> None:
         _assign(slot, partition.of(np.reshape(value, -1)))
 
-    return _piece(place, name, slot, partition.shape, shard_of(variable), sends, read, write)
+    return _piece(place, name, slot, partition.shape, shard, sends, read, write)
 
 
 def _accumulator_piece(
-    place: Place,
-    name: str,
-    slot: Any,
-    shard: Shard | None,
-    sends: bool,
-    optimizer: Any,
-    adds_up: bool,
+    place: Place, name: str, slot: Any, shard: Shard | None, sends: bool, optimizer: Any
 ) -> Piece:
     """Gradients that wait for an update: each rank has its own, one process would have their sum or mean."""
-    ranks = reducer_of(optimizer).reduction.process_set
+    reduction = reducer_of(optimizer).reduction
 
     def read() -> np.ndarray:
-        return combined(slot, ranks, adds_up, "{}_{}_{}".format(*place)).numpy()
+        return combined(slot, reduction, "{}_{}_{}".format(*place)).numpy()
 
     def write(value: np.ndarray) -> None:
-        _assign(slot, shared_out(value, ranks, adds_up))
+        _assign(slot, shared_out(value, reduction))
 
     return _piece(place, name, slot, _shape(slot), shard, sends, read, write)
 
 
-def _name_of_state(optimizer: Any, variable: Any) -> str:
+def name_of_state(optimizer: Any, variable: Any) -> str | None:
+    """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers
+    (adam_1); None if it is not in the optimizer's name scope.
+    """
+    path = variable_name(variable)
+    for scope in (f"{optimizer.name}/", f"{inner_of(optimizer).name}/"):
+        if path.startswith(scope):
+            return path.removeprefix(scope)
+    return None
+
+
+def _name_in_state(optimizer: Any, variable: Any) -> str:
     """The same however many optimizers a process made before."""
     own = name_of_state(optimizer, variable)
     return variable_name(variable) if own is None else f"optimizer/{own}"

@@ -13,8 +13,6 @@ import tensorflow as tf
 from hvdtrain.collectives.agreement import on_first
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.keras_internals import files as model_files
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
-from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.parallel.pieces import WEIGHTS, Sender, pieces_of
 from hvdtrain.parallel.state import Piece, State, gather, keep_state, local_state, scatter
 from hvdtrain.parallel.unsplit import unsplit_of
@@ -34,17 +32,9 @@ class DividedState:
         self._position = position
 
     def save(self, model: keras.Model, path: Path) -> None:
-        unsplit = unsplit_of(model)
-        if unsplit is None:
-            inner = inner_of(model.optimizer)
-            # All ranks enter; the first one has the whole optimizer then.
-            with inner.whole_state() if is_in_parts(inner) else nullcontext():
-                if self._is_first:
-                    write_model(model, path)
-            return
         state = gather(self.pieces(model), self._position.everyone)
         if self._is_first:
-            with unsplit.whole(model) as whole:
+            with _whole(model) as whole:
                 optimizer = whole.optimizer if model.optimizer.built else None
                 keep_state(pieces_of(whole.variables, optimizer), state)
                 write_model(whole, path)
@@ -66,7 +56,7 @@ class DividedState:
         unsplit = unsplit_of(model)
         variables = model.variables if unsplit is None else unsplit.variables
         optimizer = model.optimizer if model.optimizer.built else None
-        return pieces_of(variables, optimizer, self._sender(), self._position.mesh.data > 1)
+        return pieces_of(variables, optimizer, self._sender())
 
     @property
     def _is_first(self) -> bool:
@@ -80,12 +70,17 @@ class DividedState:
 
 def _read(model: keras.Model, path: Path, state: State) -> bool:
     """Put what a file holds into `state`; return whether there is an optimizer's."""
-    unsplit = unsplit_of(model)
-    with _with_plain_optimizer(model) if unsplit is None else unsplit.whole(model) as whole:
+    with _whole(model) as whole:
         has_state = read_model(whole, path)
         pieces = pieces_of(whole.variables, whole.optimizer)
         state.update(local_state(_in_file(pieces, has_state)))
     return has_state
+
+
+def _whole(model: keras.Model) -> AbstractContextManager[keras.Model]:
+    """A model with all variables and a plain optimizer, in this process alone."""
+    unsplit = unsplit_of(model)
+    return _with_plain_optimizer(model) if unsplit is None else unsplit.whole(model)
 
 
 def _in_file(pieces: Iterable[Piece], has_state: bool) -> list[Piece]:
@@ -102,7 +97,8 @@ def _with_plain_optimizer(model: keras.Model) -> Iterator[keras.Model]:
     sharded = model.optimizer
     with tf.device("CPU:0"):
         plain = model_files.plain_optimizer(sharded)
-        plain.build(model.trainable_variables)
+        if sharded.built:
+            plain.build(model.trainable_variables)
     model.optimizer = plain
     try:
         yield model

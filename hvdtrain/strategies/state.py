@@ -60,17 +60,13 @@ class WholeState:
     def load(self, model: keras.Model, path: Path) -> None:
         on_first(lambda: read_model(model, path), "load", self._position.everyone)
         broadcast_state(model, self._position, seed_variables(model))
-        share_out(optimizers_of(model), self._position.data_set, self._adds_up)
+        share_out(optimizers_of(model))
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
-        return as_one_process(optimizers_of(model), self._position.data_set, self._adds_up)
+        return as_one_process(optimizers_of(model))
 
     def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
-        return restored_by_first(optimizers_of(model), self._position.data_set, self._adds_up)
-
-    @property
-    def _adds_up(self) -> bool:
-        return self._position.mesh.data > 1
+        return restored_by_first(optimizers_of(model))
 
 
 def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[Any] = ()) -> None:

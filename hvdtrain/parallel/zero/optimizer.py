@@ -32,13 +32,10 @@ from hvdtrain.keras.optimizer import _Distributed, distribute, require_plain
 from hvdtrain.keras_internals.corrections import outside_clusters, prepare_keras
 from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
-from hvdtrain.keras_internals.optimizers import (
-    accumulators,
-    optimizer_slots,
-)
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable, variable_name
-from hvdtrain.parallel.zero.partition import Partition, bounded_groups
+from hvdtrain.parallel.pieces import optimizer_pieces
+from hvdtrain.parallel.zero.partition import bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
 _ACCUMULATOR = "gradient_accumulator"
@@ -187,11 +184,13 @@ class _Sharded(_Distributed):
     @contextmanager
     def whole_state(self) -> Iterator[None]:
         """In this block rank 0 of the process set can save the optimizer. A collective at its beginning."""
-        from hvdtrain.parallel.zero.state import gathered_state
-
-        first = self.process_set.rank() == 0
-        gathered = gathered_state(self, only_first=True)
-        object.__setattr__(self, "hvdtrain_whole", list(gathered.values()) if first else None)
+        keeps = self.process_set.rank() == 0
+        whole: list[np.ndarray] = []
+        for piece in optimizer_pieces(self):
+            value = piece.read()  # The other ranks hold one array at a time.
+            if keeps:
+                whole.append(value)
+        object.__setattr__(self, "hvdtrain_whole", whole if keeps else None)
         try:
             yield
         finally:
@@ -208,18 +207,8 @@ class _Sharded(_Distributed):
 
     def set_whole_values(self, values: Sequence[Any]) -> None:
         """Give each of `variables` its part of the whole array in `values`."""
-        owners = owners_of_state(self)
-        for variable, value in zip(self.variables, values, strict=True):  # type: ignore[attr-defined]
-            self._set_whole_value(variable, value, owners.get(id(variable)))
-
-    def _set_whole_value(self, variable: Any, value: Any, owner: Any) -> None:
-        reducer = self.hvdtrain_reducer
-        if owner is None:
-            variable.assign(value)
-        elif any(variable is each for each in accumulators(self)):
-            variable.assign(reducer.to_accumulate(np.asarray(value), owner))
-        else:
-            variable.assign(reducer.partition(owner).of(np.reshape(value, [-1])))
+        for piece, value in zip(optimizer_pieces(self), values, strict=True):
+            piece.write(np.asarray(value))
 
     def load_whole_values(self, values: Sequence[Any]) -> None:
         """Take whole arrays from a file, and keep them until `share_loaded`: one rank may load for all."""
@@ -237,14 +226,11 @@ class _Sharded(_Distributed):
         did = ranks.broadcast(loaded is not None, 0, "hvdtrain_zero_loaded")
         if not did:
             return
-        owners = owners_of_state(self)
-        for index, variable in enumerate(self.variables):  # type: ignore[attr-defined]
-            owner = owners.get(id(variable))
-            shape = tuple((variable if owner is None else owner).shape)
-            dtype = tf.as_dtype(variable.dtype).as_numpy_dtype
-            mine = loaded[index] if loaded is not None else np.zeros(shape, dtype)
+        for index, piece in enumerate(optimizer_pieces(self)):
+            dtype = tf.as_dtype(piece.dtype).as_numpy_dtype
+            mine = np.zeros(piece.shape) if loaded is None else loaded[index]
             value = ranks.broadcast(np.asarray(mine, dtype), 0, f"hvdtrain_zero_loaded_{index}")
-            self._set_whole_value(variable, value.numpy(), owner)
+            piece.write(value.numpy())
 
     def save_own_variables(self, store: Any) -> None:
         for index, value in enumerate(self.whole_values()):
@@ -255,21 +241,6 @@ class _Sharded(_Distributed):
             super().load_own_variables(store)  # type: ignore[misc]
             return
         self.load_whole_values([store[str(i)] for i in range(len(store.keys()))])
-
-
-def owners_of_state(optimizer: Any) -> dict[int, Any]:
-    """Return the trained variable that each state variable belongs to, by id(): state of parts, and accumulators."""
-    return {id(slot): variable for variable, slots in optimizer_slots(optimizer) for slot in slots}
-
-
-def divided_state(optimizer: Any) -> dict[int, Partition]:
-    """Return the partition of each state variable that is a part, by id(); accumulators are whole."""
-    accumulated = {id(v) for v in accumulators(optimizer)}
-    return {
-        state: optimizer.hvdtrain_reducer.partition(variable)
-        for state, variable in owners_of_state(optimizer).items()
-        if state not in accumulated
-    }
 
 
 def _begin(optimizer: Any) -> None:

@@ -16,7 +16,6 @@ from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.reduction import Gradient, Reduction, reduce_sparse
 from hvdtrain.keras.optimizer import OptimizerReducer
-from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.parallel.zero.partition import Partition
 
 
@@ -41,10 +40,6 @@ class ShardedReducer(OptimizerReducer):
     def local_variables(self) -> list[Any]:
         """The variables of `register_local`, and the state: what no other rank holds."""
         return [*super().local_variables, *self.own_state]
-
-    def is_local(self, variable: Any) -> bool:
-        """Whether `variable` was given to `register_local`."""
-        return id(tf_variable(variable)) in self._local
 
     def partition(self, variable: Any) -> Partition:
         """Return which part of `variable` this rank updates; a local variable is not divided."""
@@ -131,22 +126,6 @@ class ShardedReducer(OptimizerReducer):
             flat.set_shape([partition.elements])
             found.append(flat)
         return found
-
-    def accumulated(self, tensor: tf.Tensor, variable: Any, name: str) -> tf.Tensor:
-        """Return what the ranks have accumulated of the gradient of `variable`, as one process would have it."""
-        if self.is_local(variable):
-            return tensor
-        how = self._how(variable, self.reduction.weighted)
-        return how.process_set.allreduce(
-            tensor, f"{self._prefix(())}_{name}", how.op, postscale_factor=how.postscale_factor
-        )
-
-    def to_accumulate(self, value: Any, variable: Any) -> Any:
-        """Return this rank's part of what one process would have accumulated: see `accumulated`."""
-        if self.is_local(variable) or not self.reduction.weighted:
-            return value
-        how = self._how(variable, True)
-        return value / (how.process_set.size() * how.postscale_factor)
 
 
 def elements_of(slices: tf.IndexedSlices, partition: Partition) -> tf.IndexedSlices:

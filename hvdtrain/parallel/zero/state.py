@@ -11,13 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
-from hvdtrain.keras_internals.optimizers import accumulators, inner_of
-from hvdtrain.keras_internals.variables import tf_variable, variable_name
-from hvdtrain.parallel.zero.optimizer import owners_of_state
+from hvdtrain.parallel.pieces import name_of_state, optimizer_pieces
 
 
 def state_names(optimizer: Any) -> list[str]:
@@ -36,47 +32,17 @@ def state_names(optimizer: Any) -> list[str]:
     return names
 
 
-def name_of_state(optimizer: Any, variable: Any) -> str | None:
-    """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers
-    (adam_1); None if it is not in the optimizer's name scope.
-    """
-    path = variable_name(variable)
-    for scope in (f"{optimizer.name}/", f"{inner_of(optimizer).name}/"):
-        if path.startswith(scope):
-            return path.removeprefix(scope)
-    return None
-
-
-def gathered_state(optimizer: Any, only_first: bool = False) -> dict[str, np.ndarray]:
+def gathered_state(optimizer: Any) -> dict[str, np.ndarray]:
     """Return {name: whole array in the shape of its variable}, in the order of optimizer.variables.
 
-    A collective of the optimizer's process set if it is sharded. What waits in gradient accumulators is
-    combined over the ranks, as one process would have it.
+    A collective of the optimizer's process set if it is sharded, or accumulates gradients: what waits for an update
+    is combined over the ranks, as one process would have it.
 
     Args:
         optimizer: built; plain, distributed or sharded, or a LossScaleOptimizer around one.
-        only_first: rank 0 of the process set gets the arrays, the others {}: they hold one array at a time.
     """
-    inner = inner_of(optimizer)
-    names = state_names(optimizer)
-    if not is_in_parts(optimizer):
-        return {n: v.numpy() for n, v in zip(names, optimizer.variables, strict=True)}
-    reducer = inner.hvdtrain_reducer
-    owners = owners_of_state(inner)
-    accumulated = {id(v) for v in accumulators(inner)}
-    keep = not only_first or inner.process_set.rank() == 0
-    found = {}
-    for index, (name, variable) in enumerate(zip(names, optimizer.variables, strict=True)):
-        value = tf_variable(variable).read_value()
-        owner = owners.get(id(variable))
-        if id(variable) in accumulated:
-            value = reducer.accumulated(value, owner, f"state_{index}")
-        elif owner is not None:
-            (value,) = reducer.whole([value], [owner], [f"state_{index}"])
-            value = tf.reshape(value, owner.shape)
-        if keep:
-            found[name] = value.numpy()
-    return found
+    pieces = optimizer_pieces(optimizer)
+    return {n: piece.read() for n, piece in zip(state_names(optimizer), pieces, strict=True)}
 
 
 def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -93,17 +59,11 @@ def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     missing = [name for name in names if name not in state]
     if missing:
         raise UsageError(f"The optimizer's state lacks {missing[0]!r} ({len(missing)} in all)")
-    inner = inner_of(optimizer)
-    owners = owners_of_state(inner) if is_in_parts(optimizer) else {}
-    for name, variable in zip(names, optimizer.variables, strict=True):
-        shape = tuple(owners.get(id(variable), variable).shape)
-        if np.shape(state[name]) != shape:
+    pieces = list(zip(names, optimizer_pieces(optimizer), strict=True))
+    for name, piece in pieces:
+        if np.shape(state[name]) != piece.shape:
             raise UsageError(
-                f"The optimizer's state {name!r} has shape {np.shape(state[name])}, the variable {shape}"
+                f"The optimizer's state {name!r} has shape {np.shape(state[name])}, the variable {piece.shape}"
             )
-    values = {id(v): state[name] for v, name in zip(optimizer.variables, names, strict=True)}
-    if is_in_parts(optimizer):
-        inner.set_whole_values([values.pop(id(v)) for v in inner.variables])
-    for variable in optimizer.variables:
-        if id(variable) in values:
-            variable.assign(values[id(variable)])
+    for name, piece in pieces:
+        piece.write(np.asarray(state[name]))

@@ -15,7 +15,6 @@ from small import RANK, crossentropy, layers, optimizers
 
 from hvdtrain import Trainer
 from hvdtrain.collectives.accumulated import as_one_process
-from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.layout import Layout
@@ -89,7 +88,7 @@ def note(trained: Trainer, name: str) -> None:
         state = gather(own.pieces(trained.model))
     else:
         held = [*trained.model.variables, *trained.model.optimizer.variables]
-        with as_one_process([trained.model.optimizer], ALL_RANKS, adds_up=True):
+        with as_one_process([trained.model.optimizer]):
             state = {v.path: v.numpy() for v in held}
     outputs = trained.predict(X)
     if RANK == 0:
