@@ -19,12 +19,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src import backend
-from keras.src.backend import get_keras_mask
 from keras.src.losses import loss as keras_loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.keras_internals.optimizers import AppliesByKeras, gradients_taken, inner_of
 from hvdtrain.keras_internals.overlay import overlay
@@ -47,8 +45,6 @@ class ReplicaScope(keras.StatelessScope):
         super().__init__(mapping, collect_losses=True, initialize_variables=False)
         self.replicas = replicas
         self.handed_out: list[tuple[Any, Any]] = []
-        self.loss_is_scalar = False
-        self.loss_mask: Any = None
         self._given = dict(self.state_mapping)
         self._assigned: list[Any] = []
         self._stale: set[int] = set()
@@ -192,44 +188,6 @@ def read_mirrored_scalars() -> None:
         setattr(keras.Variable, name, read)
 
 
-class _WholeLoss:
-    """Lays over a loss what makes the mean over the R replicas the loss of the whole batch.
-
-    With S_r the sum over replica r's rows, of which all have equally many:
-
-    - a mean over rows: it is that;
-    - a sum: R times S_r;
-    - a mean over unmasked entries, or over sample weights, whose sum is D_r: R D_r / sum(D_r) times S_r / D_r.
-    """
-
-    def call(self, y_true: Any, y_pred: Any) -> Any:
-        values = super().call(y_true, y_pred)  # type: ignore[misc]
-        scope = current_replica()
-        if scope is not None:
-            scope.loss_is_scalar = values.shape.rank == 0
-            scope.loss_mask = get_keras_mask(values)
-        return values
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
-        scope = current_replica()
-        if scope is None or scope.replicas == 1 or scope.loss_is_scalar:
-            return loss
-        if self.reduction in (None, "none"):  # type: ignore[attr-defined]
-            raise UsageError(
-                f"The loss {self.name!r} has reduction={self.reduction!r}: what several replicas found is put "  # type: ignore[attr-defined]
-                "together as a sum or a mean only. Use another reduction, or strategy='horovod'"
-            )
-        if self.reduction == "sum":  # type: ignore[attr-defined]
-            return loss * tf.cast(scope.replicas, loss.dtype)
-        weights = loss_weights(self, mask_in_loss(y_pred, scope.loss_mask), sample_weight)
-        if weights is None:
-            return loss
-        own = tf.reduce_sum(tf.stop_gradient(tf.cast(weights, tf.float32)))
-        total = tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, own)
-        return loss * tf.cast(scope.replicas * tf.math.divide_no_nan(own, total), loss.dtype)
-
-
 class _OnEachReplica(AppliesByKeras):
     """Lays over an optimizer: each replica updates its own copy, from gradients that are equal on all.
 
@@ -293,9 +251,3 @@ def update_on_each_replica(optimizer: Any) -> None:
     overlay(optimizer, _OnEachReplica if inner is None else _ScaleOnEachReplica)
     if inner is not None:
         overlay(inner, _OnEachReplica)
-
-
-def make_whole(model: keras.Model) -> None:
-    """Make the losses of a built, compiled model exact over replicas; elsewhere they stay as they are."""
-    for loss in compiled_losses(model):
-        overlay(loss, _WholeLoss)

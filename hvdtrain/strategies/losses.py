@@ -1,6 +1,6 @@
-"""Losses that are exact over uneven shares of a batch.
+"""Losses that are exact over shares of a batch: of ranks, of micro-batches, of replicas in one process.
 
-The Trainer weighs each rank's loss by its share, examples / global examples, and adds the gradients up. For
+The Trainer weighs each part's loss by its share, examples / global examples, and adds the gradients up. For
 a mean over examples that is the mean over the global batch: sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n.
 Weight penalties, equal on all ranks, count once. Two kinds of losses need a factor more, c, so that
 sum_r (n_r / n) c_r L_r is what one worker gets:
@@ -75,7 +75,7 @@ class _ExactLoss:
         loss = super().__call__(y_true, y_pred, sample_weight)  # type: ignore[misc]
         own_mask, self.hvdtrain_mask = self.hvdtrain_mask, None
         step = current_step()
-        if step is None:
+        if step is None or self.reduction in (None, "none"):  # type: ignore[attr-defined]
             return loss
         if self.reduction == "sum":  # type: ignore[attr-defined]
             return _over_share(loss, step.share)

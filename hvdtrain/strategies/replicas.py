@@ -26,6 +26,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.statistics import SEED_STRIDE
+from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
@@ -36,6 +37,7 @@ from hvdtrain.keras_internals.models import means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.strategy import Logs
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
@@ -88,7 +90,7 @@ class ReplicaSteps:
         if complaint is not None and self._replicas > 1:
             raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
-            replica_scope.make_whole(model)
+            make_exact(model)
             if self._on_replicas:
                 replica_scope.update_on_each_replica(model.optimizer)
 
@@ -244,7 +246,10 @@ class ReplicaSteps:
             (v, tf.zeros_like(state) if _adds_up(v) else state)
             for v, state in zip(metrics, states, strict=True)
         ]
-        with ReplicaScope(mapping, self._replicas if divides else 1) as scope:
+        replicas = self._replicas if divides else 1
+        # Losses ask the other replicas, as ranks do.
+        part = None if replicas == 1 else Step(1 / replicas, _total_of_replicas, share_in_loss=True)
+        with ReplicaScope(mapping, replicas) as scope, in_step(part):
             logs = getattr(self._model, step)(rows)
         if step == "train_step":
             require_gradients(self._model, scope.handed_out)
@@ -323,6 +328,10 @@ class ReplicaSteps:
 
     def _metric_variables(self) -> list[Any]:
         return unique(v for metric in self._model.metrics for v in metric.variables)
+
+
+def _total_of_replicas(divisor: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(SUM, divisor)
 
 
 def _adds_up(variable: Any) -> bool:

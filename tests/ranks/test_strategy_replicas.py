@@ -119,7 +119,6 @@ def test_saved_model(strategy: str) -> None:
 def test_what_cannot_be_right_is_said(strategy: str) -> None:
     found = one(strategy, "case_refusals")
     expected = {
-        "reduction": "reduction='none'",
         "whole batch": "is made from sums over all examples of the batch",
         "devices in use": "call hvdtrain.init() first",
         "Horovod's optimizer": "without DistributedOptimizer",

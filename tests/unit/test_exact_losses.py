@@ -93,6 +93,28 @@ def test_parts_add_up(reduction: str, kind: Any, masked: bool, weighted: bool) -
     assert float(loss(slice(None))) == wanted
 
 
+def test_a_loss_without_reduction_is_the_sum_of_its_entries() -> None:
+    """Masked ones count nothing, and nothing is divided by the others."""
+    model = compiled(keras.losses.MeanSquaredError(reduction=None))
+
+    def gradient(rows: slice, share: float) -> np.ndarray:
+        tensor = predicted(rows, masked=True)
+        with tf.GradientTape() as tape:
+            tape.watch(tensor)
+            loss = graph_internals.compute_loss(model, Y[rows], tensor, None, training=False)
+            loss *= share
+        return tape.gradient(loss, tensor).numpy()
+
+    wanted = gradient(slice(None), 1.0)
+    make_exact(model)
+    found = []
+    for begin, end in PARTS:
+        share = (end - begin) / EXAMPLES
+        with in_step(Step(share, lambda divisor: 2 * divisor, share_in_loss=True)):
+            found.append(gradient(slice(begin, end), share))
+    np.testing.assert_allclose(np.concatenate(found), wanted, rtol=1e-6)
+
+
 def test_losses_that_need_the_whole_batch() -> None:
     images = (None, 4, 4, 3)
     refused: dict[str, tuple[Any, tuple[int | None, ...]]] = {

@@ -98,7 +98,7 @@ def vector(
 def case_losses() -> dict[str, Any]:
     """Reductions that do not average over examples, masks."""
     found = {}
-    for reduction in ("sum", "mean_with_sample_weight"):
+    for reduction in ("none", "sum", "mean_with_sample_weight"):
         loss = crossentropy(reduction=reduction)
         found[reduction] = trained(
             mixed_model, lambda: SGD(0.003), (inputs(), Y, WEIGHT), lambda loss=loss: {"loss": loss}
@@ -428,8 +428,6 @@ def case_tails() -> dict[str, Any]:
 def case_refusals() -> dict[str, Any]:
     """What cannot be right, in words."""
     found: dict[str, Any] = {}
-    none = keras.losses.MeanSquaredError(reduction="none")
-    found["reduction"] = refusal(lambda: trainer_of(vector_model, none).fit(*even(), verbose=0))
     dice = keras.losses.Dice()
     found["whole batch"] = refusal(lambda: trainer_of(vector_model, dice).fit(*even(), verbose=0))
     os.environ[REPLICAS_VARIABLE] = "3"
