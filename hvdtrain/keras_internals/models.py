@@ -29,6 +29,11 @@ def computed_in_half(model: keras.Model) -> list[Any]:
     ]
 
 
+def symbolic_inputs(model: keras.Model) -> list[Any]:
+    """Return the symbolic inputs of a model, flat; [] if it has none yet."""
+    return keras.tree.flatten(getattr(model, "inputs", None) or [])
+
+
 def compile_config(model: keras.Model) -> dict[str, Any]:
     """Return the arguments with which a model was compiled, except the optimizer; {} if it was not."""
     return dict(model._compile_config.config) if model.compiled and model._compile_config else {}

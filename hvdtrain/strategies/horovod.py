@@ -88,6 +88,9 @@ class HorovodStrategy(Strategy):
     def build(self, model: ModelSource) -> keras.Model:
         return self.runner.build(model)
 
+    def inputs(self, model: keras.Model) -> list[Any]:
+        return self.runner.inputs(model)
+
     def distribute(self, optimizer: Any) -> Any:
         # Weighted by their shares before they are accumulated, the ranks' gradients add up.
         weighted = self.workers > 1

@@ -12,7 +12,7 @@ from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
 from hvdtrain.keras_internals.building import build_model, symbolic_call
-from hvdtrain.keras_internals.models import metric_names
+from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.step_metrics import merged_logs
@@ -34,6 +34,10 @@ class Runner:
         """Return what this rank trains of a model, or of what a function builds."""
         made: keras.Model = model if isinstance(model, keras.Model) else model()
         return made
+
+    def inputs(self, model: keras.Model) -> list[Any]:
+        """Return the symbolic inputs that data is for: see Strategy.inputs."""
+        return symbolic_inputs(model)
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
         """Create all variables of a compiled model, and compare their shapes over the ranks: see Strategy.prepare."""

@@ -16,7 +16,7 @@ import keras
 
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.data import Part, Share
-from hvdtrain.keras_internals.models import metrics_or_logs, optimizers_of
+from hvdtrain.keras_internals.models import metrics_or_logs, optimizers_of, symbolic_inputs
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.model_file import read_model, require_built, write_model
@@ -81,7 +81,7 @@ class Strategy:
 
     def inputs(self, model: keras.Model) -> list[Any]:
         """Return the symbolic inputs that data is for, flat; [] if the model has none yet."""
-        return keras.tree.flatten(getattr(model, "inputs", None) or [])
+        return symbolic_inputs(model)
 
     def distribute(self, optimizer: Any) -> Any:
         """Return the optimizer that the model is compiled with."""

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
 
+# Loaded when they are chosen, as strategies are.
+RUNNERS = {
+    "tensor": "hvdtrain.parallel.tensor.runner:SplitRunner",
+    "pipeline": "hvdtrain.parallel.pipeline.runner:StageRunner",
+}
+"""What builds and runs a model with a layout."""
+
 
 def make_strategy(
     wanted: str | Strategy | None,
@@ -39,13 +46,13 @@ def make_strategy(
             f"strategy: give a name or a Strategy of hvdtrain.strategies, not {type(wanted).__name__}"
         )
     name = strategy_of(os.environ) if wanted is None else choose_strategy(wanted).name
-    make = _load(STRATEGIES[name].place)
+    parts: dict[str, Any] = {}
     if name == HOROVOD:
-        made: Strategy = make(**_parts(layout, shard_optimizer))
-        return made
-    _refuse_division(name, layout, shard_optimizer)
-    made = make()
-    return made
+        parts = _parts(layout, shard_optimizer)
+    else:
+        _refuse_division(name, layout, shard_optimizer)
+    strategy: Strategy = _load(STRATEGIES[name].place)(**parts)
+    return strategy
 
 
 def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any]:
@@ -56,13 +63,11 @@ def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any
     if shard_optimizer:
         parts["wrap"] = _load("hvdtrain.parallel.zero.optimizer:shard")
     if layout is not None:
-        plan = _load("hvdtrain.parallel.layout:as_layout")(layout)
-        runner = (
-            "hvdtrain.parallel.pipeline.runner:StageRunner"
-            if plan.mesh.pipeline > 1
-            else "hvdtrain.parallel.tensor.runner:SplitRunner"
-        )
-        parts |= {"mesh": plan.mesh, "runner": partial(_load(runner), plan)}
+        from hvdtrain.parallel.layout import as_layout
+
+        plan = as_layout(layout)
+        runner = _load(RUNNERS["pipeline" if plan.mesh.pipeline > 1 else "tensor"])
+        parts |= {"mesh": plan.mesh, "runner": partial(runner, plan)}
     return parts
 
 

@@ -104,6 +104,9 @@ def rank() -> None:
 def test_a_layout_holds_the_plain_model_and_saves_it(name: str, tmp_path: Path) -> None:
     job = thread_ranks(RANKS)
     everyone = [rank_of(name, ranks) for ranks in job]
+    # Data is for the whole model, also where a later stage takes something else.
+    inputs = [[tuple(t.shape) for t in rank.inputs(made)] for rank, made in everyone]
+    assert inputs == [[(None, 6)]] * RANKS
     keras.utils.set_random_seed(3)
     expected = [v.numpy() for v in model().weights]
 

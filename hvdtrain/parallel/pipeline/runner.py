@@ -71,6 +71,10 @@ class StageRunner(Runner):
         compile_alike(self.stage.model, whole)
         return self.stage.model
 
+    def inputs(self, model: keras.Model) -> list[Any]:
+        del model  # A stage takes what the one before it makes; data is for the whole.
+        return list(self.stage.whole.inputs)
+
     def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
         """Return the part of the layout's plan that names layers of this stage, or nothing in the model."""
 
