@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import pytest
 
 from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.strategies import Strategy
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategy_names import STRATEGIES
@@ -45,3 +47,11 @@ def test_a_strategy_of_ones_own() -> None:
 def test_what_cannot_be(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_strategy(**arguments)
+
+
+def test_an_optimizer_that_is_distributed_already_cannot_be_sharded() -> None:
+    strategy = make_strategy("horovod", shard_optimizer=True)
+    strategy.start(0)
+    optimizer = DistributedOptimizer(keras.optimizers.SGD())
+    with pytest.raises(UsageError, match=r"shard_optimizer=True .*: give a plain optimizer"):
+        strategy.distribute(optimizer)
