@@ -18,7 +18,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import require_equal
-from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
@@ -131,7 +130,7 @@ class StageRunner(Runner):
         results = model.get_metrics_result()
         found = {name: np.asarray(value).tolist() for name, value in results.items()}
         # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.
-        everyone = ALL_RANKS.exchange(found, "pipeline_logs")
+        everyone = self.position.everyone.exchange(found, "pipeline_logs")
         ranks = map(self.position.rank_of_stage, range(self.stage.count))
         stages = [everyone[rank] for rank in ranks]
         last = {name: as_value(value) for name, value in stages[-1].items()}
@@ -150,7 +149,7 @@ class StageRunner(Runner):
     def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
         """Give all stages the arrays of the last one. A collective of the ranks of one copy."""
         pipeline = self.position.pipeline_set
-        facts = ALL_RANKS.exchange(
+        facts = self.position.everyone.exchange(
             [[list(a.shape), a.dtype.name] for a in arrays], "pipeline_outputs"
         )
         root = self.position.rank_of_stage(self.stage.count - 1)
@@ -177,7 +176,7 @@ class StageRunner(Runner):
             mine["complaint"] = needs_whole_batch(model) if divided else None
             mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
         root = self.position.rank_of_stage(self.stage.count - 1)
-        last = ALL_RANKS.exchange(mine, "pipeline_metrics")[root]
+        last = self.position.everyone.exchange(mine, "pipeline_metrics")[root]
         if last["complaint"] is not None:
             raise UsageError(last["complaint"])
         return Measured(tuple(last["names"]), bool(last["late"]))
