@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import horovod.tensorflow as hvd
 import tensorflow as tf
 from horovod.tensorflow import (
     Adasum,
@@ -59,7 +58,7 @@ from horovod.tensorflow import (
 )
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
-from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
 from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import scaled
@@ -354,23 +353,37 @@ def grouped_reducescatter(
         return _by_groups(values, call, differentiable.reducescatter)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | Communicator | None = None,
+) -> Any:
     """Return the `obj` of rank `root_rank`, exactly as it was.
 
     Args:
         obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of them.
-        root_rank: whose object counts.
+        root_rank: whose object counts: a rank of the job, in the process set.
         name: of the collective.
+        process_set: the ranks that take part; default all.
 
     Raises:
-        UsageError: on all ranks, if anything else is in it.
+        UsageError: on all ranks: anything else is in it, or the root does not take part.
     """
-    return allgather_object(obj if hvd.rank() == root_rank else None, name)[root_rank]
+    ranks = ranks_of(process_set)
+    if root_rank not in ranks.ranks:
+        raise UsageError(
+            f"broadcast_object: root_rank={root_rank} is not in the process set of ranks {ranks.ranks}"
+        )
+    root = ranks.ranks.index(root_rank)
+    return allgather_object(obj if ranks.rank() == root else None, name, process_set)[root]
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's `obj`, exactly as it was; see broadcast_object."""
-    return ALL_RANKS.exchange(obj, f"object_{name or ''}")
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet | Communicator | None = None
+) -> list[Any]:
+    """Return the `obj` of every rank of the process set, exactly as it was; see broadcast_object."""
+    return ranks_of(process_set).exchange(obj, f"object_{name or ''}")
 
 
 def _tensor(value: Any) -> tf.Tensor:

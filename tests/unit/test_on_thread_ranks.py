@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvdtrain.keras as hvd
 from hvdtrain.collectives.agreement import any_rank
 from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.metrics import check_additive
@@ -248,3 +249,22 @@ def test_ranks_share_all_but_their_seeds() -> None:
         shared = {id(v) for v in shared_state(model, seed_variables(model))}
         assert {id(v) for v in model.trainable_variables} < shared
         assert {id(v) for v in model.optimizer.variables} < shared
+
+
+def test_objects_travel_within_a_process_set() -> None:
+    def work(ranks: ThreadRanks) -> Any:
+        if ranks.rank() == 1:
+            return None
+        others = ranks.subset([0, 2])
+        try:
+            hvd.broadcast_object(0, root_rank=1, process_set=others)
+        except UsageError as error:
+            return (
+                hvd.broadcast_object({0: ranks.rank()}, root_rank=2, process_set=others),
+                hvd.allgather_object((ranks.rank(),), process_set=others),
+                str(error),
+            )
+
+    found = on_ranks(work)
+    assert found[0] == found[2] == ({0: 2}, [(0,), (2,)], found[0][2])
+    assert "root_rank=1 is not in the process set of ranks [0, 2]" in found[0][2]
