@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -135,12 +135,21 @@ def as_value(result: Any) -> float | np.ndarray:
 
 
 def average_logs(
-    logs: Mapping[str, Any], examples: int, process_set: Communicator = ALL_RANKS
+    logs: Mapping[str, Any],
+    examples: int,
+    process_set: Communicator = ALL_RANKS,
+    known: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {},
 ) -> dict[str, Any]:
     """Return what the ranks of `process_set` make of the values of a step that are no metric's. A collective.
 
     A value that is the same on all ranks that have an example (a learning rate) stays as it is, to the last bit; others
     are averaged by `examples`, with a warning: one worker would have had the value of the whole batch.
+
+    Args:
+        logs: of the same names on all ranks.
+        examples: of the step, on this rank.
+        process_set: the ranks.
+        known: returns, of those names, the values of one worker that are known. A collective.
     """
     if not logs:
         return {}
@@ -152,15 +161,25 @@ def average_logs(
     bounds = process_set.allreduce(both, "hvdtrain_logs_range", Max).numpy()
     largest, least = bounds[: mine.size], -bounds[mine.size :]
     weighted = mine * examples if examples else np.zeros_like(mine)
-    mine_and_count = np.array([*weighted, float(examples)])
-    total = process_set.allreduce(mine_and_count, "hvdtrain_logs").numpy()
+    mine_and_counts = np.array([*weighted, float(examples), float(examples > 0)])
+    *total, count, busy = process_set.allreduce(mine_and_counts, "hvdtrain_logs").numpy()
     same = largest == least
-    values = np.where(same, largest, total[:-1] / total[-1])
-    found = {}
-    for name, array, end in zip(names, arrays, ends, strict=True):
-        place = slice(end - array.size, end)
-        found[name] = as_value(values[place].reshape(array.shape))
-        if not np.all(same[place]) and process_set.rank() == 0:
+    values = np.where(same, largest, np.array(total) / count)
+    places = {
+        name: slice(end - array.size, end)
+        for name, array, end in zip(names, arrays, ends, strict=True)
+    }
+    found = {
+        name: as_value(values[place].reshape(array.shape))
+        for (name, place), array in zip(places.items(), arrays, strict=True)
+    }
+    differing = [name for name, place in places.items() if not np.all(same[place])]
+    # A value of the states differs on ranks without an example, too.
+    asked = differing if busy == process_set.size() else names
+    exact = known(asked) if asked else {}
+    found |= exact
+    for name in differing:
+        if name not in exact and process_set.rank() == 0:
             warnings.warn(
                 f"The step returns {name!r}, which is no metric's result and differs between the workers: the log is "
                 "the average of their values in the last step, by examples. For a mean over the batch this is what "

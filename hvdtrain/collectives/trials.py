@@ -14,12 +14,21 @@ from hvdtrain.collectives.combining import Trial, Update
 
 PARTS = ((2, 3, 3), (4, 1, 3), (0, 1, 2))
 """Examples of each of three workers in three steps: uneven, changing, and one worker idle in the end."""
+EVEN_PARTS = ((2, 2), (3, 3), (1, 1))
+"""Of two replicas of one process."""
+WHOLE_PARTS = ((5, 0), (0, 4), (3, 0))
+"""Of two workers that take whole batches in turns."""
 
 Calls = Sequence[tuple[Sequence[Any], dict[str, Any]]]
 """(args, kwargs) of each update in one step."""
 
 
-def make_trials(calls: Calls, examples: int, scalars_add_up: bool) -> list[Trial]:
+def make_trials(
+    calls: Calls,
+    examples: int,
+    scalars_add_up: bool,
+    parts: Sequence[Sequence[int]] = PARTS,
+) -> list[Trial]:
     """Return trials of a metric that a step on `examples` examples updated with `calls`.
 
     Two: with any numbers between 0 and 1 and integers 0 and 1; and, for what looks for labels or padding,
@@ -29,9 +38,10 @@ def make_trials(calls: Calls, examples: int, scalars_add_up: bool) -> list[Trial
         calls: tensors, symbolic ones too, of which only shape and dtype count; anything else is passed as it is.
         examples: of the step; a tensor's leading dimension of that size is that of the examples.
         scalars_add_up: whether a number for the whole batch is a sum over its examples, else their mean.
+        parts: the examples of each worker in each step.
     """
     return [
-        _trial(calls, examples, scalars_add_up, _Numbers(seed, labels=labels))
+        _trial(calls, examples, scalars_add_up, parts, _Numbers(seed, labels=labels))
         for seed, labels in enumerate((False, True))
     ]
 
@@ -49,16 +59,23 @@ class _Split:
     parts: Sequence[Any]
 
 
-def _trial(calls: Calls, examples: int, scalars_add_up: bool, numbers: _Numbers) -> Trial:
+def _trial(
+    calls: Calls,
+    examples: int,
+    scalars_add_up: bool,
+    sizes_of_steps: Sequence[Sequence[int]],
+    numbers: _Numbers,
+) -> Trial:
+    workers = range(len(sizes_of_steps[0]))
     whole: list[list[Update]] = []
-    parts: list[list[list[Update]]] = [[] for _ in PARTS[0]]
-    for sizes in PARTS:
+    parts: list[list[list[Update]]] = [[] for _ in workers]
+    for sizes in sizes_of_steps:
         made = [_split(call, examples, sizes, scalars_add_up, numbers) for call in calls]
         whole.append([_update(split, lambda s: s.whole) for split in made])
         for worker, size in enumerate(sizes):
             updates = [_update(split, _of_worker(worker)) for split in made]
             parts[worker].append(updates if size else [])
-    shares = [[sizes[worker] / sum(sizes) for sizes in PARTS] for worker in range(len(PARTS[0]))]
+    shares = [[sizes[worker] / sum(sizes) for sizes in sizes_of_steps] for worker in workers]
     return Trial(whole, parts, shares)
 
 

@@ -118,3 +118,17 @@ def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
             )
             watch(metric, "result", lambda metric, value, *_: calls.add_result(metric, value))
         yield calls
+
+
+@contextlib.contextmanager
+def frozen(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
+    """In this block the states of `metrics` stay as they are."""
+    with contextlib.ExitStack() as undo:
+        for metric in metrics:
+            own = vars(metric)
+            if "update_state" in own:
+                undo.callback(own.update, update_state=own["update_state"])
+            else:
+                undo.callback(own.pop, "update_state")
+            own["update_state"] = lambda *args, **kwargs: None
+        yield

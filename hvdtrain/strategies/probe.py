@@ -23,10 +23,21 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.step import Step, in_step
-from hvdtrain.keras_internals.metric_calls import metrics_of
-from hvdtrain.keras_internals.models import optimizers_of, trains_by_keras
+from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
+from hvdtrain.keras_internals.models import (
+    optimizers_of,
+    own_non_trainable_variables,
+    trains_by_keras,
+)
 from hvdtrain.keras_internals.optimizers import gradients_taken
-from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
+from hvdtrain.keras_internals.variables import (
+    seed_variables,
+    tf_variable,
+    unique,
+    variable_name,
+    without,
+)
+from hvdtrain.strategies.growth import Kinds, kinds_of_growth
 
 EXAMPLES = 5
 """That the probe runs on: parts of 3 and 2, and with fewer examples of other uneven sizes."""
@@ -34,6 +45,9 @@ EXAMPLES = 5
 TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
 """Relative, by the dtype of the computation: 8 and 11 bits, some ten roundings deep. Others: 1e-3; a wrong rule is
 off by about the ratio of the parts' sizes, 0.2 and more."""
+
+Bounds = Sequence[tuple[int, int]]
+"""The first row of each part, and that behind its last."""
 
 Marks = dict[str, np.ndarray]
 """For each variable's name (3,): its gradient projected to one number, which adds up over parts, its norm, and the
@@ -51,6 +65,9 @@ class Verdict:
         gap: by how much, relative.
         once: the places in the model's trainable variables of those whose gradients have as many slices for the
             whole as for a part.
+        summed, averaged, unclear: the places in `state_of` of what grows by the sum of its parts, by their mean, and
+            otherwise.
+        counted: the places in `counts_of` of what grows by the sum of its parts.
     """
 
     as_mean: bool | None = None
@@ -58,6 +75,10 @@ class Verdict:
     worst: str = ""
     gap: float = 0.0
     once: tuple[int, ...] = ()
+    summed: tuple[int, ...] = ()
+    averaged: tuple[int, ...] = ()
+    unclear: tuple[int, ...] = ()
+    counted: tuple[int, ...] = ()
 
 
 def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
@@ -71,12 +92,58 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     size = int(tf.nest.flatten(data)[0].shape[0])
     cut = size // 2 + 1 if size > 2 else 1
     bounds = [(0, cut), (cut, size)]
+    verdict, moves = _verdict(model, data, bounds, step)
+    kinds, own = _kinds(model, data, bounds) if moves else Kinds(), len(state_of(model))
+    return replace(
+        verdict,
+        summed=tuple(place for place in kinds.summed if place < own),
+        averaged=tuple(place for place in kinds.averaged if place < own),
+        unclear=tuple(place for place in kinds.unclear if place < own),
+        counted=tuple(place - own for place in kinds.summed if place >= own),
+    )
+
+
+def state_of(model: keras.Model) -> list[tf.Variable]:
+    """Return the numbers that a step may change without a gradient, but for metrics and random seeds."""
+    counted = [v for metric in metrics_of(model) for v in metric.variables]
+    left_out = [*seed_variables(model), *model.metrics_variables, *counted]
+    found = map(tf_variable, without(own_non_trainable_variables(model), left_out))
+    return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
+
+
+def counts_of(model: keras.Model) -> list[tf.Variable]:
+    """Return the states of means and sums, and of a user's metrics: those that may be given a number for a batch."""
+    general = [m for m in metrics_of(model) if not is_known_to_add_up(m)]
+    own = [m for m in general if m is not getattr(model, "_loss_tracker", None)]
+    found = [tf_variable(v) for v in unique(v for metric in own for v in metric.variables)]
+    return [v for v in found if v.dtype.is_floating]
+
+
+def _kinds(model: keras.Model, data: Any, bounds: Bounds) -> Kinds:
+    """Return how what `state_of` and `counts_of` name, one behind the other, grows in a step."""
+    size = bounds[-1][1]
+    shares = [(end - begin) / size for begin, end in bounds]
+    parts = [_rows(data, *each) for each in bounds]
+    variables = [*state_of(model), *counts_of(model)]
+    try:
+        with unchanged(model), _repeatable(model):
+            return kinds_of_growth(
+                variables, lambda part: _marks(model, part, None), data, parts, shares
+            )
+    except Exception:
+        return Kinds()  # As below.
+
+
+def _verdict(model: keras.Model, data: Any, bounds: Bounds, step: Step) -> tuple[Verdict, bool]:
+    """Return what the gradients say, and whether a step moves anything in `state_of` and `counts_of`."""
+    size = bounds[-1][1]
     once: tuple[int, ...] = ()
+    moves = False
     try:
         step = replace(step, checked=True)
-        with _unchanged(model), _repeatable(model):
-            whole = _marks(model, data, None)
-            again = _marks(model, data, None)
+        with unchanged(model), _repeatable(model):
+            whole, moves = _marks_alone(model, data, None)
+            again, _ = _marks_alone(model, data, None)
             shares = [(end - begin) / size for begin, end in bounds]
             parts = [_rows(data, *each) for each in bounds]
             weighed = _of_parts(model, parts, shares, step)
@@ -84,7 +151,7 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
             # An overflow in float16 says nothing of the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite or _gap(model, whole, again)[1] > 0:
-                return Verdict(once=once)
+                return Verdict(once=once), moves
             worst, gap = _gap(
                 model, whole, _sum(weighed, [1.0, 1.0] if step.share_in_loss else shares)
             )
@@ -94,8 +161,8 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
             )[1]
     except Exception:
         # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
-        return Verdict(once=once)
-    return Verdict(gap == 0, as_sum, worst, gap, once)
+        return Verdict(once=once), moves
+    return Verdict(gap == 0, as_sum, worst, gap, once), moves
 
 
 def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:
@@ -111,13 +178,13 @@ def _of_parts(
     counted: list[list[tf.Tensor]] = [[] for _ in parts]
     steps = [replace(step, share=tf.constant(share, tf.float32)) for share in shares]
     found = [
-        _marks(model, part, replace(own, total=_count(divisors)))
+        _marks_alone(model, part, replace(own, total=_count(divisors)))[0]
         for part, own, divisors in zip(parts, steps, counted, strict=True)
     ]
     totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
     if totals:  # Only now is known what the losses divide by.
         found = [
-            _marks(model, part, replace(own, total=_tell(iter(totals))))
+            _marks_alone(model, part, replace(own, total=_tell(iter(totals))))[0]
             for part, own in zip(parts, steps, strict=True)
         ]
     return found
@@ -165,6 +232,17 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
     return found
 
 
+def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Marks, bool]:
+    """Return what `_marks` does, and whether it changed `state_of` and `counts_of`, which are as before again."""
+    state = [*state_of(model), *counts_of(model)]
+    before = [variable.numpy() for variable in state]
+    found = _marks(model, data, step)
+    moved = [not np.array_equal(v.numpy(), value) for v, value in zip(state, before, strict=True)]
+    for variable, value in zip(state, before, strict=True):
+        variable.assign(value)
+    return found, any(moved)
+
+
 def _mark(gradient: Any) -> np.ndarray:
     """Return the projection of a gradient on a fixed direction, which adds up over parts, its norm, its slices."""
     slices = 0
@@ -203,7 +281,7 @@ def _norm(marks: Marks) -> float:
 
 
 @contextlib.contextmanager
-def _unchanged(model: keras.Model) -> Iterator[None]:
+def unchanged(model: keras.Model) -> Iterator[None]:
     """Put back what is assigned in this block."""
     # Of metrics also those that the model does not list.
     counted = [v for metric in metrics_of(model) for v in metric.variables]

@@ -27,17 +27,19 @@ import tensorflow as tf
 
 from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.trials import EVEN_PARTS
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.losses import needs_whole_batch
-from hvdtrain.keras_internals.metric_calls import Calls, watched
+from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
 from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.step_metrics import SummedMetrics
 from hvdtrain.strategies.strategy import Logs
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
@@ -86,6 +88,7 @@ class ReplicaSteps:
         self._device = parameter_device
         self._on_replicas = parameter_device is None
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._summed = SummedMetrics(EVEN_PARTS)
         complaint = needs_whole_batch(model)
         if complaint is not None and self._replicas > 1:
             raise UsageError(complaint)
@@ -154,8 +157,7 @@ class ReplicaSteps:
             if step == "predict_step":
                 program = functools.partial(self._predictions)
             else:
-                divides = self._divides(shares[0].examples)
-                program = functools.partial(self._steps, step, len(shares), divides)
+                program = functools.partial(self._steps, step, len(shares), shares[0].examples)
             if not self._model.run_eagerly:
                 program = tf.function(program, autograph=False)
             self._compiled[key] = program
@@ -168,9 +170,9 @@ class ReplicaSteps:
 
         return self._strategy.run(predict, args=(parts,), options=STATIC_SHAPES)
 
-    def _steps(self, step: str, count: int, divides: bool, parts: Any) -> Logs:
-        """`count` steps, one after the other."""
-        run = functools.partial(self._step, step, divides, parts)
+    def _steps(self, step: str, count: int, examples: int, parts: Any) -> Logs:
+        """`count` steps on `examples` each, one after the other."""
+        run = functools.partial(self._step, step, examples, parts)
         if count == 1:
             return run(None)
         if tf.executing_eagerly():
@@ -184,9 +186,9 @@ class ReplicaSteps:
         )
         return logs
 
-    def _step(self, step: str, divides: bool, parts: Any, number: Any) -> Logs:
+    def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
         """One step, seen from outside the replicas; `number` of the share if there are several."""
-        found = Found()
+        found, divides = Found(), self._divides(examples)
         states = [tf_variable(v).read_value() for v in self._metric_variables()]
 
         def replica(rows: Any, states: list[tf.Tensor], *number: Any) -> Any:
@@ -195,9 +197,15 @@ class ReplicaSteps:
             return self.on_replica(step, divides, rows, states, found, calls)
 
         shared = (states,) if number is None else (states, number)
-        means = means_of(self._model)
-        with replica_scope.pure_steps(self._model), watched(means) as calls:
+        means, metrics = means_of(self._model), metrics_of(self._model)
+        with (
+            replica_scope.pure_steps(self._model),
+            watched(means) as calls,
+            watched(metrics) as updated,
+        ):
             results = self._strategy.run(replica, (parts, *shared), options=STATIC_SHAPES)
+        if divides and self._replicas > 1:
+            self._summed.learn(updated.updates, examples // self._replicas)
         if not self._on_replicas:
             with tf.device(self._device):
                 gradients = self._reduced(self._together(divides), results["gradients"])

@@ -8,6 +8,7 @@ count by its share of the batch is weighted in the step itself; the rest is done
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,9 +29,19 @@ from hvdtrain.collectives.metrics import (
 )
 from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.metric_calls import Source, is_known_to_add_up, metrics_of, watched
-from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
+from hvdtrain.keras_internals.metric_calls import (
+    Source,
+    is_known_to_add_up,
+    metrics_of,
+    watched,
+)
+from hvdtrain.keras_internals.models import (
+    flat_logs,
+    metric_results,
+    metrics_or_logs,
+)
 from hvdtrain.keras_internals.variables import tf_variable, unique
+from hvdtrain.strategies.state_logs import StateLogs
 
 
 class StepLogs(dict[str, Any]):
@@ -39,14 +50,20 @@ class StepLogs(dict[str, Any]):
     Attributes:
         sources: of those that are results of metrics; the others are values of the last step.
         rules: how the metrics' states combine, by the id of the tf.Variable.
+        of_states: finds those that follow from the metrics' states in another way.
     """
 
     def __init__(
-        self, logs: Mapping[str, Any], sources: Mapping[str, Source], rules: Mapping[int, str]
+        self,
+        logs: Mapping[str, Any],
+        sources: Mapping[str, Source],
+        rules: Mapping[int, str],
+        of_states: StateLogs | None = None,
     ) -> None:
         super().__init__(logs)
         self.sources = sources
         self.rules = rules
+        self.of_states = of_states
 
 
 class StepMetrics:
@@ -75,9 +92,14 @@ class StepMetrics:
         self._share = share
         self._warns = warns
         self._tried: set[int] = set()
+        self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
         variables = unique(v for metric in self.all for v in metric.variables)
         self._targets = [tf_variable(v) for v in variables if can_be_weighted(v)]
+
+    def count_as_sums(self, variables: Sequence[tf.Variable]) -> None:
+        """Take the numbers for whole batches that metrics add to `variables` for sums over the examples."""
+        self._sums = {id(v) for v in variables}
 
     def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
         """Return `step` as `count` runs it; it puts the sources of its logs into `sources`."""
@@ -107,13 +129,19 @@ class StepMetrics:
                 target.assign(value + tf.cast(self._share, value.dtype) * (target - value))
         return logs, calls.sources(logs)
 
-    def logs(self, logs: Mapping[str, Any], sources: Mapping[str, Source]) -> StepLogs:
+    def logs(
+        self,
+        logs: Mapping[str, Any],
+        sources: Mapping[str, Source],
+        of_states: StateLogs | None = None,
+    ) -> StepLogs:
         """Return what a step returned, with all that is known of it."""
-        return StepLogs(logs, sources, self.rules)
+        return StepLogs(logs, sources, self.rules, of_states)
 
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
-        # A number for a batch is a mean (of losses), unless the metric is there to add up.
-        adds_up = not isinstance(metric, keras.metrics.Mean)
+        # A number for a batch is a mean (of losses), unless it was seen to be none or the metric is there to add up.
+        seen = not self._sums.isdisjoint(id(tf_variable(v)) for v in metric.variables)
+        adds_up = seen or not isinstance(metric, keras.metrics.Mean)
         try:
             with tf.init_scope():
                 trials = make_trials(calls, examples, adds_up)
@@ -129,7 +157,7 @@ class StepMetrics:
                 self.rules[id(tf_variable(variable))] = rule
         if not finding.exact:
             self._warn(_complaint(metric, finding))
-        elif adds_up and has_scalars(calls):
+        elif adds_up and not seen and has_scalars(calls):
             self._warn(
                 f"The metric {metric.name!r} is given one number for a batch, and each worker has a part of the batch: "
                 "the number is taken for a sum over the examples. If it is anything else, give the metric a value for "
@@ -139,6 +167,35 @@ class StepMetrics:
     def _warn(self, text: str) -> None:
         if self._warns:
             warnings.warn(text, stacklevel=2)
+
+
+class SummedMetrics:
+    """Metrics of a way of training that can only add up their states, and warns where that is not exact.
+
+    Args:
+        parts: how a batch is divided, as `make_trials` takes it.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[int]]) -> None:
+        self._parts = parts
+        self._tried: set[int] = set()
+
+    def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Calls]], examples: int) -> None:
+        """Try out the metrics that a step on `examples` examples has updated, each once."""
+        for metric, calls in updates:
+            if id(metric) in self._tried or is_known_to_add_up(metric):
+                continue
+            self._tried.add(id(metric))
+            with contextlib.suppress(Exception):  # One that cannot be tried out is taken for exact.
+                found = [self._try(metric, calls, examples, adds_up) for adds_up in (False, True)]
+                if not any(np.allclose(f.one, f.several, 1e-3, equal_nan=True) for f in found):
+                    warnings.warn(_complaint(metric, found[0]), stacklevel=2)
+
+    def _try(
+        self, metric: keras.metrics.Metric, calls: Calls, examples: int, adds_up: bool
+    ) -> Finding:
+        with tf.init_scope():
+            return find_rules(metric, make_trials(calls, examples, adds_up, self._parts), [SUM])
 
 
 def merged_logs(
@@ -158,7 +215,7 @@ def merged_logs(
     if not isinstance(step_logs, StepLogs):
         step_logs = StepLogs(step_logs, {}, {})
     by_value = _by_value(model, step_logs, share, process_set)
-    sources = step_logs.sources
+    sources, of_states = step_logs.sources, step_logs.of_states
     listed = {id(v) for v in state_variables(model.metrics)}
     metrics = [source.metric for source in sources.values()]
     # What the model does not list Keras does not reset: it goes on from this rank's own state.
@@ -170,7 +227,12 @@ def merged_logs(
     if step_logs.keys() != merged.keys():
         known = {n: merged[n] for n in by_value} | {n: s.value() for n, s in sources.items()}
         others = {name: value for name, value in step_logs.items() if name not in known}
-        known |= average_logs(others, share.examples, process_set)
+        known |= average_logs(
+            others,
+            share.examples,
+            process_set,
+            lambda names: {} if of_states is None else of_states.values(names, share.data),
+        )
         merged = {name: known[name] for name in step_logs}
     found = {name: as_value(value) for name, value in merged.items()}
     write_state(unlisted, kept)
@@ -194,7 +256,7 @@ def _complaint(metric: keras.metrics.Metric, finding: Finding) -> str:
     far = int(np.nanargmax(np.abs(finding.one - finding.several)))
     return (
         f"The metric {metric.name!r} of parts of a batch does not make that of the whole batch: with made-up numbers "
-        f"{finding.one[far]:.4g} on one worker and {finding.several[far]:.4g} on three. Training is not affected. Let "
-        "it return a value for each example, or keep sums over examples in its variables and divide them in result() "
-        "(as keras.metrics.RootMeanSquaredError does)"
+        f"{finding.one[far]:.4g} on one worker and {finding.several[far]:.4g} on several. Training is not affected. "
+        "Let it return a value for each example, or keep sums over examples in its variables and divide them in "
+        "result() (as keras.metrics.RootMeanSquaredError does)"
     )

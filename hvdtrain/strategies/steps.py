@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -25,9 +26,16 @@ from hvdtrain.keras_internals.models import (
     trains_by_keras,
 )
 from hvdtrain.keras_internals.optimizers import is_scaled
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
+from hvdtrain.keras_internals.variables import (
+    seed_variables,
+    tf_variable,
+    variable_name,
+    without,
+)
+from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
-from hvdtrain.strategies.probe import EXAMPLES, Verdict, probe
+from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
+from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
 
@@ -78,6 +86,8 @@ class RankSteps:
         self._share_value = 1.0
         self._probed = False
         self._step: Step | None = None
+        self._summed: list[tf.Variable] = []
+        self._averaged: list[tf.Variable] = []
         if workers > 1:
             if (complaint := needs_whole_batch(model)) is not None:
                 raise UsageError(complaint)
@@ -93,15 +103,23 @@ class RankSteps:
         if model.jit_compile:
             train = in_clusters(train)
         self._metrics = StepMetrics(model, self._share, self._ranks.rank() == 0)
+        self._train_logs = StateLogs(model, train, self._ranks)
+        self._test_logs = StateLogs(model, test, self._ranks)
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
-            train = self._metrics.over(train, self._train_sources)
+            train = self._growing(self._metrics.over(train, self._train_sources))
             test = self._metrics.over(test, self._test_sources)
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)
         self._predict = self._compiled(model.predict_step)
+
+    def _growing(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `step`, in which what the probe has found to grow by sums or means does so over the ranks."""
+        return lambda data: grown_together(
+            self._summed, self._averaged, self._ranks, lambda: step(data)
+        )
 
     def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
         """Compile `step`, whose data has this many leading dimensions in common."""
@@ -133,7 +151,7 @@ class RankSteps:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             logs = self._run(self._train_several, replace(shares[0], data=stacked))
-        return self._metrics.logs(logs, self._train_sources)
+        return self._metrics.logs(logs, self._train_sources, self._train_logs)
 
     def probe(self, share: Share) -> None:
         """Try, before the first step, whether what the ranks compute adds up to the whole batch. A collective.
@@ -155,6 +173,7 @@ class RankSteps:
         variables = self._model.trainable_variables
         looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
         self._step = replace(self._step, once=looked_up)
+        self._keep_in_step(found)
         judged = [each for each in found if each.as_mean is not None]
         if not judged:
             return
@@ -165,9 +184,26 @@ class RankSteps:
         else:
             raise UsageError(_does_not_add_up(self._model, judged))
 
+    def _keep_in_step(self, found: Sequence[Verdict]) -> None:
+        """See to what a step changes without a gradient, by what the ranks found of it."""
+        state = state_of(self._model)
+        summed = set.intersection(*(set(each.summed) for each in found))
+        averaged = set.intersection(*(set(each.averaged) for each in found))
+        changed = set.union(*({*each.summed, *each.averaged, *each.unclear} for each in found))
+        unclear = sorted(changed - summed - averaged)
+        self._summed = [state[place] for place in sorted(summed)]
+        self._averaged = [state[place] for place in sorted(averaged)]
+        counts = counts_of(self._model)
+        counted = set.intersection(*(set(each.counted) for each in found))
+        self._metrics.count_as_sums([counts[place] for place in counted])
+        if unclear and self._ranks.rank() == 0:
+            names = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
+            warnings.warn(_averages([names[id(state[place])] for place in unclear]), stacklevel=2)
+
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
-        return self._metrics.logs(self._run(self._test, share), self._test_sources)
+        logs = self._run(self._test, share)
+        return self._metrics.logs(logs, self._test_sources, self._test_logs)
 
     def predict(self, share: Share) -> Any:
         """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
@@ -196,6 +232,15 @@ class RankSteps:
         logs = step(share.data)
         write_state(self._metrics.all, counted)
         return logs
+
+
+def _averages(names: Sequence[str]) -> str:
+    others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+    return (
+        f"A step changes {names[0]!r}{others} otherwise than by a sum or mean over the examples of its batch. Each "
+        "worker goes by its own part of the batch, and at the end of an epoch the average is taken: as far as training "
+        "depends on it, it differs from training on one worker"
+    )
 
 
 def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:

@@ -22,6 +22,7 @@ CENTRAL = (
     "case_seeds",
     "case_saved_model",
     "case_refusals",
+    "case_metrics_that_do_not_add_up",
 )
 """What central storage is asked too; of the others it shares every line with the TPU."""
 
@@ -55,6 +56,13 @@ def check(found: dict[str, Any], place: str = "") -> None:
 )
 def test_same_as_one_process(strategy: str, case: str) -> None:
     check(one(strategy, case))
+
+
+def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
+    found = one(strategy, "case_metrics_that_do_not_add_up")
+    assert found["Counting"] == []
+    (said,) = found["Largest"]
+    assert "does not make that of the whole batch" in said
 
 
 @pytest.mark.parametrize("case", ["case_sgd", "case_losses", "case_two_outputs"])

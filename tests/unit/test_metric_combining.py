@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from keras import metrics, ops
 
 from hvdtrain.collectives.combining import SHARE, Finding, combine, find_rules
-from hvdtrain.collectives.trials import make_trials
+from hvdtrain.collectives.trials import EVEN_PARTS, WHOLE_PARTS, make_trials
 from hvdtrain.keras_internals.metric_calls import watched
+from hvdtrain.strategies.step_metrics import SummedMetrics
 
 CLASSES = 3
 ROWS = 4
@@ -278,3 +280,27 @@ def test_calls_and_results_are_noted() -> None:
         "double": 6.0,
     }
     assert not {"update_state", "result"} & vars(two).keys()
+
+
+@pytest.mark.parametrize("parts", [EVEN_PARTS, WHOLE_PARTS])
+@pytest.mark.parametrize(
+    "make, arguments, warned",
+    [
+        (lambda: Extreme(ops.maximum), FLOATS, True),
+        (Latest, FLOATS, True),
+        (metrics.Mean, [tensor()], False),
+        (metrics.Mean, [tensor(ROWS)], False),
+        (metrics.MeanSquaredError, FLOATS, False),
+    ],
+)
+def test_where_states_can_only_be_added_up(
+    make: Callable[[], metrics.Metric], arguments: Any, warned: bool, parts: Any
+) -> None:
+    summed, metric = SummedMetrics(parts), make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            summed.learn([(metric, [(arguments, {})])], ROWS)
+    assert len(caught) == warned
+    assert all(repr(metric.name) in str(each.message) for each in caught)
+    assert not any(np.any(v.numpy()) for v in metric.variables)

@@ -16,13 +16,18 @@ from hvdtrain.collectives.step import Step
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.strategies.losses import make_exact
-from hvdtrain.strategies.probe import Verdict, probe
+from hvdtrain.strategies.probe import Verdict, probe, state_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype("float32")
 Y = RNG.normal(size=(5, 2)).astype("float32")
 WORDS = np.array([[1, 2, 3], [4, 0, 0], [5, 6, 0], [1, 1, 1], [2, 0, 0]])
 TAGS = RNG.integers(0, 2, (5, 3))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    keras.utils.set_random_seed(1)
 
 
 def dense(**kwargs: Any) -> keras.Model:
@@ -262,3 +267,51 @@ def test_what_cannot_be_judged() -> None:
     assert verdict(overflowing) == Verdict()
     fixed = own_step(lambda y, p: ops.mean(squares(y, ops.reshape(p, (5, 2)))))
     assert verdict(fixed) == Verdict()
+
+
+class Growing(layers.Layer):
+    """Its state grows by what `change` returns for (state, inputs)."""
+
+    def __init__(self, change: Any, dtype: str = "float32") -> None:
+        super().__init__()
+        self.change, self.kind = change, dtype
+
+    def build(self, shape: Any) -> None:
+        shape = () if self.kind == "int32" else (4,)
+        self.state = self.add_weight(
+            shape=shape, dtype=self.kind, initializer="zeros", trainable=False
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.state.assign_add(self.change(self.state.value, x))
+        return x
+
+
+@pytest.mark.parametrize(
+    "change, dtype, kind",
+    [
+        (lambda state, x: tf.shape(x)[0], "int32", "summed"),
+        (lambda state, x: tf.reduce_sum(tf.square(x), 0), "float32", "summed"),
+        (lambda state, x: 1, "int32", "neither"),
+        (lambda state, x: 0.1 * (tf.reduce_mean(x, 0) - state), "float32", "averaged"),
+        (lambda state, x: tf.random.normal([4]), "float32", "neither"),
+        (lambda state, x: tf.zeros([4]), "float32", "neither"),
+        # A decaying sum: near 0 it looks like a sum.
+        (lambda state, x: 0.01 * (tf.reduce_sum(x, 0) - state), "float32", "unclear"),
+        (lambda state, x: 0.1 * (tf.math.reduce_variance(x, 0) - state), "float32", "unclear"),
+        (lambda state, x: tf.reduce_max(x, 0) - state, "float32", "unclear"),
+    ],
+)
+def test_what_grows_without_a_gradient(change: Any, dtype: str, kind: str) -> None:
+    growing = Growing(change, dtype)
+    model = compiled(
+        keras.Sequential(
+            [layers.Input((4,)), growing, layers.BatchNormalization(), layers.Dense(2)]
+        )
+    )
+    found = verdict(model, X, Y)
+    place = next(p for p, v in enumerate(state_of(model)) if v is growing.state.value)
+    for each in ("summed", "averaged", "unclear"):
+        assert getattr(found, each) == ((place,) if kind == each else ()), each
+    assert not np.any(growing.state.numpy())

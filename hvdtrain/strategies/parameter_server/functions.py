@@ -24,6 +24,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import state_variables
+from hvdtrain.collectives.trials import WHOLE_PARTS
+from hvdtrain.keras_internals.metric_calls import metrics_of, watched
 from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.remote import (
     arrival,
@@ -33,6 +35,7 @@ from hvdtrain.keras_internals.remote import (
     tf_variables,
 )
 from hvdtrain.keras_internals.variables import seed_variables, unique
+from hvdtrain.strategies.step_metrics import SummedMetrics
 
 Step = Callable[[Any], Any]
 
@@ -94,6 +97,7 @@ class StepFunctions:
             "predict": model.predict_step,
         }
         self._traced: dict[tuple[str, int], Traced] = {}
+        self._summed = SummedMetrics(WHOLE_PARTS)
 
     def values(self) -> list[tf.Tensor]:
         """Return what the constants are now."""
@@ -146,9 +150,11 @@ class StepFunctions:
 
         constants = [tf.TensorSpec.from_tensor(value) for value in self.values()]
         # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a replica.
-        function = tf.function(run, autograph=False).get_concrete_function(
-            constants, tf.TensorSpec([2], tf.int64), tf.nest.pack_sequence_as(data, signature)
-        )
+        with watched(metrics_of(self._model)) as calls:
+            function = tf.function(run, autograph=False).get_concrete_function(
+                constants, tf.TensorSpec([2], tf.int64), tf.nest.pack_sequence_as(data, signature)
+            )
+        self._summed.learn(calls.updates, int(signature[0].shape[0]))
         return Traced(function, signature, names)
 
     def _counted(self, step: Step, ticket: tf.Tensor, data: Any, names: list[str]) -> tf.Tensor:

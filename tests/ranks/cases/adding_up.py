@@ -103,19 +103,31 @@ def case_slices() -> dict[str, Any]:
 
 
 class Counting(layers.Layer):
-    """Counts its calls in training, once as an integer and once as a float."""
+    """Counts its calls and examples in training, as integers and as floats, and goes by them and a moving mean."""
 
     def build(self, shape: Any) -> None:
         self.calls = self.add_weight(
             name="calls", dtype="int32", initializer="zeros", trainable=False
         )
         self.steps = self.add_weight(name="steps", initializer="zeros", trainable=False)
+        self.examples = self.add_weight(
+            name="examples", dtype="int32", initializer="zeros", trainable=False
+        )
+        self.seen = self.add_weight(name="seen", initializer="zeros", trainable=False)
+        self.level = self.add_weight(
+            name="level", shape=shape[1:], initializer="zeros", trainable=False
+        )
 
     def call(self, x: Any, training: bool = False) -> Any:
+        scale = 1 + 1e-3 * ops.cast(self.examples, "float32")
+        result = scale * (x - self.level) + 1e-3 * self.seen
         if training:
             self.calls.assign_add(1)
             self.steps.assign_add(1.0)
-        return x
+            self.examples.assign_add(ops.shape(x)[0])
+            self.seen.assign_add(ops.cast(ops.shape(x)[0], "float32"))
+            self.level.assign(0.9 * self.level + 0.1 * ops.mean(x, axis=0))
+        return result
 
 
 class Teacher(keras.Model):
@@ -156,17 +168,22 @@ def case_state_without_gradients() -> dict[str, Any]:
     }
 
 
-def scaled(scale: float) -> Callable[[], Any]:
-    def make() -> Any:
-        return keras.optimizers.LossScaleOptimizer(
-            SGD(0.05), initial_scale=scale, dynamic_growth_steps=4
-        )
-
-    return make
+def scaled(**kwargs: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(
+        SGD(0.05, **kwargs), initial_scale=2.0**17, dynamic_growth_steps=4
+    )
 
 
 def case_overflow() -> dict[str, Any]:
     """The loss scale begins where gradients overflow in float16 and comes to where they do not."""
+    return {
+        "plain": overflowing({}, {}),
+        "accumulated": overflowing({"gradient_accumulation_steps": 2}, {}),
+        "sharded": overflowing({}, {"shard_optimizer": True}),
+    }
+
+
+def overflowing(optimizer: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any]:
     from against_keras import one_process, reference  # type: ignore[attr-defined]
 
     def make() -> keras.Model:
@@ -180,14 +197,16 @@ def case_overflow() -> dict[str, Any]:
 
     x, y = np.repeat(X[:1], 64, axis=0), np.repeat(Y[:1], 64, axis=0) + 30
     fit = {"epochs": 10}
-    trained = hvdtrain.Trainer(make, scaled(2.0**17)(), "mse", global_batch_size=16, seed=1)
+    trained = hvdtrain.Trainer(
+        make, scaled(**optimizer), "mse", global_batch_size=16, seed=1, **trainer
+    )
     trained.fit(x, y, shuffle=False, verbose=0, **fit)
 
     def compute() -> dict[str, Any]:
-        model, _ = one_process(make, scaled(2.0**17)(), (x, y), fit, {"loss": "mse"})
+        model, _ = one_process(make, scaled(**optimizer), (x, y), fit, {"loss": "mse"})
         return {"weights": weights(model), "optimizer": _state(model.optimizer)}
 
-    wanted = reference(compute, (x, y), any_size=True)
+    wanted = reference(compute, (x, y, optimizer), any_size=True)
     return {
         "weights": wanted.apart(weights(trained.model), "weights"),
         "optimizer": wanted.apart(_state(trained.model.optimizer), "optimizer"),

@@ -76,13 +76,17 @@ class Guide(keras.Model):
         x, y = data[:2]
         with tf.GradientTape() as tape:
             predicted = self(x, training=training)
-            loss = ops.mean(ops.square(y - predicted))
+            errors = ops.square(y - predicted)
+            loss = ops.mean(errors)
         if training:
             variables = self.trainable_variables
             self.optimizer.apply(tape.gradient(loss, variables), variables)
-        self.tracker.update_state(loss)
+        self.tracker.update_state(self.tracked(errors))
         self.error.update_state(y, predicted)
         return loss, predicted
+
+    def tracked(self, errors: Any) -> Any:
+        return ops.mean(errors)
 
     def train_step(self, data: Any) -> Any:
         self.step(data, True)
@@ -97,6 +101,13 @@ class Guide(keras.Model):
         return [self.tracker, self.error]
 
 
+class Summing(Guide):
+    """Its tracker gets the sum over the batch, of which Mean makes a mean over the batches."""
+
+    def tracked(self, errors: Any) -> Any:
+        return ops.sum(errors)
+
+
 class OwnNames(Guide):
     """Results under other names, and values of the last batch."""
 
@@ -108,6 +119,7 @@ class OwnNames(Guide):
             "rate": self.optimizer.learning_rate,
             "batch_loss": loss,
             "largest": ops.max(predicted),
+            "root": ops.sqrt(self.tracker.result()),
         }
 
 
@@ -153,6 +165,7 @@ def case_logs() -> dict[str, Any]:
     """Names beside those of the metrics, in all ways of running a step."""
     return {
         "guide": compared(Guide),
+        "sums": compared(Summing),
         "one example in the last step": compared(OwnNames),
         **{
             f"own names, {way}": compared(OwnNames, examples=5 * BATCH - 3, **{way: value})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -387,6 +388,26 @@ class Counting(keras.metrics.Metric):
 
     def result(self) -> Any:
         return self.total
+
+
+class Largest(Counting):
+    """The largest error so far."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        error = keras.ops.max(keras.ops.abs(y_true - y_pred))
+        self.total.assign(keras.ops.maximum(self.total, error))
+
+
+def case_metrics_that_do_not_add_up() -> dict[str, list[str]]:
+    """What was warned of."""
+    found = {}
+    for kind in (Counting, Largest):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer_of(vector_model, "mse", metrics=[kind()]).fit(*even(), epochs=2, verbose=0)
+        said = [str(each.message) for each in caught]
+        found[kind.__name__] = [text for text in said if "'counting'" in text]
+    return found
 
 
 class Measuring(layers.Layer):

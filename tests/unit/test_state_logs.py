@@ -1,0 +1,71 @@
+"""Which logs of a step follow from the states of its metrics alone: found by running it again. No ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from hvdtrain.collectives.threads import thread_ranks
+from hvdtrain.strategies.state_logs import StateLogs
+
+X = np.random.default_rng(0).normal(size=(5, 3)).astype("float32")
+DATA = (tf.constant(X), tf.constant(X[:, :1]))
+
+
+class Language(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.norm = layers.BatchNormalization()
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(self.norm(x, training=training))
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self(x, training=True) - y))
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        self.tracker.update_state(loss)
+        return {
+            "loss": self.tracker.result(),
+            "perplexity": ops.exp(self.tracker.result()),
+            "last": loss,
+            "both": loss + self.tracker.result(),
+        }
+
+
+class OnlyThis(Language):
+    def train_step(self, data: Any) -> Any:
+        assert np.any(data[0])
+        return super().train_step(data)
+
+
+def found(kind: type) -> dict[str, Any]:
+    model = kind()
+    model.compile("sgd", jit_compile=False)
+    model.train_step(DATA)
+    model.tracker.update_state(3.0)  # What the other ranks have counted.
+    before = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    wanted = float(np.exp(model.tracker.result()))
+    logs = StateLogs(model, model.train_step, thread_ranks(1)[0])
+    values = [logs.values(["perplexity", "last", "both"], DATA) for _ in range(2)]
+    assert values[0] == values[1]
+    after = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return {name: value - wanted for name, value in values[0].items()}
+
+
+def test_what_follows_from_states() -> None:
+    assert found(Language) == {"perplexity": 0.0}
+
+
+def test_a_step_that_does_not_run_on_zeros() -> None:
+    assert found(OnlyThis) == {}
