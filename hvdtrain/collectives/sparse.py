@@ -10,11 +10,16 @@ for each example, positions make as many slices as words do.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.communicator import Communicator, Max
+
+Run: TypeAlias = tuple[int, int]
+"""The first of some indices that count up by 1, and how many there are."""
 
 _ONLY_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 _OTHER_ON_EACH_RANK = ("Iterator", "PyFunc", "EagerPyFunc", "Random", "Stateless", "Multinomial")
@@ -86,6 +91,43 @@ def _captured(placeholder: tf.Tensor) -> Any:
     return None
 
 
+def run_of(indices: Any) -> Run | None:
+    """Return (first, count) of indices that count up by 1, at least two; else None. Outside of graphs."""
+    values = np.asarray(indices)
+    if values.size < 2 or (np.diff(values) != 1).any():
+        return None
+    return int(values[0]), int(values.size)
+
+
+def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Return the sum of the slices of two parts of a batch, as those of one batch. Outside of graphs."""
+    run = run_of(one.indices)
+    if run is not None and run == run_of(other.indices):
+        return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
+    return tf.IndexedSlices(
+        tf.concat([one.values, other.values], axis=0),
+        tf.concat([one.indices, other.indices], axis=0),
+        one.dense_shape,
+    )
+
+
+def runs_of_all(slices: Mapping[int, tf.IndexedSlices], ranks: Communicator) -> dict[int, Run]:
+    """Return the runs that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
+
+    Args:
+        slices: with the same keys on all ranks.
+        ranks: that have them.
+    """
+    mine = [run_of(one.indices) or (-1, 0) for one in slices.values()]
+    if not mine:
+        return {}
+    numbers = np.array(mine, np.int64)
+    both = np.stack([numbers, -numbers])
+    largest, least = ranks.allreduce(both, "hvdtrain_runs_of_indices", Max).numpy()
+    same = (largest == -least).all(axis=1) & (numbers[:, 1] > 0)
+    return {key: run for key, run, alike in zip(slices, mine, same, strict=True) if alike}
+
+
 def _behind_each_other(
     slices: tf.IndexedSlices, ranks: Communicator, name: str
 ) -> tf.IndexedSlices:
@@ -107,4 +149,4 @@ def _are_positions(gathered: tf.Tensor, ranks: Communicator) -> bool:
     if rest or count < 2:
         return False
     rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
-    return bool((rows == rows[0]).all() and (rows[0][1:] - rows[0][:-1] == 1).all())
+    return bool((rows == rows[0]).all()) and run_of(rows[0]) is not None

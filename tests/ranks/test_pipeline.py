@@ -24,7 +24,7 @@ def four() -> Results:
     cases = (
         *("case_sgd", "case_adam", "case_four_stages", "case_alltoall_of_four_stages"),
         *("case_split_layers", "case_padding", "case_mean_by_weight", "case_padding_and_weights"),
-        *("case_ignored_labels", "case_dropout", "case_absent"),
+        *("case_ignored_labels", "case_dropout", "case_absent", "case_positions"),
     )
     meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
     return run_cases("pipeline", np=4, only=cases, env=meshes)
@@ -54,6 +54,12 @@ def check(ranks: list[Any], parts: int = 2) -> None:
 
 def test_two_copies_of_two_stages(four: Results) -> None:
     check(four.of("case_sgd"))
+
+
+def test_rows_looked_up_by_position_are_added_up_over_micro_batches_and_copies(
+    four: Results,
+) -> None:
+    check(four.of("case_positions"))
 
 
 def test_penalties_weights_of_examples_and_one_norm_over_all_stages(four: Results) -> None:

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.sparse import follows_data, sum_slices
+from hvdtrain.collectives.sparse import add_slices, follows_data, runs_of_all, sum_slices
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 
 POSITIONS = np.arange(3)
@@ -128,3 +128,34 @@ def test_eager_slices() -> None:
     assert summed([[0, 1], [1, 2]]) == [([0, 1, 1, 2], [1.0, 2.0, 1.0, 2.0])] * 2
     assert summed([[3], [3]]) == [([3, 3], [1.0, 1.0])] * 2
     assert summed([[0, 1, 2], [0]]) == [([0, 1, 2, 0], [1.0, 2.0, 3.0, 1.0])] * 2
+
+
+def slices_at(indices: list[int]) -> tf.IndexedSlices:
+    values = tf.range(1.0, len(indices) + 1.0)[:, tf.newaxis]
+    return tf.IndexedSlices(values, tf.constant(indices), [9, 1])
+
+
+@pytest.mark.parametrize(
+    "one, other, indices, values",
+    [
+        ([2, 3, 4], [2, 3, 4], [2, 3, 4], [2, 4, 6]),
+        ([2, 4], [2, 4], [2, 4, 2, 4], [1, 2, 1, 2]),
+        ([2, 3], [3, 4], [2, 3, 3, 4], [1, 2, 1, 2]),
+        ([5], [5], [5, 5], [1, 1]),
+    ],
+)
+def test_slices_of_two_parts(one: Any, other: Any, indices: Any, values: Any) -> None:
+    total = add_slices(slices_at(one), slices_at(other))
+    assert total.indices.numpy().tolist() == indices
+    assert total.values.numpy().ravel().tolist() == values
+
+
+def test_runs_that_all_ranks_have() -> None:
+    """Of four tables: all ranks look up the same run, other runs, no run, the same run but for its length."""
+    mine = [[[0, 1, 2], [0, 1], [0, 2], [4, 5]], [[0, 1, 2], [1, 2], [0, 2], [4, 5, 6]]]
+
+    def run(ranks: Communicator) -> Any:
+        slices = {10 + n: slices_at(each) for n, each in enumerate(mine[ranks.rank()])}
+        return runs_of_all(slices, ranks)
+
+    assert run_ranks(thread_ranks(2), run) == [{10: (0, 3)}] * 2

@@ -6,11 +6,12 @@ so those travel as tensors of their own, to the next stage or to the losses of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from hvdtrain.collectives.sparse import Run
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.parallel.pipeline.exchange import tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses, Made
@@ -61,16 +62,23 @@ class Passes:
         """As `late_train`, without a loss to differentiate."""
         return self._call_late(self._late_test_pass, made, totals, part)
 
-    def apply(self, gradients: list[Any]) -> None:
-        """Reduce a step's gradients, None where a variable has none, and update the weights."""
+    def apply(self, gradients: list[Any], runs: Mapping[int, Run]) -> None:
+        """Reduce a step's gradients, None where a variable has none, and update the weights.
+
+        Args:
+            gradients: one for each of the model's trainable variables.
+            runs: the indices of those that are slices of the same rows on all ranks, by their place.
+        """
         variables = self._stage.model.trainable_variables
         present = tuple(place for place, g in enumerate(gradients) if g is not None)
-        function = self._function(
-            ("apply", present),
-            lambda found: self._stage.model.optimizer.apply_gradients(
-                zip(found, [variables[p] for p in present], strict=True)
-            ),
-        )
+
+        def update(found: list[Any]) -> None:
+            known = [_with_run(g, runs.get(p)) for g, p in zip(found, present, strict=True)]
+            self._stage.model.optimizer.apply_gradients(
+                zip(known, [variables[p] for p in present], strict=True)
+            )
+
+        function = self._function(("apply", present, tuple(runs.items())), update)
         function([gradients[p] for p in present])
 
     def _call(self, run: Callable[..., Any], received: list[Any], part: MicroBatch) -> Any:
@@ -175,6 +183,16 @@ class Passes:
             return run
         function: Callable[..., Any] = tf.function(run, reduce_retracing=True, autograph=False)
         return function
+
+
+def _with_run(gradient: Any, run: Run | None) -> Any:
+    """Return slices whose rows do not come from outside of the function, as far as these are known."""
+    if run is None:
+        return gradient
+    first, count = run
+    values = tf.ensure_shape(gradient.values, [count, *gradient.values.shape[1:]])
+    indices = tf.range(first, first + count, dtype=gradient.indices.dtype)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
 def _with_masks(places: list[Any], received: list[Any]) -> list[Any]:

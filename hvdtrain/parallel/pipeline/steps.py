@@ -20,6 +20,7 @@ from hvdtrain.collectives.combining import LAST, RULES
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.sparse import add_slices, runs_of_all
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
@@ -178,7 +179,7 @@ class PipelineSteps:
                     _add(total, gradients)
                 # They would stay while the next micro-batch makes its own.
                 del gradients, opened
-            self._passes.apply(total or [])
+            self._apply(total or [])
         self._exchange.flush()
         self._take_over(share)
         return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
@@ -229,6 +230,15 @@ class PipelineSteps:
             self._exchange.send_backward(back, logs)
         return found_gradients[len(sources) :], logs
 
+    def _apply(self, gradients: list[Any]) -> None:
+        """Update the weights; rows that were looked up by position are added up over the ranks."""
+        sparse = {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        runs = runs_of_all(sparse, self._ranks)
+        variables = self._stage.model.trainable_variables
+        once = frozenset(id(tf_variable(variables[place])) for place in runs)
+        with in_step(replace(self._step, once=once)):
+            self._passes.apply(gradients, runs)
+
     def _own_logs(self) -> np.ndarray:
         """What this stage, not the last, adds to the logs: its penalties belong to the loss."""
         logs = np.zeros(len(self._names))
@@ -270,15 +280,6 @@ def _add(total: list[Any], gradients: list[Any]) -> None:
     for place, gradient in enumerate(gradients):
         gradients[place] = None
         if isinstance(gradient, tf.IndexedSlices):
-            total[place] = _joined(total[place], gradient)
+            total[place] = add_slices(total[place], gradient)
         elif gradient is not None:
             total[place] = total[place] + gradient
-
-
-def _joined(total: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """The sum of two sparse gradients: rows of the same index add up."""
-    return tf.IndexedSlices(
-        tf.concat([total.values, slices.values], axis=0),
-        tf.concat([total.indices, slices.indices], axis=0),
-        slices.dense_shape,
-    )

@@ -67,6 +67,39 @@ def case_adam() -> dict[str, Any]:
     )
 
 
+class Positions(layers.Layer):
+    """Adds a vector for each place of a sentence, looked up once for the whole batch."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.table = layers.Embedding(6, 8, name="places")
+        self.table.build()
+
+    def call(self, x: Any) -> Any:
+        return x + self.table(keras.ops.arange(6))
+
+
+def case_positions() -> dict[str, Any]:
+    """One process has one slice for each place, and Adagrad squares it."""
+
+    def make() -> keras.Model:
+        words = layers.Input((6,), dtype="int32")
+        x = Positions(name="positions")(layers.Embedding(TOKENS, 8, name="embedding")(words))
+        x = layers.Dense(8, activation="tanh", name="dense")(x)
+        pooled = layers.GlobalAveragePooling1D(name="pool")(x)
+        return keras.Model(words, layers.Dense(5, name="out")(pooled))
+
+    return apart(
+        make,
+        lambda: optimizers.Adagrad(0.1),
+        (WORDS, Y),
+        {"epochs": 2},
+        stages=["dense"],
+        micro_batches=3,
+        weights_only=True,
+    )
+
+
 def case_four_stages() -> dict[str, Any]:
     """More stages than 2: what crosses several cuts; a loss that is a sum; more micro-batches than examples.
 
