@@ -6,8 +6,8 @@ examples with each other, a sum in a train_step, a layer that mixes the examples
 these by name, each rank tries: before the first step it runs the model's own train_step on a few of its examples,
 whole and in two uneven parts, and compares the gradients, which nothing applies. Whatever a run assigns is put back.
 
-Normalisation by the batch and dropout differ by nature, and are off while the probe runs. A step that draws other
-random numbers each time cannot be judged.
+Normalisation by the batch and dropout differ by nature (by_nature.py), and are off while the probe runs. A step that
+draws other random numbers each time cannot be judged.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
+from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.growth import Kinds, kinds_of_growth
 
 EXAMPLES = 5
@@ -48,6 +49,9 @@ off by about the ratio of the parts' sizes, 0.2 and more."""
 
 Bounds = Sequence[tuple[int, int]]
 """The first row of each part, and that behind its last."""
+
+DRAWS = "its gradients are others each time it runs on the same examples (random numbers?)"
+"""Why a step cannot be judged that makes its own noise."""
 
 Marks = dict[str, np.ndarray]
 """For each variable's name (3,): its gradient projected to one number, which adds up over parts, its norm, and the
@@ -68,6 +72,7 @@ class Verdict:
         summed, averaged, unclear: the places in `state_of` of what grows by the sum of its parts, by their mean, and
             otherwise.
         counted: the places in `counts_of` of what grows by the sum of its parts.
+        why_not: what is to be told of a step that could not be judged.
     """
 
     as_mean: bool | None = None
@@ -79,6 +84,7 @@ class Verdict:
     averaged: tuple[int, ...] = ()
     unclear: tuple[int, ...] = ()
     counted: tuple[int, ...] = ()
+    why_not: str = ""
 
 
 def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
@@ -150,8 +156,10 @@ def _verdict(model: keras.Model, data: Any, bounds: Bounds, step: Step) -> tuple
             once = _looked_up_once(model, whole, weighed[0])
             # An overflow in float16 says nothing of the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
-            if not whole or not finite or _gap(model, whole, again)[1] > 0:
+            if not whole or not finite:
                 return Verdict(once=once), moves
+            if _gap(model, whole, again)[1] > 0:
+                return Verdict(once=once, why_not=DRAWS), moves
             worst, gap = _gap(
                 model, whole, _sum(weighed, [1.0, 1.0] if step.share_in_loss else shares)
             )
@@ -159,9 +167,10 @@ def _verdict(model: keras.Model, data: Any, bounds: Bounds, step: Step) -> tuple
             as_sum = (gap > 0 or not _norm(whole)) and not _gap(
                 model, whole, _sum(_of_parts(model, parts, [1.0, 1.0], step), [1.0, 1.0])
             )[1]
-    except Exception:
+    except Exception as error:
         # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
-        return Verdict(once=once), moves
+        first_line = next(iter(str(error).splitlines()), "")
+        return Verdict(once=once, why_not=f"{type(error).__name__}: {first_line}"), moves
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
 
 
@@ -315,8 +324,5 @@ def _in_inference(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _differs_by_nature(layer: Any) -> bool:
-    if not getattr(layer, "_call_has_training_arg", False):
-        return False
-    normalises = isinstance(layer, keras.layers.BatchNormalization)
-    draws = type(layer).__module__.startswith("keras.") and hasattr(layer, "seed_generator")
-    return normalises or draws
+    knows_training = getattr(layer, "_call_has_training_arg", False)
+    return knows_training and (by_nature.normalises(layer) or by_nature.has_generator(layer))

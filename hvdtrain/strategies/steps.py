@@ -32,6 +32,7 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
+from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
@@ -159,14 +160,16 @@ class RankSteps:
         Raises:
             UsageError: on all ranks: it does not.
         """
-        # The states that belong to the rows of a batch are no variables of the model: they would be lost.
-        if self._step is None or self._probed or keeps_rows(self._model):
+        if self._step is None or self._probed:
             return
         self._probed = True
-        rows = min(EXAMPLES, int(self._ranks.allreduce(share.examples, "hvdtrain_probe", Min)))
-        if rows < 2:
+        self._warn(by_nature.complaint(self._model))
+        data = self._some_examples(share)
+        # The states that belong to the rows of a batch are no variables of the model: they would be lost.
+        if data is None or keeps_rows(self._model):
+            why_not = "a worker has a single example" if data is None else "a layer is stateful"
+            self._warn(_could_not_be_tried(self._model, why_not))
             return
-        data = tf.nest.map_structure(lambda leaf: leaf[:rows], share.data)
         mine = probe(self._model, data, self._step)
         found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
         once = set.intersection(*(set(each.once) for each in found))
@@ -176,6 +179,8 @@ class RankSteps:
         self._keep_in_step(found)
         judged = [each for each in found if each.as_mean is not None]
         if not judged:
+            why_not = next((each.why_not for each in found if each.why_not), "")
+            self._warn(why_not and _could_not_be_tried(self._model, why_not))
             return
         if all(each.as_mean for each in judged):
             self._step = replace(self._step, checked=True)
@@ -196,9 +201,31 @@ class RankSteps:
         counts = counts_of(self._model)
         counted = set.intersection(*(set(each.counted) for each in found))
         self._metrics.count_as_sums([counts[place] for place in counted])
-        if unclear and self._ranks.rank() == 0:
+        if unclear:
             names = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
-            warnings.warn(_averages([names[id(state[place])] for place in unclear]), stacklevel=2)
+            self._warn(_averages([names[id(state[place])] for place in unclear]))
+
+    def _some_examples(self, share: Share) -> Any:
+        """Return a few examples: this rank's, or where one has a single one, those of all. A collective.
+
+        None: the batch has a single example, or strings, which do not travel.
+        """
+        least = int(self._ranks.allreduce(share.examples, "hvdtrain_probe", Min))
+        data = tf.nest.map_structure(lambda leaf: leaf[: share.examples], share.data)
+        if least < 2:
+            leaves = tf.nest.flatten(data)
+            if share.global_examples < 2 or any(leaf.dtype == tf.string for leaf in leaves):
+                return None
+            everyones = [
+                self._ranks.allgather(leaf, f"hvdtrain_probe_{i}") for i, leaf in enumerate(leaves)
+            ]
+            data, least = tf.nest.pack_sequence_as(data, everyones), share.global_examples
+        rows = min(EXAMPLES, least)
+        return tf.nest.map_structure(lambda leaf: leaf[:rows], data)
+
+    def _warn(self, text: str | None) -> None:
+        if text and self._ranks.rank() == 0:
+            warnings.warn(text, stacklevel=2)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
@@ -240,6 +267,14 @@ def _averages(names: Sequence[str]) -> str:
         f"A step changes {names[0]!r}{others} otherwise than by a sum or mean over the examples of its batch. Each "
         "worker goes by its own part of the batch, and at the end of an epoch the average is taken: as far as training "
         "depends on it, it differs from training on one worker"
+    )
+
+
+def _could_not_be_tried(model: keras.Model, why: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} could not be tried out on parts of a batch: {why}. On several "
+        "workers it is that of one only if its loss is a mean of one value for each example; random numbers are each "
+        "worker's own"
     )
 
 

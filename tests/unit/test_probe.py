@@ -13,10 +13,12 @@ from keras import layers, ops
 
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.step import Step
+from hvdtrain.keras import SyncBatchNormalization
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import trains_by_keras
+from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.losses import make_exact
-from hvdtrain.strategies.probe import Verdict, probe, state_of
+from hvdtrain.strategies.probe import DRAWS, Verdict, probe, state_of
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype("float32")
@@ -199,6 +201,12 @@ NEITHER = {
 }
 
 
+@pytest.fixture(autouse=True)
+def same_weights() -> None:
+    """Unlucky ones make the root of a mean look like a mean."""
+    keras.utils.set_random_seed(0)
+
+
 def verdict(model: keras.Model, x: Any = X, y: Any = Y) -> Verdict:
     data = (tf.constant(x), tf.constant(y))
     model(data[0])
@@ -262,11 +270,12 @@ def test_what_is_looked_up_once_for_a_batch() -> None:
 
 def test_what_cannot_be_judged() -> None:
     random = compiled(keras.Sequential([layers.Input((4,)), Sampling(), layers.Dense(2)]))
-    assert verdict(random) == Verdict()
+    assert verdict(random) == Verdict(why_not=DRAWS)
     overflowing = own_step(lambda y, p: ops.mean(squares(y, p)) * np.inf)
     assert verdict(overflowing) == Verdict()
     fixed = own_step(lambda y, p: ops.mean(squares(y, ops.reshape(p, (5, 2)))))
-    assert verdict(fixed) == Verdict()
+    found = verdict(fixed)
+    assert found.as_mean is None and "Error" in found.why_not
 
 
 class Growing(layers.Layer):
@@ -315,3 +324,23 @@ def test_what_grows_without_a_gradient(change: Any, dtype: str, kind: str) -> No
     for each in ("summed", "averaged", "unclear"):
         assert getattr(found, each) == ((place,) if kind == each else ()), each
     assert not np.any(growing.state.numpy())
+
+
+def test_what_differs_by_nature_is_named() -> None:
+    def said(*inner: Any) -> str | None:
+        model = keras.Sequential([layers.Input((6, 6, 1)), *inner])
+        model(np.zeros((2, 6, 6, 1)))
+        return by_nature.complaint(model)
+
+    assert said(layers.Dense(2), layers.Dropout(0.0), SyncBatchNormalization()) is None
+    assert said(layers.TimeDistributed(layers.LSTM(2)), layers.GRU(2)) is None
+    frozen = layers.BatchNormalization(trainable=False)
+    assert said(frozen) is None
+    found = said(layers.BatchNormalization(name="bn"), layers.Dropout(0.1, name="drop")) or ""
+    assert "'bn'" in found and "SyncBatchNormalization" in found and "'drop'" in found
+    random = (
+        layers.GaussianNoise(0.1),
+        layers.RandomFlip(),
+        layers.TimeDistributed(layers.LSTM(2, dropout=0.1)),
+    )
+    assert all(said(layer) for layer in random)
