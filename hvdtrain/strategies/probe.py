@@ -312,9 +312,13 @@ def _repeatable(model: keras.Model) -> Iterator[None]:
     changed = [layer for layer in model._flatten_layers() if _differs_by_nature(layer)]
     for layer in changed:
         object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
+    eagerly = tf.config.functions_run_eagerly()
+    # A step may call tf.functions of its own, in which gradients have no values yet.
+    tf.config.run_functions_eagerly(True)
     try:
         yield
     finally:
+        tf.config.run_functions_eagerly(eagerly)
         for layer in changed:
             object.__delattr__(layer, "call")
 
