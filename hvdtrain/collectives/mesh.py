@@ -177,12 +177,16 @@ class Position:
         return [] if shard_of(variable) is None else [self.tensor_set]
 
     def by_holders(self, variables: Iterable[Any]) -> list[tuple[Communicator, list[Any]]]:
-        """Return `variables` with the ranks that hold the same values, where there are others."""
-        found: dict[tuple[int, ...], tuple[Communicator, list[Any]]] = {}
+        """Return `variables` with the ranks that hold the same values, where there are others.
+
+        First those that all of a stage hold: if ranks of a smaller group stop over what they compare, nobody waits.
+        """
+        parts: list[Any] = []
+        wholes: list[Any] = []
         for variable in variables:
-            ranks = self.holders(variable)
-            found.setdefault(tuple(ranks.ranks), (ranks, []))[1].append(variable)
-        return [(ranks, held) for ranks, held in found.values() if ranks.size() > 1]
+            (wholes if shard_of(variable) is None else parts).append(variable)
+        found = [(self.stage_set, wholes), (self.data_set, parts)]
+        return [(ranks, held) for ranks, held in found if held and ranks.size() > 1]
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the rank of a stage of this copy of the model."""

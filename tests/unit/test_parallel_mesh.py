@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hvdtrain.collectives import mesh as mesh_module
 from hvdtrain.collectives.mesh import Mesh, Place
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.shards import Shard
+from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.worker.rank_environment import size_of
 
@@ -124,6 +126,16 @@ def test_data_alone_needs_no_process_set(monkeypatch: pytest.MonkeyPatch) -> Non
     assert here.data_set is here.stage_set is everyone
     assert here.tensor_set.ranks == here.pipeline_set.ranks == [2]
     assert float(here.tensor_set.allreduce(3.0, "alone")) == 3.0
+
+
+def test_what_most_ranks_hold_is_compared_first() -> None:
+    """Ranks that stop over their part must leave nobody waiting for what all hold."""
+    ranks = thread_ranks(4)[1]
+    here = mesh_module.position_in(Mesh(data=2, tensor=2), ranks, ranks.subset)
+    part, whole, other = (SimpleNamespace() for _ in range(3))
+    mark_shard(part, Shard(axis=0, index=1, count=2))
+    found = [(group.ranks, held) for group, held in here.by_holders([part, whole, other])]
+    assert found == [([0, 1, 2, 3], [whole, other]), ([1, 3], [part])]
 
 
 def test_a_part_knows_where_it_belongs() -> None:
