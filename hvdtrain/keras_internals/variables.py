@@ -48,6 +48,13 @@ def row_states(model: keras.Model) -> list[Any]:
     return [v for v in keras.tree.flatten(found) if isinstance(v, keras.Variable)]
 
 
+def untracked_variables(model: keras.Model) -> list[tf.Variable]:
+    """Return the numbers that the model's layers hold in tf.Variables as attributes: Keras does not know of them."""
+    held = [value for layer in model._flatten_layers() for value in vars(layer).values()]
+    found = unique(value for value in held if isinstance(value, tf.Variable))
+    return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
+
+
 def replicated_variables(
     model: keras.Model | None = None, optimizer: Any = None, local: Iterable[Any] = ()
 ) -> list[Any]:

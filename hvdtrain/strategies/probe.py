@@ -34,6 +34,7 @@ from hvdtrain.keras_internals.variables import (
     seed_variables,
     tf_variable,
     unique,
+    untracked_variables,
     variable_name,
     without,
 )
@@ -113,7 +114,8 @@ def state_of(model: keras.Model) -> list[tf.Variable]:
     """Return the numbers that a step may change without a gradient, but for metrics and random seeds."""
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     left_out = [*seed_variables(model), *model.metrics_variables, *counted]
-    found = map(tf_variable, without(own_non_trainable_variables(model), left_out))
+    known = map(tf_variable, without(own_non_trainable_variables(model), left_out))
+    found = [*known, *untracked_variables(model)]
     return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
 
 
@@ -295,6 +297,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     # Of metrics also those that the model does not list.
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
+    kept += untracked_variables(model)
     if not trains_by_keras(model):
         kept += model.trainable_variables
     targets = [tf_variable(v) for v in unique(kept)]

@@ -20,6 +20,7 @@ from hvdtrain.keras_internals.variables import (
     local_variables,
     row_states,
     seed_variables,
+    untracked_variables,
     without,
 )
 from hvdtrain.strategies.model_file import read_model, write_model
@@ -85,7 +86,7 @@ def broadcast(variables: Iterable[Any], position: Position) -> None:
 def shared_state(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
     """Return the variables of a model and its optimizers that are the same on all ranks, except `left_out`."""
     own = [*local_variables(model), *row_states(model), *left_out]
-    found = list(model.variables)
+    found = [*model.variables, *untracked_variables(model)]
     for optimizer in optimizers_of(model):
         own += accumulators(optimizer)
         found += optimizer.variables

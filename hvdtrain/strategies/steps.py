@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.communicator import Communicator, Min
+from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
 from hvdtrain.collectives.step import Step, in_step
@@ -202,26 +202,30 @@ class RankSteps:
         counted = set.intersection(*(set(each.counted) for each in found))
         self._metrics.count_as_sums([counts[place] for place in counted])
         if unclear:
-            names = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
-            self._warn(_averages([names[id(state[place])] for place in unclear]))
+            paths = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
+            named = [state[place] for place in unclear]
+            self._warn(_averages([paths.get(id(v), v.name) for v in named]))
 
     def _some_examples(self, share: Share) -> Any:
-        """Return a few examples: this rank's, or where one has a single one, those of all. A collective.
+        """Return a few examples: this rank's, or where one has fewer, those of all. A collective.
 
-        None: the batch has a single example, or strings, which do not travel.
+        None: there is but one.
         """
-        least = int(self._ranks.allreduce(share.examples, "hvdtrain_probe", Min))
         data = tf.nest.map_structure(lambda leaf: leaf[: share.examples], share.data)
-        if least < 2:
-            leaves = tf.nest.flatten(data)
-            if share.global_examples < 2 or any(leaf.dtype == tf.string for leaf in leaves):
-                return None
-            everyones = [
+        leaves = tf.nest.flatten(data)
+        shapes = [[leaf.dtype.name, *leaf.shape[1:]] for leaf in leaves]
+        everyone = self._ranks.exchange([share.examples, shapes], "probe_examples")
+        least = min(examples for examples, _ in everyone)
+        # Strings do not travel, and shards of the user's own may be of other lengths.
+        travel = all(theirs == shapes for _, theirs in everyone) and "string" not in str(shapes)
+        if least < EXAMPLES and travel:
+            gathered = [
                 self._ranks.allgather(leaf, f"hvdtrain_probe_{i}") for i, leaf in enumerate(leaves)
             ]
-            data, least = tf.nest.pack_sequence_as(data, everyones), share.global_examples
+            data = tf.nest.pack_sequence_as(data, gathered)
+            least = sum(examples for examples, _ in everyone)
         rows = min(EXAMPLES, least)
-        return tf.nest.map_structure(lambda leaf: leaf[:rows], data)
+        return tf.nest.map_structure(lambda leaf: leaf[:rows], data) if rows > 1 else None
 
     def _warn(self, text: str | None) -> None:
         if text and self._ranks.rank() == 0:

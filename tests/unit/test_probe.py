@@ -19,6 +19,7 @@ from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.probe import DRAWS, Verdict, probe, state_of
+from hvdtrain.strategies.state import shared_state
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype("float32")
@@ -344,3 +345,25 @@ def test_what_differs_by_nature_is_named() -> None:
         layers.TimeDistributed(layers.LSTM(2, dropout=0.1)),
     )
     assert all(said(layer) for layer in random)
+
+
+class Untracked(layers.Layer):
+    """Counts examples in a tf.Variable, of which Keras does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = tf.Variable(0)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign_add(tf.shape(x)[0])
+        return x
+
+
+def test_what_keras_does_not_track() -> None:
+    counting = Untracked()
+    model = compiled(keras.Sequential([layers.Input((4,)), counting, layers.Dense(2)]))
+    assert verdict(model).summed == (0,)
+    assert state_of(model)[0] is counting.seen
+    assert any(v is counting.seen for v in shared_state(model))
+    assert int(counting.seen) == 0
