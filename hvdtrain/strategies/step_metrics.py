@@ -140,7 +140,8 @@ class StepMetrics:
 
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
         # A number for a batch is a mean (of losses), unless it was seen to be none or the metric is there to add up.
-        seen = not self._sums.isdisjoint(id(tf_variable(v)) for v in metric.variables)
+        states = {id(tf_variable(v)) for v in metric.variables}
+        seen = bool(self._sums & states) and not states <= self._sums  # All of them: by weights.
         adds_up = seen or not isinstance(metric, keras.metrics.Mean)
         try:
             with tf.init_scope():

@@ -81,12 +81,12 @@ class Guide(keras.Model):
         if training:
             variables = self.trainable_variables
             self.optimizer.apply(tape.gradient(loss, variables), variables)
-        self.tracker.update_state(self.tracked(errors))
+        self.track(errors)
         self.error.update_state(y, predicted)
         return loss, predicted
 
-    def tracked(self, errors: Any) -> Any:
-        return ops.mean(errors)
+    def track(self, errors: Any) -> None:
+        self.tracker.update_state(ops.mean(errors))
 
     def train_step(self, data: Any) -> Any:
         self.step(data, True)
@@ -104,8 +104,15 @@ class Guide(keras.Model):
 class Summing(Guide):
     """Its tracker gets the sum over the batch, of which Mean makes a mean over the batches."""
 
-    def tracked(self, errors: Any) -> Any:
-        return ops.sum(errors)
+    def track(self, errors: Any) -> None:
+        self.tracker.update_state(ops.sum(errors))
+
+
+class Weighted(Guide):
+    """Its tracker weighs the mean over a batch by the batch's examples."""
+
+    def track(self, errors: Any) -> None:
+        self.tracker.update_state(ops.mean(errors), sample_weight=ops.shape(errors)[0])
 
 
 class OwnNames(Guide):
@@ -166,6 +173,7 @@ def case_logs() -> dict[str, Any]:
     return {
         "guide": compared(Guide),
         "sums": compared(Summing),
+        "weighted": compared(Weighted),
         "one example in the last step": compared(OwnNames),
         **{
             f"own names, {way}": compared(OwnNames, examples=5 * BATCH - 3, **{way: value})
