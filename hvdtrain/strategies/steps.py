@@ -222,8 +222,11 @@ class RankSteps:
             gathered = [
                 self._ranks.allgather(leaf, f"hvdtrain_probe_{i}") for i, leaf in enumerate(leaves)
             ]
+            # Each rank tries others of them.
+            sizes = [examples for examples, _ in everyone]
+            first, least = sum(sizes[: self._ranks.rank()]), sum(sizes)
+            gathered = [tf.roll(leaf, -first, axis=0) for leaf in gathered]
             data = tf.nest.pack_sequence_as(data, gathered)
-            least = sum(examples for examples, _ in everyone)
         rows = min(EXAMPLES, least)
         return tf.nest.map_structure(lambda leaf: leaf[:rows], data) if rows > 1 else None
 

@@ -263,16 +263,25 @@ def _contrastive(y: Any, p: Any) -> Any:
     )
 
 
+def _balanced(y: Any, p: Any) -> Any:
+    """Weighs the examples of a class by how many the batch has."""
+    positive = ops.cast(y > 0, "float32")
+    return ops.mean(ops.square(y - p) * positive / (ops.sum(positive) + 1e-3))
+
+
 def case_refused() -> dict[str, str]:
     """What differs from one process, and how it is said; with probe=False it trains."""
     found = {}
-    for name, make in {
-        "contrastive": lambda: losing(_contrastive)(),
-        "sum in a step": lambda: Stepping(lambda y, p: ops.sum(ops.square(y - p))),
+    signs = np.where(np.arange(len(Y)) % 2, 1.0, -1.0).astype("float32")[:, np.newaxis]
+    for name, (make, targets, batch) in {
+        "contrastive": (losing(_contrastive), Y, 16),
+        "sum in a step": (lambda: Stepping(lambda y, p: ops.sum(ops.square(y - p))), Y, 16),
+        # Two examples on each of two ranks: one of each class, on which it is a mean.
+        "few examples": (losing(_balanced), signs, 4),
     }.items():
-        trainer = hvdtrain.Trainer(make, SGD(0.003), "mse", global_batch_size=16)
+        trainer = hvdtrain.Trainer(make, SGD(0.003), "mse", global_batch_size=batch)
         try:
-            trainer.fit(X, Y, verbose=0)
+            trainer.fit(X, targets, verbose=0, shuffle=False)
         except UsageError as error:
             found[name] = str(error)
     trainer = hvdtrain.Trainer(
