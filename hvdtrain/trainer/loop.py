@@ -228,9 +228,10 @@ class Loop:
 
     def _global_step_logs(self, step_logs: Logs, share: Share) -> Logs:
         """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
-        if self.strategy.workers == 1:
-            return step_logs
         self.steps.finish()
+        # Not one worker alone: where that is several ranks, one has the losses of all its stages.
+        if self.rank.size == self.strategy.workers == 1:
+            return step_logs
         own = read_state(self.model.metrics)
         logs = self.strategy.logs(self.model, step_logs, share)
         write_state(self.model.metrics, own)
