@@ -1,0 +1,37 @@
+"""What docs/what-is-exact.md says is so: a sample of its rows."""
+
+from __future__ import annotations
+
+import pytest
+from exactness.case import Case
+from exactness.families import CASES
+from exactness.page import read_page
+from exactness.table import reference, verdict, verdicts
+
+SAMPLE = (
+    "losses of your own: the mean over the batch, sample weights",
+    "losses of your own: contrastive, one example for each of three workers",
+    "losses of your own: compute_loss: a value for each example",
+    "metrics of your own: the root of the mean",
+    "metrics of your own: result is a dict",
+    "layers that look at the batch: SyncBatchNormalization()",
+    "layers that look at the batch: BatchNormalization()",
+)
+
+
+def check(name: str, case: Case, size: int) -> None:
+    found = verdict(case, size, reference(case))
+    assert found.word == read_page()[name].words[size - 1], found
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_sample(name: str) -> None:
+    check(name, next(case for case in CASES if str(case) == name), 2)
+
+
+@pytest.mark.slow
+def test_every_fourth_row() -> None:
+    page = read_page()
+    rows = [case for case in CASES if str(case) in page][::4]
+    found = {str(case): each for case, (each,) in verdicts(rows, [2])}
+    assert {n: v for n, v in found.items() if v.word != page[n].words[1]} == {}
