@@ -33,7 +33,7 @@ def run(strategy: str) -> Results:
     return run_cases("replicas", np=1, only=() if strategy == "tpu" else CENTRAL, env=env)
 
 
-@pytest.fixture(params=["central-storage", "tpu"])
+@pytest.fixture(params=[pytest.param("central-storage", marks=pytest.mark.slow), "tpu"])
 def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -22,7 +22,7 @@ def two() -> Results:
     return run_cases("trainer_exact", np=2)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def results(request: pytest.FixtureRequest, two: Results) -> Results:
     if request.param == 2:
         return two
