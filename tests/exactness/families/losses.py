@@ -52,7 +52,7 @@ KERAS = (
     _masks("Dice()"),
     _masks("Tversky(axis=(1, 2, 3))"),
     _masks("Tversky()"),
-    _loss("Circle()", layers=("Dense(4, 'tanh')", "UnitNormalization()"), y="classes"),
+    _loss("Circle(gamma=8.0)", layers=("Dense(4, 'tanh')", "UnitNormalization()"), y="classes"),
 )
 
 
