@@ -157,7 +157,7 @@ OUTPUTS = (
         weights="of outputs",
         compiled={"weighted_metrics": "[]"},
     ),
-    _outputs("reduction=None", loss="MeanSquaredError(reduction=None)"),
+    _outputs("reduction=None", loss="MeanSquaredError(reduction=None)", optimizer="SGD(0.01)"),
 )
 
 
