@@ -16,7 +16,6 @@ ALL = (
     "SGD(0.1)", "SGD(0.1, momentum=0.9, nesterov=True)", "Adam(0.01)", "Adam(0.01, amsgrad=True)", "AdamW(0.01)",
     "Adamax(0.01)", "Nadam(0.01)", "Adadelta(1.0)", "Adagrad(0.1)", "Adafactor(0.01)", "RMSprop(0.01)",
     "RMSprop(0.01, centered=True, momentum=0.5)", "Ftrl(0.1)", "Lion(0.01)", "Lamb(0.01)", "Muon(0.01)",
-    "ScheduleFreeAdamW(0.01)",
 )  # fmt: skip
 CLIPPED = (
     "SGD(0.1, clipnorm=0.1)", "SGD(0.1, clipvalue=0.05)", "SGD(0.1, global_clipnorm=0.1)",
@@ -39,6 +38,8 @@ SPARSE = (
 
 CASES = (
     *_optimizers("optimizers", *ALL),
+    # Keras's fit starts it anew in every step of a graph that builds it; eagerly it does not.
+    *_optimizers("optimizers", "ScheduleFreeAdamW(0.01)", compiled={"run_eagerly": "True"}),
     *_optimizers("optimizers: clipping", *CLIPPED, examples=UNEVEN),
     *_optimizers("optimizers: options", *OPTIONS),
     *_optimizers("optimizers: sparse gradients", *SPARSE, layers=WORDS, x="words", examples=IDLE),
