@@ -139,10 +139,14 @@ class StepMetrics:
         return StepLogs(logs, sources, self.rules, of_states)
 
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
-        # A number for a batch is a mean (of losses), unless it was seen to be none or the metric is there to add up.
         states = {id(tf_variable(v)) for v in metric.variables}
-        seen = bool(self._sums & states) and not states <= self._sums  # All of them: by weights.
-        adds_up = seen or not isinstance(metric, keras.metrics.Mean)
+        if states and states <= self._sums:
+            return  # As by default: a mean that its number of examples weighs, for one.
+        is_mean = isinstance(metric, keras.metrics.Mean)
+        telling = {id(tf_variable(metric.total))} if is_mean else states
+        seen = bool(telling & self._sums)
+        # A number for a batch is a mean (of losses), unless it was seen to be none or the metric is there to add up.
+        adds_up = seen or not is_mean
         try:
             with tf.init_scope():
                 trials = make_trials(calls, examples, adds_up)

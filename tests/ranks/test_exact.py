@@ -9,6 +9,7 @@ from exactness.page import read_page
 from exactness.table import reference, verdict, verdicts
 
 SAMPLE = (
+    "losses: several outputs: sample weights of each output",
     "losses of your own: the mean over the batch, sample weights",
     "losses of your own: contrastive, one example for each of three workers",
     "losses of your own: compute_loss: a value for each example",
