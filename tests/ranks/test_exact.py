@@ -34,9 +34,9 @@ def test_sample(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_every_fourth_row() -> None:
+def test_every_tenth_row() -> None:
     page = read_page()
-    rows = [case for case in CASES if str(case) in page][::4]
+    rows = [case for case in CASES if str(case) in page][::10]
     found = {str(case): each for case, (each,) in verdicts(rows, [2])}
     assert {n: v for n, v in found.items() if v.word != page[n].words[1]} == {}
 
