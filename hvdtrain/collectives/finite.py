@@ -40,7 +40,7 @@ class FiniteWatch:
 
 
 def _is_finite(variable: Any) -> bool:
-    dtype = tf_variable(variable).dtype
-    if not dtype.is_floating or dtype.size == 1:
+    held = tf_variable(variable)  # A tensor, of a variable that lies on servers.
+    if not held.dtype.is_floating or held.dtype.size == 1:
         return True  # Whole numbers; and TensorFlow tests no float8.
-    return bool(tf.reduce_all(tf.math.is_finite(tf_variable(variable).read_value())))
+    return bool(tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(held))))
