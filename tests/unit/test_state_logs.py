@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 from keras import layers, ops
 
@@ -48,6 +49,7 @@ class OnlyThis(Language):
 
 
 def found(kind: type) -> dict[str, Any]:
+    keras.utils.set_random_seed(0)
     model = kind()
     model.compile("sgd", jit_compile=False)
     model.train_step(DATA)
@@ -64,7 +66,8 @@ def found(kind: type) -> dict[str, Any]:
 
 
 def test_what_follows_from_states() -> None:
-    assert found(Language) == {"perplexity": 0.0}
+    # TensorFlow's exp in float32 against NumPy's: a rounding or two of a number below 100.
+    assert found(Language) == {"perplexity": pytest.approx(0.0, abs=2e-5)}
 
 
 def test_a_step_that_does_not_run_on_zeros() -> None:
