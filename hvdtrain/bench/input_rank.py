@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.bench.core import take_core
 
 GLOBAL_BATCH = 64
 SIZE = 160
@@ -25,8 +26,7 @@ def main() -> None:
     from hvdtrain.runtime import init
 
     rank = init()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank.local_rank % len(cores)]})
+    take_core(rank.local_rank)
     from hvdtrain.collectives.communicator import ALL_RANKS, Max
     from hvdtrain.data import from_files, make_source
 

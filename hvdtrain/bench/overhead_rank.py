@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.bench.core import take_core
 from hvdtrain.bench.models import MODELS
+from hvdtrain.bench.overhead import DATA
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.keras import DistributedOptimizer
 from hvdtrain.runtime import Rank, init
@@ -53,14 +54,13 @@ class Clock(keras.callbacks.Callback):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--data", choices=["arrays", "dataset"], required=True)
+    parser.add_argument("--data", choices=DATA, required=True)
     parser.add_argument("--batch-size", type=int, required=True, help="examples a rank")
     parser.add_argument("--passes", type=int, required=True)
     parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
     me = init()
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[me.local_rank % len(cores)]})
+    take_core(me.local_rank)
     fit = keras_fit(me, arguments.model, arguments.data, arguments.batch_size)
     train = trainer_fit(me, arguments.model, arguments.data, arguments.batch_size)
     train(10)
@@ -80,10 +80,9 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
     model.compile(optimizer, _loss(), jit_compile=False)
 
     def seconds(steps: int) -> float:
-        data = examples(model, batch_size * steps, seed=me.rank)
-        given = {"x": data[0], "y": data[1], "batch_size": batch_size}
-        if kind == "dataset":
-            given = {"x": dataset(data, batch_size)}
+        given = _given(kind, examples(model, batch_size * steps, seed=me.rank), batch_size)
+        if kind == "arrays":
+            given["batch_size"] = batch_size
         return _timed(model.fit, given, steps)
 
     return seconds
@@ -99,10 +98,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
 
     def seconds(steps: int) -> float:
         data = examples(trainer.model, global_batch_size * steps, seed=0)
-        given = {"x": data[0], "y": data[1]}
-        if kind == "dataset":
-            given = {"x": dataset(data, global_batch_size)}
-        return _timed(trainer.fit, given, steps)
+        return _timed(trainer.fit, _given(kind, data, global_batch_size), steps)
 
     return seconds
 
@@ -118,6 +114,13 @@ def dataset(data: tuple[np.ndarray, np.ndarray], batch_size: int) -> tf.data.Dat
     """Return the shuffled batches that a tutorial would make of `data`."""
     examples = tf.data.Dataset.from_tensor_slices(data)
     return examples.shuffle(SHUFFLED, seed=1).batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+def _given(kind: str, data: tuple[np.ndarray, np.ndarray], batch_size: int) -> dict[str, Any]:
+    """Return `data` as arguments of fit."""
+    if kind == "dataset":
+        return {"x": dataset(data, batch_size)}
+    return {"x": data[0], "y": data[1]}
 
 
 def _loss() -> keras.losses.Loss:

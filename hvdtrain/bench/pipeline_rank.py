@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.bench.core import take_core
+
 ROUNDS = 3
 SECONDS = 0.7
 """Aim of one timed round."""
@@ -33,8 +35,7 @@ def main() -> None:
 
     stages = size_of(os.environ)
     rank = init(mesh=Mesh(pipeline=stages))
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank.local_rank % len(cores)]})
+    take_core(rank.local_rank)
     seconds = {}
     for count in map(int, arguments.micro_batches.split(",")):
         step = _step(stages, count, arguments.layers, arguments.width, arguments.batch_size)

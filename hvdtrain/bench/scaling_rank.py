@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.bench.core import take_core
 
 SECONDS = 2.0
 """Aim of one timed round."""
@@ -53,8 +54,7 @@ def _start(way: str, core: int) -> tuple[int, int]:
 
         me = init()
         rank, size, local_rank = me.rank, me.size, me.local_rank
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    take_core(local_rank)
     return rank, size
 
 

@@ -17,7 +17,7 @@ import click
 
 from hvdtrain.bench.input import KINDS, InputPass, measure_input, write_files
 from hvdtrain.bench.memory import CASES, HEADER, measure_peak, row
-from hvdtrain.bench.overhead import DATA, OverheadPass, measure_overhead
+from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import StartPass, measure_startup, median
@@ -294,17 +294,13 @@ def overhead(
     for model in models or BATCH_SIZES:
         for kind in kinds or DATA:
             done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch)
-            fit, trainer, ratio = (
-                statistics.median(v) for v in zip(*map(_figures, done), strict=True)
-            )
+            fit = statistics.median(one.fit for one in done)
+            trainer = statistics.median(one.trainer for one in done)
+            ratio = statistics.median(one.ratio for one in done)
             click.echo(
                 f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
             )
     click.echo(_again(context))
-
-
-def _figures(one: OverheadPass) -> tuple[float, float, float]:
-    return one.fit, one.trainer, one.ratio
 
 
 def _again(context: click.Context) -> str:

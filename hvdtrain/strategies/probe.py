@@ -48,9 +48,6 @@ TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
 """Relative, by the dtype of the computation: 8 and 11 bits, some ten roundings deep. Others: 1e-3; a wrong rule is
 off by about the ratio of the parts' sizes, 0.2 and more."""
 
-Bounds = Sequence[tuple[int, int]]
-"""The first row of each part, and that behind its last."""
-
 DRAWS = "its gradients are others each time it runs on the same examples (random numbers?)"
 """Why a step cannot be judged that makes its own noise."""
 
@@ -98,9 +95,11 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
     """
     size = int(tf.nest.flatten(data)[0].shape[0])
     cut = size // 2 + 1 if size > 2 else 1
-    bounds = [(0, cut), (cut, size)]
-    verdict, moves = _verdict(model, data, bounds, step)
-    kinds, own = _kinds(model, data, bounds) if moves else Kinds(), len(state_of(model))
+    parts = [_rows(data, 0, cut), _rows(data, cut, size)]
+    shares = [cut / size, (size - cut) / size]
+    verdict, moves = _verdict(model, data, parts, shares, step)
+    kinds = _kinds(model, data, parts, shares) if moves else Kinds()
+    own = len(state_of(model))
     return replace(
         verdict,
         summed=tuple(place for place in kinds.summed if place < own),
@@ -127,11 +126,8 @@ def counts_of(model: keras.Model) -> list[tf.Variable]:
     return [v for v in found if v.dtype.is_floating]
 
 
-def _kinds(model: keras.Model, data: Any, bounds: Bounds) -> Kinds:
+def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float]) -> Kinds:
     """Return how what `state_of` and `counts_of` name, one behind the other, grows in a step."""
-    size = bounds[-1][1]
-    shares = [(end - begin) / size for begin, end in bounds]
-    parts = [_rows(data, *each) for each in bounds]
     variables = [*state_of(model), *counts_of(model)]
     try:
         with unchanged(model), _repeatable(model):
@@ -142,9 +138,10 @@ def _kinds(model: keras.Model, data: Any, bounds: Bounds) -> Kinds:
         return Kinds()  # As below.
 
 
-def _verdict(model: keras.Model, data: Any, bounds: Bounds, step: Step) -> tuple[Verdict, bool]:
+def _verdict(
+    model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float], step: Step
+) -> tuple[Verdict, bool]:
     """Return what the gradients say, and whether a step moves anything in `state_of` and `counts_of`."""
-    size = bounds[-1][1]
     once: tuple[int, ...] = ()
     moves = False
     try:
@@ -152,8 +149,6 @@ def _verdict(model: keras.Model, data: Any, bounds: Bounds, step: Step) -> tuple
         with unchanged(model), _repeatable(model):
             whole, moves = _marks_alone(model, data, None)
             again, _ = _marks_alone(model, data, None)
-            shares = [(end - begin) / size for begin, end in bounds]
-            parts = [_rows(data, *each) for each in bounds]
             weighed = _of_parts(model, parts, shares, step)
             once = _looked_up_once(model, whole, weighed[0])
             # An overflow in float16 says nothing of the rest.

@@ -29,17 +29,8 @@ from hvdtrain.collectives.metrics import (
 )
 from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.metric_calls import (
-    Source,
-    is_known_to_add_up,
-    metrics_of,
-    watched,
-)
-from hvdtrain.keras_internals.models import (
-    flat_logs,
-    metric_results,
-    metrics_or_logs,
-)
+from hvdtrain.keras_internals.metric_calls import Source, is_known_to_add_up, metrics_of, watched
+from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
 from hvdtrain.keras_internals.variables import tf_variable, unique
 from hvdtrain.strategies.state_logs import StateLogs
 

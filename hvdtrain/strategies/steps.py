@@ -26,12 +26,7 @@ from hvdtrain.keras_internals.models import (
     trains_by_keras,
 )
 from hvdtrain.keras_internals.optimizers import is_scaled
-from hvdtrain.keras_internals.variables import (
-    seed_variables,
-    tf_variable,
-    variable_name,
-    without,
-)
+from hvdtrain.keras_internals.variables import seed_variables, tf_variable, variable_name, without
 from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact

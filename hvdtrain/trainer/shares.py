@@ -84,11 +84,10 @@ def _agreed(shares: Generator[Share, None, None], ranks: Communicator) -> Iterat
 
 def _fitting(share: Share | None) -> int:
     """Return how many shares like this one are read ahead."""
-    size = (
-        sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in tf.nest.flatten(share.data))
-        if share
-        else 1
-    )
+    if share is None:
+        return MOST_AHEAD
+    leaves = tf.nest.flatten(share.data)
+    size = sum(leaf.shape.num_elements() * leaf.dtype.size for leaf in leaves)
     return max(1, min(MOST_AHEAD, BYTES_AHEAD // max(1, size)))
 
 
