@@ -65,7 +65,8 @@ def kinds_of_growth(
     for _ in range(2):
         start = _read(variables)
         grown, again = (_growth(variables, start, run, whole) for _ in range(2))
-        if not any(each.any() for each in grown):
+        # Weights that a step assigns to may overflow so far ahead, which says nothing.
+        if not any(each.any() for each in grown) or not all(np.isfinite(g).all() for g in grown):
             break
         of_parts = [_growth(variables, start, run, part) for part in parts]
         for rules, one, other, *several in zip(fitting, grown, again, *of_parts, strict=True):

@@ -110,10 +110,11 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
 
 
 def state_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the numbers that a step may change without a gradient, but for metrics and random seeds."""
+    """Return the numbers that a step may change without an optimizer, but for metrics and random seeds."""
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     left_out = [*seed_variables(model), *model.metrics_variables, *counted]
-    known = map(tf_variable, without(own_non_trainable_variables(model), left_out))
+    assigned = [] if trains_by_keras(model) else model.trainable_variables
+    known = map(tf_variable, without([*own_non_trainable_variables(model), *assigned], left_out))
     found = [*known, *untracked_variables(model)]
     return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
 

@@ -28,6 +28,7 @@ from hvdtrain.keras_internals.models import (
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, variable_name, without
 from hvdtrain.strategies import by_nature
+from hvdtrain.strategies.decisions import telling_decisions
 from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
@@ -104,6 +105,7 @@ class RankSteps:
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
+            train = telling_decisions(model, train, self._warn)
             train = self._growing(self._metrics.over(train, self._train_sources))
             test = self._metrics.over(test, self._test_sources)
         self._train = self._compiled(train)
@@ -198,8 +200,11 @@ class RankSteps:
         self._metrics.count_as_sums([counts[place] for place in counted])
         if unclear:
             paths = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
-            named = [state[place] for place in unclear]
-            self._warn(_averages([paths.get(id(v), v.name) for v in named]))
+            names = [paths.get(id(state[place]), state[place].name) for place in unclear]
+            trained = {variable_name(v) for v in self._model.trainable_variables}
+            if by_hand := [name for name in names if name in trained]:
+                raise UsageError(_assigned(self._model, by_hand[0]))
+            self._warn(_averages(names))
 
     def _some_examples(self, share: Share) -> Any:
         """Return a few examples: this rank's, or where one has fewer, those of all. A collective.
@@ -269,6 +274,14 @@ def _averages(names: Sequence[str]) -> str:
         f"A step changes {names[0]!r}{others} otherwise than by a sum or mean over the examples of its batch. Each "
         "worker goes by its own part of the batch, and at the end of an epoch the average is taken: as far as training "
         "depends on it, it differs from training on one worker"
+    )
+
+
+def _assigned(model: keras.Model, name: str) -> str:
+    return (
+        f"The train_step of {type(model).__name__} assigns to the weight {name!r} by itself, otherwise than by a sum "
+        "or mean over the examples of its batch, of which each worker has a part: let it pass the gradients to "
+        "self.optimizer.apply(gradients, self.trainable_variables)"
     )
 
 

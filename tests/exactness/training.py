@@ -33,6 +33,8 @@ def by_keras(case: Case) -> dict[str, Any]:
         fit = {"epochs": EPOCHS, "shuffle": False, "verbose": 0} | steps | _fit(case)
         if case.source in ("arrays", "frames"):
             fit["batch_size"] = case.batch
+        if "validation_data" in fit:  # As the Trainer does; beside a Dataset Keras's own is 32.
+            fit["validation_batch_size"] = case.batch
         history = model.fit(x, y, sample_weight=weights, **fit).history
         found = {"start": start, "weights": _weights(model), "history": _plain(history)}
         if case.answers:

@@ -347,6 +347,33 @@ def test_what_differs_by_nature_is_named() -> None:
     assert all(said(layer) for layer in random)
 
 
+@pytest.mark.parametrize(
+    "change, kind",
+    [
+        (lambda g: 0.1 * g, "averaged"),
+        (lambda g: tf.cast(tf.shape(X)[0], "float32") * g, "averaged"),
+        (lambda g: g / tf.norm(g), "unclear"),
+        (lambda g: 0 * g + 0.1, "none"),
+    ],
+)
+def test_weights_that_a_step_assigns_to(change: Any, kind: str) -> None:
+    class ByHand(Own):
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(squares(y, self(x)))
+            weights = self.trainable_variables
+            for gradient, weight in zip(tape.gradient(loss, weights), weights, strict=True):
+                weight.assign_sub(change(gradient))
+            return {"loss": loss}
+
+    model = compiled(ByHand(), None)
+    found = verdict(model)
+    places = tuple(range(len(model.trainable_variables)))
+    for each in ("summed", "averaged", "unclear"):
+        assert getattr(found, each) == (places if kind == each else ()), each
+
+
 class Untracked(layers.Layer):
     """Counts examples in a tf.Variable, of which Keras does not know."""
 
