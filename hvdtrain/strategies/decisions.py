@@ -169,6 +169,6 @@ def _is_under(path: Path, folders: Iterable[Path]) -> bool:
 def _text(model: keras.Model, where: str) -> str:
     return (
         f"The training step of {type(model).__name__} decides by numbers of a worker's own part of the batch, at "
-        f"{where!r}: where workers decide differently, training differs from that on one worker. A number that all of "
-        "them have in common is hvdtrain.keras.allreduce(number)"
+        f"{where!r}. Where one worker would decide by the whole batch, each now decides for itself, and the result "
+        "depends on their number"
     )
