@@ -18,17 +18,6 @@ def own_non_trainable_variables(model: keras.Model) -> list[Any]:
     return [v for layer in model._flatten_layers() for v in layer._non_trainable_variables]
 
 
-def computed_in_half(model: keras.Model) -> list[Any]:
-    """Return the float32 weights of a built model that its layers read as float16, and so their gradients."""
-    return [
-        v
-        for layer in model._flatten_layers()
-        if layer.compute_dtype == "float16"
-        for v in layer._trainable_variables
-        if v._autocast and v.dtype == "float32"
-    ]
-
-
 def symbolic_inputs(model: keras.Model) -> list[Any]:
     """Return the symbolic inputs of a model, flat; [] if it has none yet."""
     return keras.tree.flatten(getattr(model, "inputs", None) or [])

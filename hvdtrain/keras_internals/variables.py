@@ -103,3 +103,14 @@ def _optimizers(model: keras.Model | None, optimizer: Any) -> list[Any]:
     if optimizer is not None:
         return [optimizer]
     return [] if model is None else optimizers_of(model)
+
+
+def computed_in_half(model: keras.Model) -> frozenset[int]:
+    """Return id() of the tf.Variables, float32 weights of a built model, that its layers read as float16."""
+    return frozenset(
+        id(tf_variable(v))
+        for layer in model._flatten_layers()
+        if layer.compute_dtype == "float16"
+        for v in layer._trainable_variables
+        if v._autocast and v.dtype == "float32"
+    )

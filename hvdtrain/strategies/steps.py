@@ -20,13 +20,18 @@ from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source
 from hvdtrain.keras_internals.models import (
-    computed_in_half,
     keeps_rows,
     optimizers_of,
     trains_by_keras,
 )
 from hvdtrain.keras_internals.optimizers import is_scaled
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, variable_name, without
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    variable_name,
+    without,
+)
 from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.decisions import telling_decisions
 from hvdtrain.strategies.growth import grown_together
@@ -94,7 +99,7 @@ class RankSteps:
                 TotalOfRanks(self._ranks),
                 # With loss scaling every train_step passes its loss through scale_loss.
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
-                half=frozenset(id(tf_variable(v)) for v in computed_in_half(model)),
+                half=computed_in_half(model),
             )
         train, test = model.train_step, model.test_step
         if model.jit_compile:

@@ -155,9 +155,14 @@ class SkippedByHand(ByHand):
 class NoisyByHand(ByHand):
     """Random numbers in the step."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.noise = keras.random.SeedGenerator(1)
+
     def train_step(self, data: Any) -> Any:
         x, y = data
-        return super().train_step((x + 0.1 * tf.random.normal(tf.shape(x)), y))
+        noise = keras.random.normal(ops.shape(x), seed=self.noise)
+        return super().train_step((x + 0.1 * noise, y))
 
 
 class TwoUpdates(Guide):

@@ -23,7 +23,12 @@ from hvdtrain.collectives.metrics import read_state, state_variables, write_stat
 from hvdtrain.collectives.sparse import add_slices, runs_of_all
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, without
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    without,
+)
 from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.late_losses import LateLosses
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
@@ -93,7 +98,8 @@ class PipelineSteps:
         if stage.is_last and measured.late:
             self._late = LateLosses(stage, ranks)
         total = _none_asked if self._late is None else self._late.total
-        self._step = Step(self._share, total, share_in_loss=True)
+        half = computed_in_half(stage.model)
+        self._step = Step(self._share, total, share_in_loss=True, half=half)
         if stage.is_last:
             make_exact(stage.model)
         # "last" would be of the last micro-batch.
