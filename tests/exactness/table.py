@@ -25,7 +25,7 @@ from exactness.case import Case  # noqa: E402
 from exactness.families import CASES  # noqa: E402
 from exactness.page import SIZES, read_page, row_of, write_page  # noqa: E402
 from exactness.verdict import BROKEN, Verdict, judge, moved  # noqa: E402
-from launch import pools, run_cases  # noqa: E402
+from launch import on_ranks, pools  # noqa: E402
 
 SECONDS = 120
 """For one case; most take less than two."""
@@ -42,11 +42,11 @@ def run(case: Case, size: int, name: str) -> list[Any]:
         CaseError: on some rank it raised, or did not end.
     """
     env = {"TEST_EXACT": json.dumps(case.as_json())}
-    found = run_cases("exact", size, only=[name], env=env, timeout=SECONDS).ranks
-    errors = [rank[name]["error"] for rank in found if "error" in rank.get(name, {})]
-    if errors:
-        raise CaseError(errors[0].strip().splitlines()[-1])
-    return [rank[name]["value"] for rank in found]
+    ran = on_ranks("exact", size, env=env, timeout=SECONDS).ran(name)
+    if ran.broken:
+        errors = [one["error"].strip() for one in ran.found if "error" in one]
+        raise CaseError(errors[0].splitlines()[-1] if errors else ran.broken)
+    return [one["value"] for one in ran.found]
 
 
 def reference(case: Case) -> dict[str, Any]:

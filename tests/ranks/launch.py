@@ -5,7 +5,7 @@ and arrays) is what a test looks at:
 
     @pytest.fixture(scope="module", params=CONTROLLERS)
     def results(request):
-        return run_cases("callbacks", np=2, controller=request.param)
+        return on_ranks("callbacks", np=2, controller=request.param)
 
     def test_broadcast(results):
         root, other = results.of("case_broadcast")
@@ -31,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import Kind, Pool, Pools, end_family
+from pool import Kind, Pool, Pools, Ran, end_family
 
 CONTROLLERS = ("mpi", "gloo")
+MPI_OR_SLOW_GLOO = ("mpi", pytest.param("gloo", marks=pytest.mark.slow))
+"""For tests that depend little on the controller."""
 ROOT = Path(__file__).resolve().parents[2]
 STALL_SHUTDOWN_SECONDS = 16
 ENVIRONMENT = {
@@ -72,58 +74,51 @@ class Launched:
     seconds: float
 
 
-@dataclass(frozen=True)
 class Results:
-    """What each rank returned, in the order of ranks, and what the job printed."""
+    """What the cases of `cases/<name>.py` return on each rank. A case runs when it is first asked for."""
 
-    ranks: list[dict[str, dict[str, Any]]]
-    launched: Launched
+    def __init__(self, name: str, kind: Kind, env: Mapping[str, str], timeout: float) -> None:
+        self._name, self._kind, self._env, self._timeout = name, kind, dict(env), timeout
+        self._ran: dict[str, Ran] = {}
+
+    def ran(self, case: str) -> Ran:
+        """Return what became of `case`."""
+        if case not in self._ran:
+            job = {"module": self._name, "case": case, "env": self._env}
+            self._ran[case] = pools().run(self._kind, job, self._timeout)
+        return self._ran[case]
 
     def of(self, case: str) -> list[Any]:
         """Return what `case` returned on each rank; fail the test if it did not on one."""
-        broken = [
-            f"rank {rank}: {results.get(case, {}).get('error', 'did not get there')}"
-            for rank, results in enumerate(self.ranks)
-            if "value" not in results.get(case, {})
-        ]
-        if broken:
-            pytest.fail("\n".join([f"{case} failed", *broken, self.launched.output]), pytrace=False)
-        return [results[case]["value"] for results in self.ranks]
+        ran = self.ran(case)
+        errors = [f"did not end: {ran.broken}" if not f else f.get("error") for f in ran.found]
+        if any(errors):
+            lines = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error]
+            pytest.fail("\n".join([f"{case} failed", *lines, without_noise(ran.printed)]), False)
+        return [one["value"] for one in ran.found]
 
 
-def run_cases(
+def on_ranks(
     name: str,
     np: int = 2,
     controller: str = "mpi",
     *,
-    only: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> Results:
-    """Run the functions of `cases/<name>.py` on `np` ranks, each whatever became of those before it.
+    """Return the results of `cases/<name>.py` on `np` ranks, each case whatever became of those before it.
 
     Args:
         name: of the file, without .py.
         np: number of ranks.
         controller: "mpi" or "gloo".
-        only: the functions to run; default all.
         env: additional environment. Variables that are read when a process starts get ranks of their own, others are
             set in the session's.
         timeout: seconds until a case is broken off and fails.
     """
     extra = dict(env or {})
     at_start = tuple((k, v) for k, v in sorted(extra.items()) if k.startswith(READ_AT_START))
-    ranks: list[dict[str, dict[str, Any]]] = [{} for _ in range(np)]
-    output, start, broken = [], time.monotonic(), ""
-    for case in only or case_names(name):
-        job = {"module": name, "case": case, "env": extra}
-        ran = pools().run(Kind(np, controller, at_start), job, timeout)
-        for rank, result in enumerate(ran.found):
-            ranks[rank][case] = result or {"error": f"did not end: {ran.broken}"}
-        output += [line for line in ran.printed.splitlines(True) if not is_noise(line)]
-        broken = broken or ran.broken
-    launched = Launched(int(bool(broken)), "".join(output), time.monotonic() - start)
-    return Results(ranks, launched)
+    return Results(name, Kind(np, controller, at_start), extra, timeout)
 
 
 def case_names(name: str) -> list[str]:
@@ -149,8 +144,9 @@ def _start(kind: Kind, references: Path) -> Pool:
     return Pool(launcher(kind.np, kind.controller), kind.np, environment, references)
 
 
-def is_noise(line: str) -> bool:
-    return any(noise in line for noise in NOISE)
+def without_noise(printed: str) -> str:
+    lines = printed.splitlines(True)
+    return "".join(line for line in lines if not any(noise in line for noise in NOISE))
 
 
 def launch(
@@ -199,11 +195,11 @@ def run_command(
         finally:
             end_family(job)
         output.seek(0)
-        lines = [line for line in output if not is_noise(line)]
+        printed = without_noise(output.read())
     seconds = time.monotonic() - start
     if late:
-        pytest.fail(f"still running after {timeout} s:\n{''.join(lines)}", pytrace=False)
-    return Launched(job.returncode, "".join(lines), seconds)
+        pytest.fail(f"still running after {timeout} s:\n{printed}", pytrace=False)
+    return Launched(job.returncode, printed, seconds)
 
 
 def launcher(np: int, controller: str, horovodrun: bool = False) -> list[str]:
@@ -243,15 +239,18 @@ def main() -> None:
     parser.add_argument("name", help="of the file in cases/, without .py")
     parser.add_argument("case", nargs="*", help="default: all of the file")
     given = parser.parse_args()
+    results = on_ranks(given.name, given.np, given.controller)
+    broken = False
     try:
-        found = run_cases(given.name, given.np, given.controller, only=given.case)
+        for case in given.case or case_names(given.name):
+            ran = results.ran(case)
+            broken = broken or bool(ran.broken)
+            print(without_noise(ran.printed), end="")
+            for rank, found in enumerate(ran.found):
+                print(f"rank {rank} {case}: {found.get('value', found.get('error', ran.broken))}")
     finally:
         pools().close()
-    print(found.launched.output, end="")
-    for rank, cases in enumerate(found.ranks):
-        for case, result in cases.items():
-            print(f"rank {rank} {case}: {result.get('value', result.get('error'))}")
-    sys.exit(found.launched.returncode)
+    sys.exit(broken)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
 """Contract 2's limit over 30 steps; one rounding of a sum a step is 1e-7."""
@@ -11,7 +11,7 @@ EXACT = 1e-5
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("adding_up", np=2)
+    return on_ranks("adding_up", np=2)
 
 
 def check(results: Results, case: str) -> None:
@@ -37,8 +37,9 @@ def test_state_without_gradients(results: Results) -> None:
     check(results, "case_state_without_gradients")
 
 
+@pytest.mark.slow
 def test_several_idle_ranks() -> None:
-    three = run_cases("adding_up", np=3, controller="gloo", only=["case_state_without_gradients"])
+    three = on_ranks("adding_up", np=3, controller="gloo")
     check(three, "case_state_without_gradients")
 
 

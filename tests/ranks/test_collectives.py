@@ -1,12 +1,12 @@
 """Every collective of hvdtrain.keras on two ranks: values, gradients, dtypes, process sets, errors."""
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=CONTROLLERS)
+@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
 def results(request: pytest.FixtureRequest) -> Results:
-    return run_cases("collectives", controller=request.param)
+    return on_ranks("collectives", controller=request.param)
 
 
 def test_values_and_gradients(results: Results) -> None:

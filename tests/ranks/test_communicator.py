@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import CONTROLLERS, Results, on_ranks
 
 
 @pytest.fixture(scope="module", params=CONTROLLERS)
 def results(request: pytest.FixtureRequest) -> Results:
-    return run_cases("communicator", np=2, controller=request.param)
+    return on_ranks("communicator", np=2, controller=request.param)
 
 
 def test_every_dtype_comes_back_as_numpy_computes_it(results: Results) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
 """The order of float32 sums over 12 steps, of losses up to 5."""
@@ -11,7 +11,7 @@ EXACT = 1e-5
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    return run_cases("data_kinds", np=2)
+    return on_ranks("data_kinds", np=2)
 
 
 def test_equals_one_process(two: Results) -> None:

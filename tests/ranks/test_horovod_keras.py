@@ -1,14 +1,14 @@
 """What Horovod's own tests of its Keras module ask for, on two ranks; and what ordinary scripts need."""
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 SHORT = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "4", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "8"}
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("horovod_keras", env={"SLEEP_SECONDS": "0.5"})
+    return on_ranks("horovod_keras", env={"SLEEP_SECONDS": "0.5"})
 
 
 def test_learning_rates_of_20_epochs(results: Results) -> None:
@@ -71,7 +71,7 @@ def test_only_the_first_rank_writes(results: Results) -> None:
 )
 def test_first_rank_first(results: Results, seconds: str) -> None:
     case = "case_first_rank_first"
-    ran = results if seconds else run_cases("horovod_keras", only=[case], env=SHORT)
+    ran = results if seconds else on_ranks("horovod_keras", env=SHORT)
     root, other = ran.of(case)
     assert root == {"found": 0, "said": "OSError: no such host: data.example"}
     assert other["found"] == 1

@@ -3,26 +3,27 @@
 from typing import Any
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import CONTROLLERS, Results, on_ranks
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("keras_callbacks", np=2, controller="mpi")
+    return on_ranks("keras_callbacks", np=2, controller="mpi")
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)
 def test_horovods_documented_example(controller: str) -> None:
-    ran = run_cases("keras_callbacks", controller=controller, only=["case_documented_example"])
-    root, other = ran.of("case_documented_example")
+    results = on_ranks("keras_callbacks", controller=controller)
+    root, other = results.of("case_documented_example")
+    printed = results.ran("case_documented_example").printed
     assert root["bits"] == other["bits"]
     assert root["files"] == [f"checkpoint-{epoch}.keras" for epoch in (1, 2, 3, 4)]
     assert other["files"] == []
     assert root["history"] == other["history"]
     assert root["history"]["loss"][-1] < root["history"]["loss"][0]
     assert root["history"]["lr"] == pytest.approx([0.015, 0.02, 0.02, 0.02])
-    assert "finished gradual learning rate warmup to 0.02" in ran.launched.output
-    assert ran.launched.output.count("Epoch 1/4") == 1
+    assert "finished gradual learning rate warmup to 0.02" in printed
+    assert printed.count("Epoch 1/4") == 1
 
 
 def test_the_first_step_is_that_of_one_process(results: Results) -> None:

@@ -1,12 +1,12 @@
 """The collectives of hvdtrain.keras, SyncBatchNormalization and load_model on two ranks."""
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=CONTROLLERS)
+@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
 def results(request: pytest.FixtureRequest) -> Results:
-    return run_cases("keras_collectives", np=2, controller=request.param)
+    return on_ranks("keras_collectives", np=2, controller=request.param)
 
 
 def test_eager_collectives(results: Results) -> None:

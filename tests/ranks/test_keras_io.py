@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 NAMES = (
     "convnet",
@@ -44,16 +44,12 @@ EXACT = 2e-5
 
 @pytest.fixture(scope="module")
 def one() -> Results:
-    return run_cases(
-        "keras_io", np=1, only=("case_plain", "case_trainer", "case_stateful"), timeout=600
-    )
+    return on_ranks("keras_io", np=1, timeout=600)
 
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    return run_cases(
-        "keras_io", np=2, only=("case_trainer", "case_drop_in", "case_stateful"), timeout=900
-    )
+    return on_ranks("keras_io", np=2, timeout=900)
 
 
 def check(found: Any, wanted: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5  # As for weights: 12 steps' summation order.
 LAST_BATCH_LARGEST = "largest"
@@ -14,13 +14,14 @@ LAST_BATCH_LARGEST = "largest"
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("metrics", np=2, timeout=600)
+    return on_ranks("metrics", np=2, timeout=600)
 
 
 def far(found: dict[str, Any]) -> dict[str, float]:
     return {name: apart for name, apart in found["apart"].items() if not apart <= EXACT}
 
 
+@pytest.mark.slow
 def test_ranks_agree(results: Results) -> None:
     for case in ("case_logs", "case_metrics"):
         first, second = results.of(case)
@@ -29,6 +30,7 @@ def test_ranks_agree(results: Results) -> None:
         }
 
 
+@pytest.mark.slow
 def test_logs(results: Results) -> None:
     first, _ = results.of("case_logs")
     for name, found in first.items():
@@ -42,6 +44,7 @@ def test_logs(results: Results) -> None:
         assert not any(f"'{exact}'" in warned for exact in ("running", "rate", "root"))
 
 
+@pytest.mark.slow
 def test_metrics_that_combine(results: Results) -> None:
     first, _ = results.of("case_metrics")
     for name, found in first.items():
@@ -49,6 +52,7 @@ def test_metrics_that_combine(results: Results) -> None:
             assert (name, far(found), found["warnings"]) == (name, {}, [])
 
 
+@pytest.mark.slow
 def test_a_metric_that_does_not_combine_is_named(results: Results) -> None:
     first, second = results.of("case_metrics")
     (warning,) = first["inexact"]["warnings"]

@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 2e-6
-SUBSET = ("case_subset", "case_accumulation_communicates_at_its_boundary", "case_inf_on_one_rank")
 
 
 @pytest.fixture(scope="module")
@@ -20,32 +19,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Results:
-    cases = [
-        "case_optimizers",
-        "case_ways_of_running",
-        "case_arguments",
-        "case_accumulation",
-        "case_accumulation_communicates_at_its_boundary",
-        "case_loss_scaling",
-        "case_inf_on_one_rank",
-        "case_local_layers",
-        "case_two_optimizers_in_one_function",
-        "case_extra_objects_on_one_rank",
-        "case_constant_gradient",
-        "case_stays_distributed",
-        "case_saved",
-    ]
-    return run_cases("optimizer", np=2, only=cases, env={"FOLDER": str(folder)})
+    return on_ranks("optimizer", np=2, env={"FOLDER": str(folder)})
 
 
 @pytest.fixture(scope="module")
 def two_gloo() -> Results:
-    return run_cases("optimizer", np=2, controller="gloo", only=SUBSET)
+    return on_ranks("optimizer", np=2, controller="gloo")
 
 
 @pytest.fixture(scope="module")
 def three() -> Results:
-    return run_cases("optimizer", np=3, controller="gloo", only=[*SUBSET, "case_process_set"])
+    return on_ranks("optimizer", np=3, controller="gloo")
 
 
 def assert_close(found: list[dict[str, float]], limit: float = EXACT) -> None:
@@ -145,10 +129,12 @@ def test_over_gloo(two_gloo: Results) -> None:
     check_inf(two_gloo)
 
 
+@pytest.mark.slow
 def test_three_ranks(three: Results) -> None:
     assert_close(three.of("case_subset"))
     check_inf(three)
 
 
+@pytest.mark.slow
 def test_process_set(three: Results) -> None:
     assert_close(three.of("case_process_set"))

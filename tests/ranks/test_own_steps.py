@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from launch import run_cases
+import pytest
+from launch import on_ranks
 
 EXACT = 2e-6
 """The order of float32 sums over 6 steps of Adam."""
 
 
+@pytest.mark.slow
 def test_equals_one_process() -> None:
-    for found in run_cases("own_steps", np=2).of("case_jit"):
+    for found in on_ranks("own_steps", np=2).of("case_jit"):
         far = {(k, way): v for k, both in found.items() for way, v in both.items()}
         assert {key: value for key, value in far.items() if not value <= EXACT} == {}

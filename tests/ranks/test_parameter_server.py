@@ -172,6 +172,7 @@ def test_digits_and_a_table_are_learnt_asynchronously(tmp_path: Path) -> None:
     assert int(model.optimizer.iterations) == 30 * 45
 
 
+@pytest.mark.slow
 def test_a_lost_worker_comes_back_and_a_lost_server_ends_the_run(tmp_path: Path) -> None:
     """The second worker is started with the training script, as cluster managers do."""
     script = [CASES, "faults", str(tmp_path)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
 """After up to 30 steps, of which every sixth has idle copies of the model.
@@ -21,23 +21,14 @@ weight that is wrong is 1e-3 and more.
 
 @pytest.fixture(scope="module")
 def four() -> Results:
-    cases = (
-        *("case_sgd", "case_adam", "case_four_stages", "case_alltoall_of_four_stages"),
-        *("case_split_layers", "case_padding", "case_mean_by_weight", "case_padding_and_weights"),
-        *("case_ignored_labels", "case_dropout", "case_absent", "case_positions"),
-    )
     meshes = {"TEST_MESHES": "2,1,2;1,1,4;1,2,2"}
-    return run_cases("pipeline", np=4, only=cases, env=meshes)
+    return on_ranks("pipeline", np=4, env=meshes)
 
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    cases = (
-        *("case_gradients", "case_masks", "case_precision", "case_callbacks"),
-        *("case_compiled_by_its_function", "case_refused", "case_alltoall"),
-    )
     meshes = {"TEST_MESHES": "1,1,2"}
-    return run_cases("pipeline", np=2, controller="gloo", only=cases, env=meshes)
+    return on_ranks("pipeline", np=2, controller="gloo", env=meshes)
 
 
 def check(ranks: list[Any], parts: int = 2) -> None:
@@ -56,16 +47,19 @@ def test_two_copies_of_two_stages(four: Results) -> None:
     check(four.of("case_sgd"))
 
 
+@pytest.mark.slow
 def test_rows_looked_up_by_position_are_added_up_over_micro_batches_and_copies(
     four: Results,
 ) -> None:
     check(four.of("case_positions"))
 
 
+@pytest.mark.slow
 def test_penalties_weights_of_examples_and_one_norm_over_all_stages(four: Results) -> None:
     check(four.of("case_adam"))
 
 
+@pytest.mark.slow
 def test_four_stages(four: Results) -> None:
     ranks = four.of("case_four_stages")
     check(ranks, parts=4)
@@ -73,6 +67,7 @@ def test_four_stages(four: Results) -> None:
     assert "steps" in ranks[0]
 
 
+@pytest.mark.slow
 def test_four_stages_by_alltoall(four: Results) -> None:
     check(four.of("case_alltoall_of_four_stages"), parts=4)
 
@@ -81,18 +76,22 @@ def test_a_mean_over_the_words_of_all_micro_batches(four: Results) -> None:
     check(four.of("case_padding"))
 
 
+@pytest.mark.slow
 def test_a_mean_by_the_weights_of_all_micro_batches_of_a_model(four: Results) -> None:
     check(four.of("case_mean_by_weight"))
 
 
+@pytest.mark.slow
 def test_a_loss_that_leaves_entries_out_by_itself(four: Results) -> None:
     check(four.of("case_ignored_labels"))
 
 
+@pytest.mark.slow
 def test_padding_and_weights_beside_a_plain_mean(four: Results) -> None:
     check(four.of("case_padding_and_weights"))
 
 
+@pytest.mark.slow
 def test_split_layers_in_stages(four: Results) -> None:
     check(four.of("case_split_layers"), parts=4)
 
@@ -114,19 +113,25 @@ def test_forward_pass_and_every_gradient(two: Results) -> None:
     assert {name: value for name, value in found.items() if not value <= EXACT} == {}
 
 
+@pytest.mark.slow
 def test_masks_and_early_outputs_cross_the_cut(two: Results) -> None:
     check(two.of("case_masks"))
 
 
+@pytest.mark.slow
 def test_precision(two: Results) -> None:
     found = two.of("case_precision")[0]
     # 8 and 11 bits: 12 steps at rate 0.05 of gradients of about 1.
-    for precision, bits in (("mixed_bfloat16", 8), ("mixed_float16", 11)):
-        assert found[precision]["weights"] <= 4 * 12 * 0.05 * 2.0**-bits
-        assert found[precision]["sent"] == [precision.removeprefix("mixed_")]
+    for name, dtype, bits in (
+        ("mixed_bfloat16", "bfloat16", 8),
+        ("mixed_float16", "float16", 11),
+        ("overflows", "float16", 11),
+    ):
+        assert found[name]["weights"] <= 4 * 12 * 0.05 * 2.0**-bits
+        assert found[name]["sent"] == [dtype]
     # All stages skip the steps that overflow, as one process does.
-    assert found["mixed_float16"]["scale"] > 0
-    assert found["mixed_float16"]["scales"] == 0
+    assert found["mixed_float16"]["scale"] > found["overflows"]["scale"] > 0
+    assert found["mixed_float16"]["scales"] == found["overflows"]["scales"] == 0
 
 
 def test_callbacks(two: Results) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 ROUNDINGS = {
     "none": 1e-6,
@@ -16,14 +16,13 @@ ROUNDINGS = {
 }
 
 
-@pytest.fixture(scope="module", params=[(2, "mpi"), (2, "gloo"), (3, "gloo")], ids=str)
+KINDS = ((2, "mpi"), (2, "gloo"), pytest.param((3, "gloo"), marks=pytest.mark.slow))
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=str)
 def results(request: pytest.FixtureRequest) -> Results:
     np, controller = request.param
-    cases = ["case_compression", "case_bf16_options", "case_range", "case_own_compressor"]
-    cases += ["case_sparse", "case_dtypes"]
-    if request.param == (2, "mpi"):
-        cases.append("case_adasum")
-    return run_cases("reduction_of_gradients", np=np, controller=controller, only=cases)
+    return on_ranks("reduction_of_gradients", np=np, controller=controller)
 
 
 def test_compression(results: Results) -> None:
@@ -60,7 +59,6 @@ def test_dtypes(results: Results) -> None:
         assert max(found.values()) == 0
 
 
-def test_adasum(results: Results) -> None:
-    if "case_adasum" not in results.ranks[0]:
-        pytest.skip("Adasum needs MPI and a power of two of ranks")
-    assert max(results.of("case_adasum")) <= 1e-6
+def test_adasum() -> None:
+    # It needs MPI and a power of two of ranks.
+    assert max(on_ranks("reduction_of_gradients").of("case_adasum")) <= 1e-6

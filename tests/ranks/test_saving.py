@@ -9,8 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from launch import ROOT, Results, run_cases
+from launch import ROOT, Results, on_ranks
 
+pytestmark = pytest.mark.slow
 SOURCES = ("tensor-zero", "pipeline")
 LOADED = ("tensor-zero-in-ranks", "tensor-zero-in-pipeline", "pipeline-in-tensor")
 OUTPUTS = 1e-5
@@ -60,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
     meshes = "2,2,1;2,1,2"
-    return run_cases("saving", np=4, env={"FOLDER": str(folder), "TEST_MESHES": meshes})
+    return on_ranks("saving", np=4, env={"FOLDER": str(folder), "TEST_MESHES": meshes})
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ def test_mnist_file_under_horovodrun_over_gloo(tmp_path: Path) -> None:
     assert accuracy(horovodrun("train_mnist.py", *data, controller="gloo")) >= 0.95
 
 
+@pytest.mark.slow
 def test_table_and_two_workers_are_one(tmp_path: Path) -> None:
     short = ("--rows", "131072", "--epochs", "3", "--batch-size", "1000")
     one = alone("train_tabular.py", *short)
@@ -121,6 +122,7 @@ def test_table_and_two_workers_are_one(tmp_path: Path) -> None:
     assert values(two, "validation loss") == pytest.approx(losses, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_own_loop_and_two_workers_are_one(tmp_path: Path) -> None:
     one = alone("train_custom_loop.py", "--epochs", "2")
     two = hvdtrain_run(tmp_path, "train_custom_loop.py", "--epochs", "2", controller="gloo")

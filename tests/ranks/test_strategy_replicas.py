@@ -9,28 +9,15 @@ import functools
 from typing import Any
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
-CENTRAL = (
-    "case_adam",
-    "case_optimizers",
-    "case_ways_of_running",
-    "case_tails",
-    "case_division",
-    "case_normalization",
-    "case_seeds",
-    "case_saved_model",
-    "case_refusals",
-    "case_metrics_that_do_not_add_up",
-)
-"""What central storage is asked too; of the others it shares every line with the TPU."""
 
 
 @functools.cache
 def run(strategy: str) -> Results:
     env = {"HVDTRAIN_STRATEGY": strategy, "HVDTRAIN_REPLICAS": "2"}
-    return run_cases("replicas", np=1, only=() if strategy == "tpu" else CENTRAL, env=env)
+    return on_ranks("replicas", np=1, env=env)
 
 
 @pytest.fixture(params=[pytest.param("central-storage", marks=pytest.mark.slow), "tpu"])
@@ -52,7 +39,13 @@ def check(found: dict[str, Any], place: str = "") -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["case_adam", "case_optimizers", "case_ways_of_running", "case_tails"]
+    "case",
+    [
+        "case_adam",
+        pytest.param("case_optimizers", marks=pytest.mark.slow),
+        pytest.param("case_ways_of_running", marks=pytest.mark.slow),
+        "case_tails",
+    ],
 )
 def test_same_as_one_process(strategy: str, case: str) -> None:
     check(one(strategy, case))

@@ -6,13 +6,13 @@ import sys
 import time
 
 import pytest
-from launch import ROOT, Results, run_cases, run_command
+from launch import ROOT, Results, on_ranks, run_command
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
     env = {"HVDTRAIN_STRATEGY": "central-storage", "HVDTRAIN_REPLICAS": "2"}
-    return run_cases("replica_scripts", np=1, env=env)
+    return on_ranks("replica_scripts", np=1, env=env)
 
 
 @pytest.mark.parametrize("strategy", ["central-storage", "tpu"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from launch import CONTROLLERS, Results, run_cases
+from launch import MPI_OR_SLOW_GLOO, Results, on_ranks
 
 
-@pytest.fixture(scope="module", params=CONTROLLERS)
+@pytest.fixture(scope="module", params=MPI_OR_SLOW_GLOO)
 def results(request: pytest.FixtureRequest) -> Results:
-    return run_cases("tape", np=2, controller=request.param)
+    return on_ranks("tape", np=2, controller=request.param)
 
 
 def test_equals_one_process(results: Results) -> None:

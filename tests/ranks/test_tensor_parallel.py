@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
 MESHES = {"TEST_MESHES": "2,2,1;1,4,1"}
@@ -12,7 +12,7 @@ MESHES = {"TEST_MESHES": "2,2,1;1,4,1"}
 @pytest.fixture(scope="module")
 def results() -> Results:
     """Over Gloo; test_pipeline and test_saving train split layers over MPI."""
-    return run_cases("tensor_parallel", np=4, controller="gloo", env=MESHES)
+    return on_ranks("tensor_parallel", np=4, controller="gloo", env=MESHES)
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def test_statistics_are_averaged_and_seeds_kept_apart_over_the_data(common: list
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
 
 
+@pytest.mark.slow
 def test_the_state_of_split_layers_may_be_sharded_over_the_data(results: Results) -> None:
     assert max(results.of("case_sharded_state_of_split_layers")) <= EXACT
 
@@ -86,6 +87,7 @@ def test_what_cannot_be_is_said(results: Results) -> None:
         assert "needs at least 8 ranks, and the job has 4" in rank["ranks"]
 
 
+@pytest.mark.slow
 def test_layers_by_hand(results: Results) -> None:
     for rank in results.of("case_by_hand"):
         assert_close({name: v for name, v in rank.items() if name.startswith("float32")})
@@ -93,6 +95,7 @@ def test_layers_by_hand(results: Results) -> None:
         assert_close({name: v for name, v in rank.items() if "bfloat16" in name}, 0.04)
 
 
+@pytest.mark.slow
 def test_grouped_attention(results: Results) -> None:
     for rank in results.of("case_grouped_attention"):
         assert_close(rank)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(folder: Path) -> Results:
-    return run_cases("trainer_callbacks", np=2, env={"FOLDER": str(folder)})
+    return on_ranks("trainer_callbacks", np=2, env={"FOLDER": str(folder)})
 
 
 def test_early_stopping(results: Results) -> None:

@@ -10,26 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-5
-MAIN = ("case_sgd", "case_adam", "case_losses", "case_synchronized_normalization", "case_numpy")
-SIZES = {1: (*MAIN, "case_two_outputs"), 2: (), 3: (*MAIN, "case_sources", "case_two_outputs")}
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def two() -> Results:
-    return run_cases("trainer_exact", np=2)
+    return on_ranks("trainer_exact", np=2)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.fixture(
+    scope="module", params=[pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)]
+)
 def results(request: pytest.FixtureRequest, two: Results) -> Results:
     if request.param == 2:
         return two
     controller = "gloo" if request.param == 3 else "mpi"
-    return run_cases(
-        "trainer_exact", np=request.param, controller=controller, only=SIZES[request.param]
-    )
+    return on_ranks("trainer_exact", np=request.param, controller=controller)
 
 
 def check(found: dict[str, Any], **limits: float) -> None:
@@ -76,6 +75,7 @@ def test_two_outputs(results: Results) -> None:
     check_same_history(ranks)
 
 
+@pytest.mark.slow
 def test_adamw_with_class_weights(two: Results) -> None:
     for found in two.of("case_adamw"):
         check(found)
@@ -92,6 +92,7 @@ def test_shuffled(two: Results) -> None:
     assert max(two.of("case_shuffled")) <= EXACT
 
 
+@pytest.mark.slow
 def test_sources(two: Results) -> None:
     for found in two.of("case_sources"):
         for name, one in found.items():
@@ -103,6 +104,7 @@ def test_validation_split(two: Results) -> None:
         check(found)
 
 
+@pytest.mark.slow
 def test_ways_of_running(two: Results) -> None:
     for found in two.of("case_ways_of_running"):
         for name, one in found.items():

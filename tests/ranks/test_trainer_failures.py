@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Results, launch, run_cases
+from launch import Results, launch, on_ranks
 
 LIMIT_SECONDS = 60
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    return run_cases("trainer_failures", np=2, timeout=240)
+    return on_ranks("trainer_failures", np=2, timeout=240)
 
 
 def messages(results: Results, case: str) -> dict[str, str]:
@@ -143,10 +143,14 @@ trainer.fit(np.ones((8, 3)), np.ones((8, 1)), epochs=3, callbacks=callbacks, ver
 @pytest.mark.parametrize(
     ("script", "says"),
     [
-        (ONE_RANK_RAISES, "RuntimeError: the disk is gone"),
-        (ONE_RANK_STAYS_AWAY, "Rank 0: Horovod stopped in the middle of a collective"),
+        pytest.param(ONE_RANK_RAISES, "RuntimeError: the disk is gone", id="raises"),
+        pytest.param(
+            ONE_RANK_STAYS_AWAY,
+            "Rank 0: Horovod stopped in the middle of a collective",
+            marks=pytest.mark.slow,
+            id="stays away",
+        ),
     ],
-    ids=["raises", "stays away"],
 )
 def test_the_job_ends(tmp_path: Path, script: str, says: str) -> None:
     path = tmp_path / "script.py"

@@ -12,16 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import Results, run_cases
+from launch import Results, on_ranks
 
 EXACT = 1e-6
 THROUGH_ADAM = 1e-5
-OF_TWO = (
-    *("case_optimizers", "case_ways", "case_dtypes", "case_state_size", "case_state_moves"),
-    *("case_inf_on_one_rank", "case_local_variable", "case_errors", "case_trainer"),
-    "case_trainer_saves",
-    "case_loss_scaling_goes_on",
-)
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Results:
-    return run_cases("zero", np=2, only=OF_TWO, env={"FOLDER": str(folder)})
+    return on_ranks("zero", np=2, env={"FOLDER": str(folder)})
 
 
 @pytest.fixture(scope="module")
 def three() -> Results:
     """Parts of more than two ranks, some of them empty and some longer than others; and Gloo."""
-    return run_cases("zero", np=3, controller="gloo", only=["case_few", "case_state_size"])
+    return on_ranks("zero", np=3, controller="gloo")
 
 
 @pytest.fixture(scope="module", params=["two", "three"])
@@ -55,6 +49,7 @@ def test_optimizers_equal_one_process(two: Results) -> None:
     assert_close(two.of("case_optimizers"))
 
 
+@pytest.mark.slow
 def test_three_ranks(three: Results) -> None:
     assert_close(three.of("case_few"))
 
@@ -83,6 +78,7 @@ def test_other_types(two: Results) -> None:
         assert found["float64"] <= EXACT
 
 
+@pytest.mark.slow
 def test_ways_of_running(two: Results) -> None:
     assert_close(two.of("case_ways"))
 
@@ -161,6 +157,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_file_is_what_plain_keras_would_have_saved(two: Results, folder: Path) -> None:
     (first, second) = two.of("case_trainer_saves")
     assert first == second
