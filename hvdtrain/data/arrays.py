@@ -166,6 +166,7 @@ def is_arrays(value: Any) -> bool:
     return (
         isinstance(value, (dict, list, tuple, *SCALARS))
         or hasattr(value, "__array__")
+        or type(value).__name__ in UNSUPPORTED
         or is_in_rows(value)
     )
 
@@ -211,12 +212,23 @@ def _to_array(value: Any, name: str) -> np.ndarray | Rows:
             f"{name} is a single {type(value).__name__}; an array is needed whose first dimension "
             "counts the examples."
         )
-    if array.dtype.kind == "O" and array.size and not isinstance(array.flat[0], str | bytes):
+    foreign = _not_numbers_or_texts(array)
+    if foreign is not None:
         raise UsageError(
-            f"{name} holds Python objects ({type(array.flat[0]).__name__}), not numbers or "
-            "strings. Make its columns or rows numeric and of equal length."
+            f"{name} holds {foreign}, not numbers or strings. Make its columns or rows numeric and of equal length."
         )
     return array
+
+
+def _not_numbers_or_texts(array: np.ndarray) -> str | None:
+    """What is in `array` that TensorFlow takes neither as numbers nor as strings; None: nothing."""
+    if array.dtype.kind == "O":
+        others = (type(v).__name__ for v in array.flat if not isinstance(v, str | bytes))
+        found = next(others, None)
+        return found and f"Python objects ({found})"
+    if array.dtype.kind in "mM" or array.dtype.names is not None:
+        return f"values of type {array.dtype}"
+    return None
 
 
 def _from_pandas(value: Any, name: str) -> np.ndarray | None:
@@ -225,5 +237,10 @@ def _from_pandas(value: Any, name: str) -> np.ndarray | None:
     if pandas is None or not isinstance(value, pandas.DataFrame | pandas.Series):
         return None
     array = value.to_numpy()
-    is_series = isinstance(value, pandas.Series) and not name.startswith("sample_weight")
-    return array[:, np.newaxis] if is_series else array
+    if isinstance(value, pandas.Series):
+        return array if name.startswith("sample_weight") else array[:, np.newaxis]
+    # Of columns of numbers, flags and pandas's own nullable types to_numpy makes Python objects.
+    types = [getattr(column, "numpy_dtype", column) for column in value.dtypes]
+    if array.dtype.kind == "O" and all(getattr(t, "kind", "O") in "biuf" for t in types):
+        return value.to_numpy(np.result_type(*types))
+    return array

@@ -148,6 +148,8 @@ class Loop:
         progress = Progress(plan.verbose, title, plan.train.steps_per_epoch)
         self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
+        # As in Keras, an epoch that is stopped before it begins has one step.
+        stopped = any_rank(bool(self.model.stop_training), "stop")
         step_logs: Logs = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
@@ -169,7 +171,7 @@ class Loop:
             if self.guard and done == 0 and check_first_step:
                 self._check(self.strategy.check_step, "after the first step")
             done += len(group)
-            if global_batches and any_rank(bool(self.model.stop_training), "stop"):
+            if stopped or (global_batches and any_rank(bool(self.model.stop_training), "stop")):
                 break
         if share is None:
             raise UsageError("The training data holds no batch: nothing to train on")
@@ -200,6 +202,7 @@ class Loop:
         self.strategy.reset_metrics(self.model)
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
+        stopped = any_rank(bool(self.model.stop_evaluating), "stop")
         step_logs: Logs = {}
         share: Share | None = None
         global_batches = need_global_batches(everyones, TEST_METHODS)
@@ -210,7 +213,7 @@ class Loop:
                 progress.step(1, share.global_examples, step_logs)
             shown = self._global_step_logs(step_logs, share) if global_batches else step_logs
             callbacks.on_test_batch_end(step, shown)
-            if global_batches and any_rank(bool(self.model.stop_evaluating), "stop"):
+            if stopped or (global_batches and any_rank(bool(self.model.stop_evaluating), "stop")):
                 break
         if share is None:
             raise UsageError("The evaluation data holds no batch: nothing to evaluate on")

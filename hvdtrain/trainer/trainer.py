@@ -401,7 +401,7 @@ class Trainer:
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
         """Build the model from the data's shapes, and compare model and data over the ranks."""
-        anew = self._trained is not None and self._trained != self._as_compiled()
+        anew = self._compiled_anew(what)
         self._agree(source, facts | {"the model is compiled anew": anew}, what)
         if self.steps is not None:
             if anew:
@@ -423,6 +423,15 @@ class Trainer:
             steps_per_execution=self._steps_per_execution,
             run_dir=self._run_dir,
             config=self._config,
+        )
+
+    def _compiled_anew(self, what: str) -> bool:
+        """Whether the steps are no longer those of the model. Which layers are frozen changes no evaluation."""
+        if self._trained is None:
+            return False
+        optimizers, trained = self._as_compiled()
+        return optimizers != self._trained[0] or (
+            what == "training" and trained != self._trained[1]
         )
 
     def _as_compiled(self) -> tuple[list[Any], list[int]]:

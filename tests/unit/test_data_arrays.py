@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import scipy.sparse
+import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,6 +159,15 @@ def test_tensors_lists_and_frames_are_arrays():
     ).element == (Spec((1,), "float32"), Spec((1,), "float32"), Spec((), "float32"))
 
 
+def test_columns_of_several_types_are_one_array():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"float": [1.5, 2.5], "flag": [True, False], "count": [3, 4]})
+    rows = [[1.5, 1, 3], [2.5, 0, 4]]
+    for data in (frame, frame.astype({"count": "Int64", "flag": "boolean", "float": "Float32"})):
+        (share,) = make_source(data, global_batch_size=2, shuffle=False, seed=0).epoch(0, 0, 1)
+        assert share.data.dtype == "float32" and share.data.tolist() == rows
+
+
 def test_a_tuple_is_the_data_and_a_list_is_inputs():
     x, y = numbers(6)
     options = {"global_batch_size": 3, "shuffle": False, "seed": 0}
@@ -201,6 +211,10 @@ X, Y = numbers(8)
         ({"x": [X, object()], "y": Y}, r"x\[1\] is a object"),
         ({"x": [[1, 2], [3]], "y": [1, 2]}, "cannot be turned into one array"),
         ({"x": np.array([[1], [1, 2]], dtype=object), "y": [1, 2]}, "Python objects"),
+        ({"x": np.array([["a", 1]], dtype=object), "y": [1]}, r"x holds Python objects \(int\)"),
+        ({"x": np.array(["2020-01-01"], "datetime64[s]"), "y": [1]}, "x holds values of type date"),
+        ({"x": tf.ragged.constant([[1], [1, 2]]), "y": [1, 2]}, "x is a RaggedTensor.*to_tensor"),
+        ({"x": tf.sparse.eye(2), "y": [1, 2]}, "x is a SparseTensor.*to_dense"),
         ({"x": object()}, "cannot be read"),
         ({"x": X, "y": Y, "global_batch_size": 0}, "global_batch_size is 0"),
         ({"x": X, "y": Y, "global_batch_size": 2.5}, "global_batch_size is 2.5"),

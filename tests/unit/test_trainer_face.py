@@ -102,6 +102,39 @@ def test_callbacks_of_evaluate(last: int) -> None:
     assert found.events == wanted.events
 
 
+@pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin", "on_test_begin"])
+def test_a_pass_that_is_stopped_before_it_begins_has_one_step(event: str) -> None:
+    def fit(fitted: Any, model: keras.Model, **options: Any) -> Any:
+        class Stopping(kc.Callback):
+            pass
+
+        def stop(*_: Any, logs: Any = None) -> None:
+            model.stop_evaluating = event == "on_test_begin"
+            model.stop_training = not model.stop_evaluating
+
+        setattr(Stopping, event, stop)
+        options |= {"epochs": 2, "validation_data": (X, Y), "callbacks": [Stopping()]}
+        return fitted.fit(X, Y, shuffle=False, verbose=0, **options).history, model.get_weights()
+
+    keras_model, ours = plain(), trainer()
+    wanted, weights = fit(keras_model, keras_model, batch_size=BATCH)
+    found, ours_weights = fit(ours, ours.model)
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert found[name] == pytest.approx(values, rel=EXACT)
+    for one, other in zip(ours_weights, weights, strict=True):
+        np.testing.assert_allclose(one, other, atol=EXACT)
+
+
+def test_a_model_with_frozen_layers_is_evaluated() -> None:
+    ours = trainer()
+    loss = ours.evaluate(X, Y, verbose=0)
+    ours.model.layers[0].trainable = False
+    assert ours.evaluate(X, Y, verbose=0) == loss
+    with pytest.raises(UsageError, match="frozen"):
+        ours.fit(X, Y, verbose=0)
+
+
 def test_what_evaluate_and_predict_show(capsys: pytest.CaptureFixture[str]) -> None:
     ours = trainer()
     ours.evaluate(X, Y, verbose=0)
