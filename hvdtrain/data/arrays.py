@@ -61,6 +61,7 @@ def array_source(
 ) -> ArraySource:
     """Check and convert (x[, y[, sample_weight]]) and make its source."""
     data = convert(data)
+    _require_weights_like_labels(data)
     count = nested.count_examples(data, "the data")
     if count == 0:
         raise UsageError("the data is empty: its arrays have length 0.")
@@ -121,6 +122,22 @@ def convert(data: tuple) -> tuple:
         weights = _filled(data[2], nested.count_examples(tuple(parts), "the data"))
         parts.append(_convert(weights, nested.PARTS[2]))
     return tuple(parts)
+
+
+def _require_weights_like_labels(data: tuple) -> None:
+    """Raise UsageError unless sample weights are one array, or one for each of the arrays in y."""
+    if len(data) < 3 or not isinstance(data[2], dict | list | tuple):
+        return
+    labels, weights = ([name for name, _ in nested.named_leaves(part, "")] for part in data[1:])
+    if sorted(labels) != sorted(weights):
+        raise UsageError(
+            f"sample_weight has {_listed(weights)}, and y has {_listed(labels)}: give weights, or None, for each "
+            "array in y and in the same structure, or one array for all of them."
+        )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) if any(names) else "one array"
 
 
 def _filled(weights: Any, examples: int) -> Any:

@@ -48,6 +48,8 @@ def read_model(model: keras.Model, path: Path) -> bool:
             _check_weights(path, stored, model_files.stored_variables(model))
             has_state = _check_optimizer(path, stored, config, model.optimizer)
         model_files.load_values(model, path, has_state)
+    except UsageError:
+        raise
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise UsageError(f"load: {path} cannot be read as a .keras file: {error}") from error
     return has_state

@@ -21,10 +21,15 @@ class RunDir:
         self._columns: list[str] = []
 
     def complaint(self, first_epoch: int) -> str | None:
-        """Return what is wrong if another run left its metrics here: nothing is overwritten.
+        """Return what is wrong if the folder cannot be made, or another run left its metrics there.
 
-        A run that goes on where that one stopped, with `first_epoch` (from 0) after its first, adds to them.
+        Nothing is overwritten. A run that goes on where that one stopped, with `first_epoch` (from 0) after its
+        first, adds to them.
         """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return f"run_dir {str(self.path)!r} cannot be made: {error}"
         if first_epoch > 0 or self._columns or not (self.path / METRICS).exists():
             return None
         return (
@@ -34,7 +39,6 @@ class RunDir:
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write what the run was asked to do."""
-        self.path.mkdir(parents=True, exist_ok=True)
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
         temporary.replace(self.path / CONFIG)

@@ -215,6 +215,11 @@ X, Y = numbers(8)
         ({"x": np.array(["2020-01-01"], "datetime64[s]"), "y": [1]}, "x holds values of type date"),
         ({"x": tf.ragged.constant([[1], [1, 2]]), "y": [1, 2]}, "x is a RaggedTensor.*to_tensor"),
         ({"x": tf.sparse.eye(2), "y": [1, 2]}, "x is a SparseTensor.*to_dense"),
+        (
+            {"x": X, "y": {"a": Y, "b": Y}, "sample_weight": {"a": Y}},
+            r"sample_weight has \['a'\], and y has \['a'\], \['b'\]: give weights, or None, for each",
+        ),
+        ({"x": X, "y": Y, "sample_weight": [Y]}, r"sample_weight has \[0\], and y has one array"),
         ({"x": object()}, "cannot be read"),
         ({"x": X, "y": Y, "global_batch_size": 0}, "global_batch_size is 0"),
         ({"x": X, "y": Y, "global_batch_size": 2.5}, "global_batch_size is 2.5"),

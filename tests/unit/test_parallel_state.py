@@ -222,8 +222,9 @@ def test_a_file_of_another_model(
     other().save(tmp_path / "a.keras")
     target = trained()
     before = [v.numpy() for v in [*target.variables, *target.optimizer.variables]]
-    with pytest.raises(UsageError, match=words.replace("'up", "'.*up")):
+    with pytest.raises(UsageError, match=words.replace("'up", "'.*up")) as raised:
         read_model(target, tmp_path / "a.keras")
+    assert str(raised.value).count("a.keras") == 1
     after = [v.numpy() for v in [*target.variables, *target.optimizer.variables]]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
 

@@ -194,6 +194,12 @@ def test_run_dir(tmp_path: Path) -> None:
     ]
 
 
+def test_a_run_dir_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    complaint = str(RunDir(tmp_path / "file" / "run").complaint(0))
+    assert "run' cannot be made: " in complaint
+
+
 def test_splitting_a_tuple_keeps_the_weights_beside_it() -> None:
     x, weight = np.arange(10.0), np.arange(10.0) / 2
     train, validation = split_arrays((x, 2 * x), None, weight, 0.2)
