@@ -108,6 +108,30 @@ class _Distributed(AppliesByKeras):
         """Keep `var` (a Keras variable or tf.Variable) to this rank: its gradients are not reduced."""
         self.hvdtrain_reducer.register_local(var)
 
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        if not pairs or not self._looks_first("apply_gradients"):
+            return super().apply_gradients(pairs)  # type: ignore[misc]
+        gradients, variables = zip(*pairs, strict=True)
+        with self.reduce_before(gradients, variables) as reduced:
+            return super().apply_gradients(list(zip(reduced, variables, strict=True)))  # type: ignore[misc]
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        if not len(grads) or not self._looks_first("apply"):
+            return super().apply(grads, trainable_variables)
+        known = self._trainable_variables  # type: ignore[attr-defined]
+        variables = list(known if trainable_variables is None else trainable_variables)
+        with self.reduce_before(grads, variables) as reduced:
+            # Past AppliesByKeras: whatever it does, all workers do alike.
+            return super(AppliesByKeras, self).apply(reduced, variables)  # type: ignore[misc]
+
+    def _looks_first(self, method: str) -> bool:
+        """Whether a user's own `method` gets the gradients before they are reduced: they must be, or it sees a part."""
+        own = getattr(super(AppliesByKeras, self), method).__func__
+        is_keras = own is getattr(keras.optimizers.Optimizer, method)
+        reducer = self.hvdtrain_reducer
+        return not (is_keras or reducer.early or reducer.holds_parts)
+
     def scale_loss(self, loss: Any) -> Any:
         step = current_step()
         return super().scale_loss(loss if step is None else step.weigh_loss(loss))  # type: ignore[misc]
@@ -137,9 +161,12 @@ class _Distributed(AppliesByKeras):
     def reduce_before(self, grads: Any, variables: Any) -> Iterator[list[Any]]:
         """Reduce the gradients of an update before it begins; in this block the update takes them as they are.
 
-        For loss scaling in a step: what overflows is then what overflows in one process with the whole batch.
+        For loss scaling in a step (what overflows is then what overflows in one process with the whole batch), and
+        for optimizers that look at the gradients in an `apply` of their own.
         """
         reducer = self.hvdtrain_reducer
+        if not self.built:  # type: ignore[attr-defined]
+            self.build(variables)  # type: ignore[attr-defined]
         summed = self.summed(grads, variables)
         reducer.early = True
         try:

@@ -60,16 +60,19 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     found = [getattr(model, "optimizer", None)]
     if not trains_by_keras(model):
         owners = [layer for layer in model._flatten_layers() if isinstance(layer, keras.Model)]
-        found += [one for owner in owners for one in _optimizers_in(list(vars(owner).values()))]
+        found += [
+            one for owner in owners for one in held_in(vars(owner), keras.optimizers.Optimizer)
+        ]
     return list({id(one): one for one in found if one is not None}.values())
 
 
-def _optimizers_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, keras.optimizers.Optimizer):
+def held_in(value: Any, kind: type) -> Iterator[Any]:
+    """Yield the instances of `kind` in a value, and in the lists, tuples and dicts that it is made of."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _optimizers_in(item)
+            yield from held_in(item, kind)
 
 
 def may_have_loss(model: keras.Model) -> bool:

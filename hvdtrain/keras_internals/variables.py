@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.keras_internals.models import held_in, optimizers_of
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
 
 
@@ -50,8 +50,9 @@ def row_states(model: keras.Model) -> list[Any]:
 
 def untracked_variables(model: keras.Model) -> list[tf.Variable]:
     """Return the numbers that the model's layers hold in tf.Variables as attributes: Keras does not know of them."""
-    held = [value for layer in model._flatten_layers() for value in vars(layer).values()]
-    found = unique(value for value in held if isinstance(value, tf.Variable))
+    found = unique(
+        v for layer in model._flatten_layers() for v in held_in(vars(layer), tf.Variable)
+    )
     return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
 
 

@@ -21,6 +21,8 @@ from hvdtrain.collectives.step import current_step
 
 TOLERANCE = 1e-3
 """Relative: a few float32 roundings. Another rule is off by about the ratio of the parts' sizes."""
+EPSILONS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
+"""By what a variable's value is rounded, relative, and so a small growth of it."""
 FURTHER = 1000
 """Steps that the second look is ahead of the first: a decaying sum looks like a sum near zero."""
 
@@ -69,26 +71,35 @@ def kinds_of_growth(
         if not any(each.any() for each in grown) or not all(np.isfinite(g).all() for g in grown):
             break
         of_parts = [_growth(variables, start, run, part) for part in parts]
-        for rules, one, other, *several in zip(fitting, grown, again, *of_parts, strict=True):
+        roundings = [_rounding(v, value) for v, value in zip(variables, start, strict=True)]
+        for rules, rounding, one, other, *several in zip(
+            fitting, roundings, grown, again, *of_parts, strict=True
+        ):
             if _close(one, other):  # Else it grows at random.
-                rules &= _rules(one, several, shares)
+                rules &= _rules(one, several, shares, rounding)
         _write(variables, [s + FURTHER * g for s, g in zip(start, grown, strict=True)])
     return Kinds(
         tuple(place for place, rules in enumerate(fitting) if rules == {"sum"}),
         tuple(place for place, rules in enumerate(fitting) if rules == {"mean"}),
-        tuple(place for place, rules in enumerate(fitting) if not rules),
+        tuple(place for place, rules in enumerate(fitting) if rules in ({"sum", "mean"}, set())),
     )
 
 
-def _rules(one: np.ndarray, parts: Sequence[np.ndarray], shares: Sequence[float]) -> set[str]:
-    """Return by which rules the growth on the parts makes that on the whole."""
+def _rules(
+    one: np.ndarray, parts: Sequence[np.ndarray], shares: Sequence[float], rounding: float
+) -> set[str]:
+    """Return by which rules the growth on the parts, each rounded, makes that on the whole."""
     mean = sum(share * part for share, part in zip(shares, parts, strict=True))
-    fits = {
-        "same": all(_close(part, one) for part in parts),
-        "mean": _close(mean, one),
-        "sum": _close(sum(parts), one),
-    }
-    return {rule for rule, does in fits.items() if does}
+
+    def fitting(slack: float) -> set[str]:
+        fits = {
+            "same": all(_close(part, one) for part in parts),
+            "mean": _close(mean, one, slack),
+            "sum": _close(sum(parts), one, slack),
+        }
+        return {rule for rule, does in fits.items() if does}
+
+    return fitting(0.0) or fitting(rounding)
 
 
 def _growth(
@@ -110,8 +121,14 @@ def _write(variables: Sequence[tf.Variable], values: Values) -> None:
         variable.assign(tf.cast(value, variable.dtype))
 
 
-def _close(one: Any, other: Any) -> bool:
-    return bool(np.abs(one - other).max(initial=0.0) <= TOLERANCE * np.abs(other).max(initial=0.0))
+def _rounding(variable: tf.Variable, value: np.ndarray) -> float:
+    """Return by how much a growth from `value` on the whole and on two parts may be off."""
+    return 3 * EPSILONS.get(variable.dtype.name, 0.0) * float(np.abs(value).max(initial=0.0))
+
+
+def _close(one: Any, other: Any, rounding: float = 0.0) -> bool:
+    limit = TOLERANCE * np.abs(other).max(initial=0.0) + rounding
+    return bool(np.abs(one - other).max(initial=0.0) <= limit)
 
 
 def grown_together(

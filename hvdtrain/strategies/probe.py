@@ -51,6 +51,12 @@ off by about the ratio of the parts' sizes, 0.2 and more."""
 DRAWS = "its gradients are others each time it runs on the same examples (random numbers?)"
 """Why a step cannot be judged that makes its own noise."""
 
+STEPS = 16
+"""That may pass until a step applies gradients: one that adds up those of several batches, or trains in turns."""
+
+WAITS = f"its first {STEPS} steps apply no gradients"
+"""Why one cannot that waits for longer."""
+
 Marks = dict[str, np.ndarray]
 """For each variable's name (3,): its gradient projected to one number, which adds up over parts, its norm, and the
 number of its slices if it is sparse."""
@@ -113,8 +119,9 @@ def state_of(model: keras.Model) -> list[tf.Variable]:
     """Return the numbers that a step may change without an optimizer, but for metrics and random seeds."""
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     left_out = [*seed_variables(model), *model.metrics_variables, *counted]
-    assigned = [] if trains_by_keras(model) else model.trainable_variables
-    known = map(tf_variable, without([*own_non_trainable_variables(model), *assigned], left_out))
+    # A step of the user's may assign to any weight, one that is not trained (a teacher's) too.
+    held = own_non_trainable_variables(model) if trains_by_keras(model) else model.variables
+    known = map(tf_variable, without(held, left_out))
     found = [*known, *untracked_variables(model)]
     return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
 
@@ -148,14 +155,16 @@ def _verdict(
     try:
         step = replace(step, checked=True)
         with unchanged(model), _repeatable(model):
-            whole, moves = _marks_alone(model, data, None)
+            whole, moved = _first_marks(model, data)
+            moves = bool(moved)
             again, _ = _marks_alone(model, data, None)
             weighed = _of_parts(model, parts, shares, step)
             once = _looked_up_once(model, whole, weighed[0])
             # An overflow in float16 says nothing of the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite:
-                return Verdict(once=once), moves
+                waits = not whole and _waits(model, moved)
+                return Verdict(once=once, why_not=WAITS if waits else ""), moves
             if _gap(model, whole, again)[1] > 0:
                 return Verdict(once=once, why_not=DRAWS), moves
             worst, gap = _gap(
@@ -239,15 +248,35 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
     return found
 
 
-def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Marks, bool]:
-    """Return what `_marks` does, and whether it changed `state_of` and `counts_of`, which are as before again."""
+def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Marks, set[int]]:
+    """Return what `_marks` does, and the id() of what it changed of `state_of` and `counts_of`, which is undone."""
     state = [*state_of(model), *counts_of(model)]
     before = [variable.numpy() for variable in state]
     found = _marks(model, data, step)
-    moved = [not np.array_equal(v.numpy(), value) for v, value in zip(state, before, strict=True)]
+    moved = {
+        id(v)
+        for v, value in zip(state, before, strict=True)
+        if not np.array_equal(v.numpy(), value)
+    }
     for variable, value in zip(state, before, strict=True):
         variable.assign(value)
-    return found, any(moved)
+    return found, moved
+
+
+def _first_marks(model: keras.Model, data: Any) -> tuple[Marks, set[int]]:
+    """Return what `_marks_alone` does in the first step that applies gradients; the state stays that before it."""
+    for _ in range(STEPS):
+        found, moved = _marks_alone(model, data, None)
+        if found or not _waits(model, moved):
+            break
+        _marks(model, data, None)
+    return found, moved
+
+
+def _waits(model: keras.Model, moved: set[int]) -> bool:
+    """Whether a step that applied no gradients may do so later: it has not trained by itself."""
+    trained = {id(tf_variable(v)) for v in model.trainable_variables}
+    return bool(trained) and not trained & moved
 
 
 def _mark(gradient: Any) -> np.ndarray:

@@ -185,6 +185,52 @@ def test_what_is_clipped_is_the_mean(way: str, clip: str) -> None:
             np.testing.assert_allclose(found, value, rtol=1e-5)
 
 
+class Normed(keras.optimizers.SGD):
+    """Looks at the gradients before Keras does."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([g / (1 + tf.norm(g)) for g in grads], trainable_variables)
+
+
+class ClippedPairs(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars: Any) -> Any:
+        return super().apply_gradients([(tf.clip_by_norm(g, 0.5), v) for g, v in grads_and_vars])
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([2 * g for g in grads], trainable_variables)
+
+
+class Handing(keras.optimizers.SGD):
+    """Leaves the work to another optimizer."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.other = keras.optimizers.SGD(rate)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        self.other.apply([tf.sign(g) for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("kind", [Normed, ClippedPairs, Handing])
+def test_an_own_apply_looks_at_the_mean(kind: Any) -> None:
+    def applied(optimizer: Any, gradients: list[np.ndarray]) -> list[np.ndarray]:
+        variables = [keras.Variable(np.ones(g.shape, "float32")) for g in gradients]
+        for _ in range(2):
+            optimizer.apply_gradients(
+                list(zip([tf.constant(g) for g in gradients], variables, strict=True))
+            )
+        return [v.numpy() for v in variables]
+
+    def work(ranks: ThreadRanks) -> Any:
+        mine = distribute(kind(0.1), Reduction(process_set=ranks))
+        return applied(mine, gradients_of(ranks.rank()))
+
+    wanted = applied(kind(0.1), MEAN)
+    for variables in on_ranks(work):
+        for found, value in zip(variables, wanted, strict=True):
+            np.testing.assert_allclose(found, value, rtol=1e-5)
+
+
 def test_a_share_that_is_not_in_the_loss_weighs_the_gradients() -> None:
     def work(ranks: ThreadRanks) -> Any:
         optimizer = distribute(

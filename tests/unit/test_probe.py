@@ -18,7 +18,7 @@ from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.losses import make_exact
-from hvdtrain.strategies.probe import DRAWS, Verdict, probe, state_of
+from hvdtrain.strategies.probe import DRAWS, WAITS, Verdict, probe, state_of
 from hvdtrain.strategies.state import shared_state
 
 RNG = np.random.default_rng(0)
@@ -279,6 +279,43 @@ def test_what_cannot_be_judged() -> None:
     assert found.as_mean is None and "Error" in found.why_not
 
 
+class Collecting(Own):
+    """Adds up the gradients of some batches, in variables that Keras does not know of."""
+
+    def __init__(self, reduce: Any, batches: int) -> None:
+        super().__init__()
+        self.reduce, self.batches = reduce, batches
+        self(X)
+        sums = [tf.Variable(tf.zeros(v.shape)) for v in self.trainable_variables]
+        self.kept = {"sums": sums, "seen": [tf.Variable(0)]}
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.reduce(squares(y, self(x)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        for total, gradient in zip(self.kept["sums"], gradients, strict=True):
+            total.assign_add(gradient)
+        seen = self.kept["seen"][0]
+        tf.cond(seen.assign_add(1) % self.batches == 0, self.update, lambda: 0)
+        return {"loss": loss}
+
+    def update(self) -> int:
+        self.optimizer.apply(self.kept["sums"], self.trainable_variables)
+        for total in self.kept["sums"]:
+            total.assign(tf.zeros_like(total))
+        return 0
+
+
+def test_steps_that_apply_no_gradients_at_first() -> None:
+    mean, total = (compiled(Collecting(r, 3), None) for r in (ops.mean, ops.sum))
+    found = verdict(mean)
+    assert found.as_mean
+    assert len(found.averaged) == 4 and not found.unclear
+    assert verdict(total).as_mean is False
+    assert verdict(compiled(Collecting(ops.mean, 100), None)).why_not == WAITS
+
+
 class Growing(layers.Layer):
     """Its state grows by what `change` returns for (state, inputs)."""
 
@@ -347,10 +384,34 @@ def test_what_differs_by_nature_is_named() -> None:
     assert all(said(layer) for layer in random)
 
 
+def test_a_teacher_that_follows_and_is_not_trained() -> None:
+    class Following(Own):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = layers.Dense(2, trainable=False)
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = ops.mean(squares(y, self(x)) + squares(self.teacher(self.one(x)), y))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            for follows, leads in zip(self.teacher.weights, self.two.weights, strict=True):
+                follows.assign(0.9 * follows + 0.1 * leads)
+            return {"loss": loss}
+
+        def call(self, x: Any) -> Any:
+            return self.two(self.one(x)) + 0.0 * self.teacher(self.one(x))
+
+    found = verdict(compiled(Following(), None))
+    assert found.as_mean and not found.averaged and not found.unclear
+
+
 @pytest.mark.parametrize(
     "change, kind",
     [
         (lambda g: 0.1 * g, "averaged"),
+        (lambda g: 1e-5 * g, "averaged"),
         (lambda g: tf.cast(tf.shape(X)[0], "float32") * g, "averaged"),
         (lambda g: g / tf.norm(g), "unclear"),
         (lambda g: 0 * g + 0.1, "none"),
