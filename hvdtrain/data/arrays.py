@@ -125,19 +125,15 @@ def convert(data: tuple) -> tuple:
 
 
 def _require_weights_like_labels(data: tuple) -> None:
-    """Raise UsageError unless sample weights are one array, or one for each of the arrays in y."""
+    """Raise UsageError unless sample weights are one array, or one for each of several arrays in y."""
     if len(data) < 3 or not isinstance(data[2], dict | list | tuple):
         return
     labels, weights = ([name for name, _ in nested.named_leaves(part, "")] for part in data[1:])
-    if sorted(labels) != sorted(weights):
+    if len(labels) > 1 and sorted(labels) != sorted(weights):
         raise UsageError(
-            f"sample_weight has {_listed(weights)}, and y has {_listed(labels)}: give weights, or None, for each "
+            f"sample_weight has {', '.join(weights)}, and y has {', '.join(labels)}: give weights, or None, for each "
             "array in y and in the same structure, or one array for all of them."
         )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) if any(names) else "one array"
 
 
 def _filled(weights: Any, examples: int) -> Any:

@@ -175,6 +175,7 @@ def test_a_tuple_is_the_data_and_a_list_is_inputs():
     assert len(make_source((x, y, None), **options).element) == 2
     assert len(make_source((x, y, y), **options).element) == 3
     assert len(make_source((x, y), sample_weight=y, **options).element) == 3
+    assert make_source(x, y, [y], **options).element[2] == [Spec((), "int64")]
     assert make_source((x,), **options).element == Spec((1,), "float32")
     (inputs,) = make_source([x, y], **options).element
     assert isinstance(inputs, list) and len(inputs) == 2
@@ -219,7 +220,6 @@ X, Y = numbers(8)
             {"x": X, "y": {"a": Y, "b": Y}, "sample_weight": {"a": Y}},
             r"sample_weight has \['a'\], and y has \['a'\], \['b'\]: give weights, or None, for each",
         ),
-        ({"x": X, "y": Y, "sample_weight": [Y]}, r"sample_weight has \[0\], and y has one array"),
         ({"x": object()}, "cannot be read"),
         ({"x": X, "y": Y, "global_batch_size": 0}, "global_batch_size is 0"),
         ({"x": X, "y": Y, "global_batch_size": 2.5}, "global_batch_size is 2.5"),
