@@ -8,7 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileMetrics
+
+from hvdtrain.keras_internals.models import held_in
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,16 @@ def is_known_to_add_up(metric: keras.metrics.Metric) -> bool:
     """Whether a metric is Keras's, and what it is given is not the user's choice: a value for each example."""
     general = (keras.metrics.Mean, keras.metrics.Sum, keras.metrics.MeanMetricWrapper)
     return is_of_keras(metric) and type(metric) not in general
+
+
+def hides_state(metric: keras.metrics.Metric) -> bool:
+    """Whether a metric keeps what it counts where Keras does not know of it: in a tf.Variable, or in Python."""
+    if next(held_in(vars(metric), tf.Variable), None) is not None:
+        return True
+    common = vars(keras.metrics.Metric())
+    own = [value for name, value in vars(metric).items() if name not in common]
+    in_python = (list, dict, set, int, float, np.ndarray)
+    return not metric.variables and any(isinstance(value, in_python) for value in own)
 
 
 @contextlib.contextmanager

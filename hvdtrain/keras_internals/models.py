@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -66,13 +67,25 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return list({id(one): one for one in found if one is not None}.values())
 
 
-def held_in(value: Any, kind: type) -> Iterator[Any]:
+def held_in(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
     """Yield the instances of `kind` in a value, and in the lists, tuples and dicts that it is made of."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple, dict)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from held_in(item, kind)
+
+
+@contextlib.contextmanager
+def numbers_kept(model: keras.Model) -> Iterator[None]:
+    """Put back the Python numbers that a model and its layers hold as attributes, such as a counter of steps."""
+    layers = list(model._flatten_layers())
+    kept = [{k: v for k, v in vars(one).items() if type(v) in (int, float)} for one in layers]
+    try:
+        yield
+    finally:
+        for layer, numbers in zip(layers, kept, strict=True):
+            vars(layer).update(numbers)
 
 
 def may_have_loss(model: keras.Model) -> bool:

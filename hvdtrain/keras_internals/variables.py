@@ -49,9 +49,11 @@ def row_states(model: keras.Model) -> list[Any]:
 
 
 def untracked_variables(model: keras.Model) -> list[tf.Variable]:
-    """Return the numbers that the model's layers hold in tf.Variables as attributes: Keras does not know of them."""
+    """Return the numbers in tf.Variables and tf.Modules that the model's layers hold: Keras does not know of them."""
+    kinds = (tf.Variable, tf.Module)
+    held = [one for layer in model._flatten_layers() for one in held_in(vars(layer), kinds)]
     found = unique(
-        v for layer in model._flatten_layers() for v in held_in(vars(layer), tf.Variable)
+        v for one in held for v in (one.variables if isinstance(one, tf.Module) else [one])
     )
     return [v for v in found if v.dtype.is_floating or v.dtype.is_integer]
 

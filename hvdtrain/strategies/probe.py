@@ -25,6 +25,7 @@ import tensorflow as tf
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
 from hvdtrain.keras_internals.models import (
+    numbers_kept,
     optimizers_of,
     own_non_trainable_variables,
     trains_by_keras,
@@ -137,11 +138,14 @@ def counts_of(model: keras.Model) -> list[tf.Variable]:
 def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float]) -> Kinds:
     """Return how what `state_of` and `counts_of` name, one behind the other, grows in a step."""
     variables = [*state_of(model), *counts_of(model)]
+
+    def run(part: Any) -> None:
+        with numbers_kept(model):
+            _marks(model, part, None)
+
     try:
         with unchanged(model), _repeatable(model):
-            return kinds_of_growth(
-                variables, lambda part: _marks(model, part, None), data, parts, shares
-            )
+            return kinds_of_growth(variables, run, data, parts, shares)
     except Exception:
         return Kinds()  # As below.
 
@@ -252,7 +256,8 @@ def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Mark
     """Return what `_marks` does, and the id() of what it changed of `state_of` and `counts_of`, which is undone."""
     state = [*state_of(model), *counts_of(model)]
     before = [variable.numpy() for variable in state]
-    found = _marks(model, data, step)
+    with numbers_kept(model):
+        found = _marks(model, data, step)
     moved = {
         id(v)
         for v, value in zip(state, before, strict=True)
@@ -328,7 +333,8 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     targets = [tf_variable(v) for v in unique(kept)]
     values = [target.numpy() for target in targets]
     try:
-        yield
+        with numbers_kept(model):
+            yield
     finally:
         for target, value in zip(targets, values, strict=True):
             target.assign(value)

@@ -29,7 +29,13 @@ from hvdtrain.collectives.metrics import (
 )
 from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
-from hvdtrain.keras_internals.metric_calls import Source, is_known_to_add_up, metrics_of, watched
+from hvdtrain.keras_internals.metric_calls import (
+    Source,
+    hides_state,
+    is_known_to_add_up,
+    metrics_of,
+    watched,
+)
 from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
 from hvdtrain.keras_internals.variables import tf_variable, unique
 from hvdtrain.strategies.state_logs import StateLogs
@@ -130,6 +136,13 @@ class StepMetrics:
         return StepLogs(logs, sources, self.rules, of_states)
 
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
+        if hides_state(metric):
+            self._warn(
+                f"The metric {metric.name!r} keeps what it counts in a tf.Variable or in Python, where it cannot be "
+                "put together: each worker shows that of its own examples. Let it keep sums over examples in variables "
+                "that self.add_weight() makes"
+            )
+            return
         states = {id(tf_variable(v)) for v in metric.variables}
         if states and states <= self._sums:
             return  # As by default: a mean that its number of examples weighs, for one.

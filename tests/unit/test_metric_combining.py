@@ -18,7 +18,7 @@ from keras import metrics, ops
 from hvdtrain.collectives.combining import SHARE, Finding, combine, find_rules
 from hvdtrain.collectives.trials import EVEN_PARTS, WHOLE_PARTS, make_trials
 from hvdtrain.keras_internals.metric_calls import watched
-from hvdtrain.strategies.step_metrics import SummedMetrics
+from hvdtrain.strategies.step_metrics import StepMetrics, SummedMetrics
 
 CLASSES = 3
 ROWS = 4
@@ -304,3 +304,41 @@ def test_where_states_can_only_be_added_up(
     assert len(caught) == warned
     assert all(repr(metric.name) in str(each.message) for each in caught)
     assert not any(np.any(v.numpy()) for v in metric.variables)
+
+
+class InVariable(keras.metrics.Metric):
+    """Counts in a variable that Keras does not track."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hidden")
+        self.total = tf.Variable(0.0)
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(tf.reduce_sum(p))
+
+    def result(self) -> Any:
+        return self.total
+
+
+class InPython(keras.metrics.Metric):
+    """Keeps a list, as run_eagerly allows."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hidden")
+        self.seen: list[float] = []
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.seen.append(float(tf.reduce_sum(p)))
+
+    def result(self) -> Any:
+        return sum(self.seen)
+
+
+@pytest.mark.parametrize("kind", [InVariable, InPython])
+def test_what_keras_does_not_know_is_told(kind: Any) -> None:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
+    model.hidden = hidden = kind()
+    model.compile("sgd", "mse")
+    step_metrics = StepMetrics(model, tf.Variable(0.5), warns=True)
+    with pytest.warns(UserWarning, match=r"'hidden' keeps what it counts.*self\.add_weight"):
+        step_metrics.count(lambda: hidden.update_state(None, np.ones((2, 2), "float32")) or {}, 2)

@@ -269,6 +269,33 @@ def test_what_is_looked_up_once_for_a_batch() -> None:
     assert found.as_mean and found.once == (1,)
 
 
+def test_a_counter_in_python_is_put_back() -> None:
+    class Alternating(Own):
+        """Counts its steps, and keeps weights of its own, where Keras sees neither."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps, self.module = 0, tf.Module()
+            self.module.weight = tf.Variable(tf.ones((4, 2)))
+
+        def train_step(self, data: Any) -> Any:
+            x, y = data
+            self.steps += 1
+            with tf.GradientTape() as tape:
+                loss = self.steps * ops.mean(squares(y, self(x) + x @ self.module.weight))
+            weights = [v.value for v in self.trainable_variables]
+            *gradients, last = tape.gradient(loss, [*weights, self.module.weight])
+            self.module.weight.assign_sub(0.1 * last)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    model = compiled(Alternating(), None)
+    found = verdict(model)
+    assert found.as_mean and len(found.averaged) == 1
+    assert model.steps == 0
+    np.testing.assert_array_equal(model.module.weight, np.ones((4, 2)))
+
+
 def test_what_cannot_be_judged() -> None:
     random = compiled(keras.Sequential([layers.Input((4,)), Sampling(), layers.Dense(2)]))
     assert verdict(random) == Verdict(why_not=DRAWS)
