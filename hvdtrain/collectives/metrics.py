@@ -157,13 +157,14 @@ def average_logs(
     arrays = [np.asarray(logs[name], np.float64) for name in names]
     mine = np.concatenate([array.ravel() for array in arrays])
     ends = np.cumsum([array.size for array in arrays])
-    both = np.concatenate([mine, -mine]) if examples else np.full(2 * mine.size, -np.inf)
-    bounds = process_set.allreduce(both, "hvdtrain_logs_range", Max).numpy()
-    largest, least = bounds[: mine.size], -bounds[mine.size :]
+    everyone = np.concatenate([mine, -mine])
+    busy = everyone if examples else np.full(2 * mine.size, -np.inf)
+    bounds = process_set.allreduce(np.concatenate([busy, everyone]), "hvdtrain_logs_range", Max)
+    largest, least, largest_of_all, least_of_all = np.split(bounds.numpy(), 4)
     weighted = mine * examples if examples else np.zeros_like(mine)
-    mine_and_counts = np.array([*weighted, float(examples), float(examples > 0)])
-    *total, count, busy = process_set.allreduce(mine_and_counts, "hvdtrain_logs").numpy()
-    same = largest == least
+    mine_and_count = np.array([*weighted, float(examples)])
+    *total, count = process_set.allreduce(mine_and_count, "hvdtrain_logs").numpy()
+    same, common = largest == -least, largest_of_all == -least_of_all
     values = np.where(same, largest, np.array(total) / count)
     places = {
         name: slice(end - array.size, end)
@@ -174,8 +175,8 @@ def average_logs(
         for (name, place), array in zip(places.items(), arrays, strict=True)
     }
     differing = [name for name, place in places.items() if not np.all(same[place])]
-    # A value of the states differs on ranks without an example, too.
-    asked = differing if busy == process_set.size() else names
+    # A value of the states differs on ranks without an example, too; one of the number of steps does not.
+    asked = [name for name, place in places.items() if not np.all(common[place])]
     exact = known(asked) if asked else {}
     found |= exact
     for name in differing:

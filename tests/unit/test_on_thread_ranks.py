@@ -13,7 +13,7 @@ import tensorflow as tf
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.agreement import any_rank
 from hvdtrain.collectives.mesh import Mesh, position_in
-from hvdtrain.collectives.metrics import check_additive
+from hvdtrain.collectives.metrics import average_logs, check_additive
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import check_replicas
 from hvdtrain.collectives.statistics import average_statistics
@@ -81,6 +81,18 @@ def test_metrics_are_those_of_all_examples() -> None:
 
     whole = {name: float(value) for name, value in evaluated(X).get_metrics_result().items()}
     assert on_ranks(work) == [pytest.approx(whole, rel=1e-6)] * RANKS
+
+
+def test_logs_that_all_ranks_have_stay_though_some_are_idle() -> None:
+    """Rank 0 alone has an example; what is common to all is no question to the states, which have gone on."""
+
+    def work(ranks: ThreadRanks) -> Any:
+        logs = {"beta": 0.75, "of_states": float(ranks.rank())}
+        asked: list[str] = []
+        known = lambda names: asked.extend(names) or {"of_states": 5.0}  # noqa: E731
+        return average_logs(logs, int(ranks.rank() == 0), ranks, known), asked
+
+    assert on_ranks(work) == [({"beta": 0.75, "of_states": 5.0}, ["of_states"])] * RANKS
 
 
 def test_a_metric_whose_states_do_not_add_up_is_refused() -> None:
