@@ -45,9 +45,16 @@ def dataset_stream(
     dataset = dataset.with_options(options_of(dataset, threads))
     known = length >= 0 and not (batched and point is None)
 
+    def read_pass(number: int) -> Iterator[Any]:
+        yield from read(dataset)
+        # Keras opens a Dataset of known length twice in each epoch: so do we, for one that shuffles anew each time
+        # to come in the same orders.
+        if length >= 0:
+            iter(dataset)
+
     return Stream(
         name="tf.data.Dataset",
-        open=lambda number: read(dataset),
+        open=read_pass,
         element=lambda: element_of(dataset, float_dtype),
         endless=length == tf.data.INFINITE_CARDINALITY,
         steps=-(-length // global_batch_size) if known else None,

@@ -179,6 +179,28 @@ def test_strings_come_as_objects_that_tensorflow_takes():
     assert share.checksum != next(stream(words.shuffle(3, seed=1)).epoch(0, 1, 2)).checksum
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_dataset_that_shuffles_comes_in_the_orders_of_keras(known):
+    def shuffled():
+        keras.utils.set_random_seed(1)
+        dataset = slices(24).shuffle(9, seed=1).batch(8)
+        return dataset if known else dataset.filter(lambda *_: True)
+
+    class Seeing(keras.Model):
+        def train_step(self, data):
+            seen.append(data[1].numpy().tolist())
+            return {"loss": 0.0}
+
+    seen = []
+    model = Seeing()
+    model.compile(run_eagerly=True)
+    model.fit(shuffled(), epochs=3, verbose=0)
+    data = stream(shuffled(), batch=8)
+    ours = [share.data[1].tolist() for epoch in range(3) for share in data.epoch(epoch, 0, 1)]
+    assert ours == seen
+    assert len({tuple(batch) for batch in ours}) == 9
+
+
 def test_steps_per_epoch_reads_on():
     endless = stream(slices(10).repeat(), steps_per_epoch=3, batch=4)
     assert endless.steps_per_epoch == 3
