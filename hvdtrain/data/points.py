@@ -61,8 +61,13 @@ class ShardPoint:
         self.windows.remove(_key(step))
 
     def _reset(self, *reader: int) -> None:
-        self.windows.remove(self.windows.export()[0])
-        self.reader.assign(reader)
+        import tensorflow as tf
+
+        # A pass that is given up ends when it is garbage, which may be while a function is being traced: there these
+        # operations would become part of it, and wait for a lock that this thread holds.
+        with tf.init_scope():
+            self.windows.remove(self.windows.export()[0])
+            self.reader.assign(reader)
 
 
 def _key(step: int) -> Any:

@@ -191,7 +191,7 @@ def _own(graph: Any, fed: Names) -> Names:
             found.update(tensor.name for tensor in op.outputs)
         for body, inputs in bodies:
             inner = _own(body, _passed(inputs, body, found))
-            results = zip(op.outputs, body.outputs, strict=True)
+            results = zip(op.outputs, body.outputs, strict=False)
             found.update(tensor.name for tensor, inside in results if inside.name in inner)
     return found
 
@@ -200,12 +200,14 @@ def _bodies(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
     """Return the graphs that `op` runs, each with what it gives them."""
     inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
     names = [op.get_attr(attribute).name for attribute in BODIES.get(op.type, ())]
-    return [(op.graph._get_function(name).graph, inputs) for name in names]
+    # Those of a loaded model may not be known here.
+    known = [function for name in names if (function := op.graph._get_function(name))]
+    return [(function.graph, inputs) for function in known]
 
 
 def _passed(inputs: Sequence[tf.Tensor], body: Any, names: Names) -> Names:
     """Return the names inside a body of those of its `inputs` that are among `names`."""
-    pairs = zip(inputs, body.inputs, strict=True)
+    pairs = zip(inputs, body.inputs, strict=False)
     return {inside.name for given, inside in pairs if given.name in names}
 
 

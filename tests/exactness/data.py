@@ -55,7 +55,7 @@ KINDS: Mapping[str, Callable[[Any], Any]] = {
     "waves": _normal(64),
     "words": lambda rng: rng.integers(1, TOKENS, (MOST, WORDS)),
     "padded words": _padded,
-    "texts": lambda rng: np.array(["red", "green", "blue"])[rng.integers(0, 3, (MOST, 1))],
+    "texts": lambda rng: np.array(["red", "green", "blue"], object)[rng.integers(0, 3, (MOST, 1))],
     "two inputs": lambda rng: {"a": _normal(4)(rng), "b": _normal(3)(rng)},
     # y
     "numbers": _normal(2),

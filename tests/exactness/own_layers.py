@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
+import keras
 from keras import layers, ops
 
 
@@ -91,10 +91,15 @@ class BatchAttention(layers.Layer):
 
 
 class Noise(layers.Layer):
-    """Random numbers of TensorFlow's own generator."""
+    """Random numbers of a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = keras.random.SeedGenerator(1)
 
     def call(self, x: Any, training: bool = False) -> Any:
-        return x + 0.1 * tf.random.normal(tf.shape(x)) if training else x
+        noise = keras.random.normal(ops.shape(x), seed=self.generator)
+        return x + 0.1 * noise if training else x
 
 
 class Positions(layers.Layer):

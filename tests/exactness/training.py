@@ -85,7 +85,7 @@ def _inputs(case: Case) -> Any:
     """Symbolic inputs, by the first examples."""
 
     def one(array: np.ndarray, name: str) -> Any:
-        dtype = "string" if array.dtype.kind == "U" else array.dtype.name
+        dtype = "string" if array.dtype.kind == "O" else array.dtype.name
         return keras.Input(array.shape[1:], dtype=dtype, name=name)
 
     x = arrays(case.x)

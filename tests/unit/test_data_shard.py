@@ -85,6 +85,21 @@ def test_outside_a_trainer_all_passes():
     assert sorted(y.numpy() for _, y in dataset) == list(range(20))
 
 
+def test_a_pass_may_be_given_up_while_a_function_is_traced():
+    dataset = sharded(20)
+    reading = stream(dataset).epoch(0, 0, 2)
+    next(reading)
+
+    @tf.function(autograph=False)
+    def traced():
+        reading.close()  # As garbage collection does.
+        return tf.constant(1)
+
+    graph = traced.get_concrete_function().graph
+    assert {op.type for op in graph.get_operations()} <= {"Const", "Identity", "NoOp"}
+    assert sorted(y.numpy() for _, y in dataset) == list(range(20))
+
+
 def test_one_point_is_not_read_twice_at_once():
     dataset = sharded(20)
     training = stream(dataset, steps_per_epoch=1)

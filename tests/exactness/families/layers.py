@@ -37,8 +37,9 @@ KERAS = (
     *_layers("layers", "vectors", VECTORS),
     *_layers("layers", "signals", SIGNALS),
     *_layers("layers", "signals", ATTENTION),
-    *_layers("layers", "images", IMAGES),
-    *_layers("layers", "volumes", VOLUMES),
+    # At a rate of 0.1 their many weights swing, and with them the rounding of sums.
+    *_layers("layers", "images", IMAGES, optimizer="SGD(0.01)"),
+    *_layers("layers", "volumes", VOLUMES, optimizer="SGD(0.01)"),
     *_layers("layers", "films", ("ConvLSTM2D(2, 2)",)),
     *_layers("layers", "words", ("Embedding(10, 3)",)),
 )
