@@ -49,7 +49,7 @@ def dataset_stream(
         yield from read(dataset)
         # Keras opens a Dataset of known length twice in each epoch: so do we, for one that shuffles anew each time
         # to come in the same orders.
-        if length >= 0 and point is None:
+        if length >= 0:
             iter(dataset)
 
     return Stream(

@@ -12,8 +12,8 @@ from hvdtrain.data import shard
 from hvdtrain.errors import UsageError
 
 
-def plain(n):
-    return slices(n).shuffle(n, seed=4).map(lambda x, y: (2 * x, y))
+def plain(n, upstream=lambda dataset: dataset):
+    return upstream(slices(n).shuffle(n, seed=4)).map(lambda x, y: (2 * x, y))
 
 
 def sharded(n, batch=None, upstream=lambda dataset: dataset, seen=None):
@@ -47,7 +47,7 @@ def test_the_global_batches_without_a_point(n, cut, batch, known, steps, data):
     options = {"batch": batch, "steps_per_epoch": steps}
     ranks = OnRanks([stream(sharded(n, cut, upstream), **options) for _ in range(size)])
     for epoch in (0, 1):
-        expected = stream(plain(n), **options)
+        expected = stream(plain(n, upstream), **options)
         # Each pass shuffles anew.
         want = [read(expected, e) for e in range(epoch + 1)][epoch]
         assert_same(read(ranks, epoch, size), want)
