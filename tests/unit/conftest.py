@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,3 +16,11 @@ def own_environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hangups_count() -> Iterator[None]:
+    """Whoever started the tests may have told them to ignore SIGHUP, as nohup does; commands would heed that."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
