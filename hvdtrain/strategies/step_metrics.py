@@ -64,12 +64,12 @@ class StepLogs(dict[str, Any]):
 
 
 class StepMetrics:
-    """The metrics of one model, in its training and its test step.
+    """The metrics of one model in one of its steps: training and test may give a metric different things.
 
     Args:
         model: built and compiled.
         share: this rank's part of the global batch.
-        warns: whether this process tells of metrics that do not combine exactly.
+        warn: takes what is to be said of metrics that do not combine exactly.
         allowed: rules that can be kept to.
 
     Attributes:
@@ -81,13 +81,13 @@ class StepMetrics:
         self,
         model: keras.Model,
         share: tf.Variable,
-        warns: bool,
+        warn: Callable[[str], None],
         allowed: Sequence[str] = RULES,
     ) -> None:
         self._allowed = allowed
         self.all = metrics_of(model)
         self._share = share
-        self._warns = warns
+        self._warn = warn
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
@@ -172,10 +172,6 @@ class StepMetrics:
                 "the number is taken for a sum over the examples. If it is anything else, give the metric a value for "
                 "each example"
             )
-
-    def _warn(self, text: str) -> None:
-        if self._warns:
-            warnings.warn(text, stacklevel=2)
 
 
 class SummedMetrics:

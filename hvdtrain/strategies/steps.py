@@ -104,15 +104,17 @@ class RankSteps:
         train, test = model.train_step, model.test_step
         if model.jit_compile:
             train = in_clusters(train)
-        self._metrics = StepMetrics(model, self._share, self._ranks.rank() == 0)
+        self._told: set[str] = set()
+        self._train_metrics = StepMetrics(model, self._share, self._warn)
+        self._test_metrics = StepMetrics(model, self._share, self._warn)
         self._train_logs = StateLogs(model, train, self._ranks)
         self._test_logs = StateLogs(model, test, self._ranks)
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
             train = telling_decisions(model, train, self._warn)
-            train = self._growing(self._metrics.over(train, self._train_sources))
-            test = self._metrics.over(test, self._test_sources)
+            train = self._growing(self._train_metrics.over(train, self._train_sources))
+            test = self._test_metrics.over(test, self._test_sources)
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)
@@ -147,14 +149,14 @@ class RankSteps:
         if len(shares) == 1:
             logs = self._run(self._train, shares[0])
             if self._some_are_idle(shares[0]):
-                own = [*state_variables(self._metrics.all), *seed_variables(self._model)]
+                own = [*state_variables(self._train_metrics.all), *seed_variables(self._model)]
                 state = without(self._model.non_trainable_variables, own)
                 take_over(state, not shares[0].examples, self._ranks)
         else:
             data = [share.data for share in shares]
             stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
             logs = self._run(self._train_several, replace(shares[0], data=stacked))
-        return self._metrics.logs(logs, self._train_sources, self._train_logs)
+        return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
 
     def probe(self, share: Share) -> None:
         """Try, before the first step, whether what the ranks compute adds up to the whole batch. A collective.
@@ -202,7 +204,8 @@ class RankSteps:
         self._averaged = [state[place] for place in sorted(averaged)]
         counts = counts_of(self._model)
         counted = set.intersection(*(set(each.counted) for each in found))
-        self._metrics.count_as_sums([counts[place] for place in counted])
+        for metrics in (self._train_metrics, self._test_metrics):
+            metrics.count_as_sums([counts[place] for place in counted])
         if unclear:
             paths = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
             names = [paths.get(id(state[place]), state[place].name) for place in unclear]
@@ -236,13 +239,14 @@ class RankSteps:
         return tf.nest.map_structure(lambda leaf: leaf[:rows], data) if rows > 1 else None
 
     def _warn(self, text: str | None) -> None:
-        if text and self._ranks.rank() == 0:
+        if text and text not in self._told and self._ranks.rank() == 0:
+            self._told.add(text)
             warnings.warn(text, stacklevel=2)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""
         logs = self._run(self._test, share)
-        return self._metrics.logs(logs, self._test_sources, self._test_logs)
+        return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
 
     def predict(self, share: Share) -> Any:
         """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
@@ -267,9 +271,9 @@ class RankSteps:
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Take part in the collectives on a filler example, which no metric counts."""
-        counted = read_state(self._metrics.all)
+        counted = read_state(self._test_metrics.all)
         logs = step(share.data)
-        write_state(self._metrics.all, counted)
+        write_state(self._test_metrics.all, counted)
         return logs
 
 

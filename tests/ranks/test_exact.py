@@ -1,12 +1,15 @@
-"""What docs/what-is-exact.md says is so: a sample of its rows."""
+"""What docs/what-is-exact.md says is so: a sample of its rows, and cases that nobody wrote."""
 
 from __future__ import annotations
 
 import pytest
 from exactness.case import Case
 from exactness.families import CASES
+from exactness.grammar import cases
 from exactness.page import read_page
 from exactness.table import reference, verdict, verdicts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 SAMPLE = (
     "losses: several outputs: sample weights of each output",
@@ -36,3 +39,11 @@ def test_every_tenth_row() -> None:
     rows = [case for case in CASES if str(case) in page][::10]
     found = {str(case): each for case, (each,) in verdicts(rows, [2])}
     assert {n: v for n, v in found.items() if v.word != page[n].words[1]} == {}
+
+
+@pytest.mark.slow
+@given(cases(), st.integers(1, 3))
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_case(case: Case, size: int) -> None:
+    found = verdict(case, size, reference(case))
+    assert not found.is_fault, found

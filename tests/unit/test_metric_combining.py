@@ -339,6 +339,6 @@ def test_what_keras_does_not_know_is_told(kind: Any) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.hidden = hidden = kind()
     model.compile("sgd", "mse")
-    step_metrics = StepMetrics(model, tf.Variable(0.5), warns=True)
+    step_metrics = StepMetrics(model, tf.Variable(0.5), warnings.warn)
     with pytest.warns(UserWarning, match=r"'hidden' keeps what it counts.*self\.add_weight"):
         step_metrics.count(lambda: hidden.update_state(None, np.ones((2, 2), "float32")) or {}, 2)

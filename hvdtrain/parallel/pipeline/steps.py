@@ -9,6 +9,7 @@ and applied once. What a stage adds to the loss (penalties of its weights, add_l
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -104,7 +105,7 @@ class PipelineSteps:
             make_exact(stage.model)
         # "last" would be of the last micro-batch.
         rules = [rule for rule in RULES if rule != LAST]
-        self._metrics = StepMetrics(stage.model, self._share, ranks.rank() == 0, rules)
+        self._metrics = StepMetrics(stage.model, self._share, self._warn, rules)
         self._passes = Passes(stage, self._names, self._late, self._metrics)
 
     def train(self, shares: Sequence[Share]) -> Logs:
@@ -139,6 +140,10 @@ class PipelineSteps:
 
     def finish(self) -> None:
         """Nothing is in flight: each step returns when it is done."""
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.rank() == 0:
+            warnings.warn(text, stacklevel=2)
 
     def _forward(self, parts: Sequence[MicroBatch], run: Callable[..., Any]) -> list[Any]:
         """Take part in forward passes without backward passes; return what the last stage found."""

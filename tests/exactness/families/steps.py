@@ -17,6 +17,7 @@ CASES = (
     _step("the same, jit_compile=True", "Guide", compiled={"jit_compile": "True"}),
     _step("the same, run_eagerly=True", "Guide", compiled={"run_eagerly": "True"}),
     _step("the same, steps_per_execution=2", "Guide", compiled={"steps_per_execution": "2"}),
+    _step("the same, validation by Keras's test_step", "Guide", fit={"validation_data": "True"}),
     _step("a test_step, too", "OwnTest", fit={"validation_data": "True"}, answers=True),
     _step("the mean, by hand", "ByHand", **HAND),
     _step("the sum, by hand", "SumByHand", **HAND),
