@@ -72,6 +72,7 @@ def test_four_stages_by_alltoall(four: Results) -> None:
     check(four.of("case_alltoall_of_four_stages"), parts=4)
 
 
+@pytest.mark.slow
 def test_a_mean_over_the_words_of_all_micro_batches(four: Results) -> None:
     check(four.of("case_padding"))
 

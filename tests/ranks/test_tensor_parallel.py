@@ -48,6 +48,7 @@ def test_only_a_gated_mlp_stays_split_and_ranks_hold_their_parts(results: Result
         assert sizes["down/kernel"] == 16 * 8 / 4
 
 
+@pytest.mark.slow
 def test_trains_as_one_process_with_the_whole_model(results: Results) -> None:
     for rank in results.of("case_training"):
         assert set(rank) == {"sgd hybrid", "adamw tensor"}
