@@ -19,11 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source
-from hvdtrain.keras_internals.models import (
-    keeps_rows,
-    optimizers_of,
-    trains_by_keras,
-)
+from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
