@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.data.share import Share, check_workers, find_share
+from hvdtrain.data.share import Share, check_workers, find_share, warn_of_too_few
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,8 @@ class Slot:
 class KnownSource:
     """A `Source` whose length is known.
 
-    Without `steps` an epoch is one pass, its last batch smaller where the division leaves a rest.
-    With `steps` an epoch is that many full batches, and the next one goes on where it ended: a
-    batch then can join the end of one pass and the beginning of the next.
+    A pass ends with a smaller batch where the division leaves a rest. Without `steps` an epoch is one pass. With
+    `steps` an epoch goes on where the last one ended, and ends with the pass at the latest, as in Keras.
     """
 
     pass_length: int  # examples in one pass
@@ -49,11 +48,15 @@ class KnownSource:
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.steps or -(-self.pass_length // self.global_batch_size)
+        return self.steps or self._steps_per_pass
 
     @property
     def examples(self) -> int:
-        return self.steps * self.global_batch_size if self.steps else self.pass_length
+        return self.pass_length
+
+    @property
+    def _steps_per_pass(self) -> int:
+        return -(-self.pass_length // self.global_batch_size)
 
     @property
     @abstractmethod
@@ -65,14 +68,24 @@ class KnownSource:
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         check_workers(self.global_batch_size, size)
+        if self.steps_per_epoch > self._steps_per_pass:
+            warn_of_too_few(self.steps_per_epoch, self._steps_per_pass)
         return self._shares(epoch, rank, size)
 
     @abstractmethod
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]: ...
 
+    def positions(self, epoch: int) -> tuple[int, int]:
+        """Begin and end of an epoch; both lie in one pass."""
+        steps = min(self.steps_per_epoch, self._steps_per_pass)
+        number, part = divmod(epoch, -(-self._steps_per_pass // steps))
+        begin = part * steps * self.global_batch_size
+        end = min(begin + steps * self.global_batch_size, self.pass_length)
+        return number * self.pass_length + begin, number * self.pass_length + end
+
     def slots(self, epoch: int, rank: int, size: int) -> Iterator[Slot]:
         """The rank's places in the global batches of an epoch."""
-        first, last = epoch * self.examples, (epoch + 1) * self.examples
+        first, last = self.positions(epoch)
         for start in range(first, last, self.global_batch_size):
             total = min(self.global_batch_size, last - start)
             begin, end, examples = find_share(total, rank, size)
@@ -90,12 +103,10 @@ class Order:
     kept: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64), init=False)
 
     def rows(self, begin: int, end: int) -> slice | np.ndarray:
-        """Which examples stand at positions begin..end; a slice where they lie in a row."""
-        pieces = list(passes(begin, end, self.length))
-        if not self.shuffle and len(pieces) == 1:
-            return slice(*pieces[0][1:])
-        rows = [self.of(number)[first:last] for number, first, last in pieces]
-        return np.concatenate(rows) if len(rows) > 1 else rows[0]
+        """Which examples stand at positions begin..end of one pass; a slice where they lie in a row."""
+        number, first = divmod(begin, self.length)
+        rows = slice(first, first + end - begin)
+        return self.of(number)[rows] if self.shuffle else rows
 
     def of(self, number: int) -> np.ndarray:
         """The order of a pass."""
@@ -105,12 +116,3 @@ class Order:
                 rng = np.random.default_rng([self.seed, number])
                 self.kept = rng.permutation(self.length)
         return self.kept
-
-
-def passes(begin: int, end: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Positions begin..end as pieces (pass, begin, end) of passes of `length`."""
-    while begin < end:
-        number, first = divmod(begin, length)
-        last = min(length, first + end - begin)
-        yield number, first, last
-        begin += last - first

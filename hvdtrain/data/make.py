@@ -43,9 +43,9 @@ def make_source(
       seed in `Dataset.shuffle`). `Dataset.apply(hvdtrain.data.shard)` marks where in a Dataset each rank goes on with
       its own examples.
 
-    Batches of any size are joined and cut to `global_batch_size`. Only where examples differ in length (padded_batch,
-    bucket_by_sequence_length; a Dataset whose element_spec says None, batches of which the first two differ) they are
-    the global batches as they come, with at most `global_batch_size` examples.
+    Batches are the global batches as they come where the first has `global_batch_size` examples, or where examples
+    differ in length (padded_batch, bucket_by_sequence_length; a Dataset whose element_spec says None, batches of which
+    the first two differ). Others are joined and cut to that size.
 
     Floating-point data is fed in Keras's floatx, as Keras does with arrays.
 
@@ -57,7 +57,8 @@ def make_source(
         global_batch_size: examples of all workers together in one step.
         shuffle: arrays and files by example, a PyDataset by item, by seed and pass; the others are left as they come.
         seed: of shuffling.
-        steps_per_epoch: read on across epochs, that many global batches in each.
+        steps_per_epoch: read on across epochs, that many global batches in each; one that comes to the end of the data
+            ends there, and the next begins a new pass.
         class_weight: from class number to weight, 1 if it is not in there; multiplied with sample weights.
         batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
         threads: of tf.data; None takes the CPU cores that this process may use.
@@ -93,6 +94,7 @@ def make_source(
             x,
             global_batch_size=int(global_batch_size),
             batched=batched,
+            steps=steps_per_epoch,
             threads=threads,
             float_dtype=float_dtype,
         )

@@ -18,8 +18,8 @@ import numpy as np
 
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.known import KnownSource, Order, passes
-from hvdtrain.data.share import Share
+from hvdtrain.data.known import KnownSource, Order
+from hvdtrain.data.share import Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
 
@@ -108,12 +108,15 @@ class ItemSource(KnownSource):
         return {}
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+        # An item for each worker is what makes each rank ask for its own: nothing to warn of.
+        if self.global_batch_size not in (self.item_length, self.item_length * size):
+            warn_of_joining(self.items.name, self.item_length, self.global_batch_size)
         order = Order(-(-self.pass_length // self.item_length), self.shuffle, self.seed)
         slots = list(self.slots(epoch, rank, size))
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
-        first, last = epoch * self.examples, (epoch + 1) * self.examples
+        first, _ = self.positions(epoch)
         compared = next(self._pieces(order, first, first + 1)).whole
-        data = self._read([compared, *itertools.chain(*wanted)], first, last)
+        data = self._read([compared, *itertools.chain(*wanted)])
         checksum: int | None = nested.checksum(next(data))
         bare = nested.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
@@ -124,34 +127,28 @@ class ItemSource(KnownSource):
         next(data, None)  # Past its end, where the last on_epoch_end is called.
 
     def _pieces(self, order: Order, begin: int, end: int) -> Iterator["_Piece"]:
-        """The items in which positions begin..end lie."""
-        for number, first, last in passes(begin, end, self.pass_length):
-            items = order.of(number)
-            lengths = np.minimum(self.item_length, self.pass_length - items * self.item_length)
-            ends = np.cumsum(lengths)
-            place = int(np.searchsorted(ends, first, side="right"))
-            while first < last:
-                start, stop = int(ends[place] - lengths[place]), min(last, int(ends[place]))
-                yield _Piece(
-                    number, int(items[place]), int(lengths[place]), first - start, stop - start
-                )
-                first, place = stop, place + 1
+        """The items in which positions begin..end of one pass lie."""
+        number, first = divmod(begin, self.pass_length)
+        last = first + end - begin
+        items = order.of(number)
+        lengths = np.minimum(self.item_length, self.pass_length - items * self.item_length)
+        ends = np.cumsum(lengths)
+        place = int(np.searchsorted(ends, first, side="right"))
+        while first < last:
+            start, stop = int(ends[place] - lengths[place]), min(last, int(ends[place]))
+            yield _Piece(int(items[place]), int(lengths[place]), first - start, stop - start)
+            first, place = stop, place + 1
 
-    def _read(self, pieces: Sequence["_Piece"], first: int, last: int) -> Iterator[tuple]:
+    def _read(self, pieces: Sequence["_Piece"]) -> Iterator[tuple]:
         """The rows of each piece, asking once for an item of which several follow each other."""
-        dataset = self.items.dataset
-        for number in range(first // self.pass_length, -(-last // self.pass_length)):
-            own = [piece for piece in pieces if piece.number == number]
-            if first <= number * self.pass_length:
-                dataset.on_epoch_begin()
-            found = self.items.in_order([i for i, _ in itertools.groupby(p.index for p in own)])
-            for index, same in itertools.groupby(own, key=lambda piece: piece.index):
-                data = self._data(index, next(found))
-                for piece in same:
-                    self._require_length(piece, nested.count_examples(data, self.items.name))
-                    yield nested.cut(data, piece.begin, piece.end)
-            if (number + 1) * self.pass_length <= last:
-                dataset.on_epoch_end()
+        self.items.dataset.on_epoch_begin()
+        found = self.items.in_order([i for i, _ in itertools.groupby(p.index for p in pieces)])
+        for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
+            data = self._data(index, next(found))
+            for piece in same:
+                self._require_length(piece, nested.count_examples(data, self.items.name))
+                yield nested.cut(data, piece.begin, piece.end)
+        self.items.dataset.on_epoch_end()
 
     def _require_length(self, piece: "_Piece", found: int) -> None:
         if found != piece.length:
@@ -168,9 +165,8 @@ class ItemSource(KnownSource):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows begin..end of an item of `length` examples, in a pass."""
+    """Rows begin..end of an item of `length` examples."""
 
-    number: int
     index: int
     length: int
     begin: int

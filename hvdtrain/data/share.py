@@ -1,5 +1,6 @@
 """What a data source is, and what it hands to one rank at one step."""
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -55,7 +56,7 @@ class Source(Protocol):
 
     @property
     def examples(self) -> int | None:
-        """Examples in an epoch; None where only reading to the end tells."""
+        """Examples in a pass over the data; None where only reading to the end tells."""
 
     @property
     def element(self) -> Any:
@@ -89,6 +90,24 @@ def check_workers(global_batch_size: int, size: int) -> None:
             f"global_batch_size {global_batch_size} is smaller than the number of workers, {size}: "
             f"some would never train. Use at least {size}, or fewer workers."
         )
+
+
+def warn_of_too_few(steps: int, found: int) -> None:
+    """Warn that an epoch ended before `steps` batches were read, as Keras does."""
+    warnings.warn(
+        f"the data ran out: the epoch ends after {found} of {steps} steps, and the next begins a new pass. Let "
+        "steps_per_epoch (validation_steps, steps) be no more than the batches of a pass, or repeat the data.",
+        stacklevel=2,
+    )
+
+
+def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
+    """Warn that the user's batches, of which the first has `found` examples, are not the global ones."""
+    warnings.warn(
+        f"The first batch of the {name} has {found} examples, so its batches are joined and cut to global_batch_size "
+        f"{global_batch_size}: plain Keras would train on them as they come.",
+        stacklevel=2,
+    )
 
 
 def find_share(examples: int, rank: int, size: int) -> tuple[int, int, int]:

@@ -1,7 +1,9 @@
 """Data that is read in order: batches of any size in, shares of global batches out.
 
-Where examples differ in length (a Dataset whose element_spec says None, a generator or PyDataset
-whose first two batches differ), batches cannot be joined: the user's own are the global batches.
+Where the first batch has global_batch_size examples, the user's batches are the global ones, short or not, as in plain
+Keras; otherwise they are joined and cut to that size. Where examples differ in length (a Dataset whose element_spec
+says None, a generator or PyDataset whose first two batches differ), batches cannot be joined: they are used as they
+come, too.
 
 **Every rank reads the whole stream** and keeps its part: where an example lies is known only by
 reading up to it, and a stream per rank (a list of files each, `Dataset.shard`) would make the
@@ -23,7 +25,14 @@ from hvdtrain.data import nested
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.points import ShardPoint, Window
-from hvdtrain.data.share import Part, Share, check_workers, find_share
+from hvdtrain.data.share import (
+    Part,
+    Share,
+    check_workers,
+    find_share,
+    warn_of_joining,
+    warn_of_too_few,
+)
 from hvdtrain.errors import UsageError
 
 LOOKED_AT = 2
@@ -81,7 +90,7 @@ class StreamSource:
 
     @property
     def examples(self) -> int | None:
-        return None if self.steps else self.stream.examples
+        return self.stream.examples
 
     @cached_property
     def element(self) -> Any:
@@ -113,12 +122,20 @@ class StreamSource:
         """The rank's shares of global batches that it reads whole."""
         batches = self._batches(number)
         bare = nested.is_bare(self.element)
-        found = (
-            self._as_they_come(batches)
-            if self.varies
-            else global_batches(batches, lambda step: self.global_batch_size)
-        )
-        return (batch.share(part.index, part.count, bare) for batch in found)
+        first = next(batches, None)
+        if first is None:
+            return
+        size = nested.count_examples(first, "")
+        batches = itertools.chain([first], batches)
+        if self.varies or size == self.global_batch_size:
+            found = self._as_they_come(batches)
+        else:
+            # A batch for each worker is what scripts for Horovod make: nothing to warn of.
+            if size * part.count != self.global_batch_size:
+                batches = self._warned_of_joining(batches, size)
+            found = global_batches(batches, lambda step: self.global_batch_size)
+        for batch in found:
+            yield batch.share(part.index, part.count, bare)
 
     def _own(self, point: ShardPoint, number: int, part: Part) -> Iterator[Share]:
         """The rank's shares, of which the stream brings nothing else."""
@@ -161,12 +178,13 @@ class StreamSource:
         for batch in batches:
             examples = nested.count_examples(batch, "")
             if examples > self.global_batch_size:
+                other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
                     f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "
-                    f"{self.global_batch_size}. Its examples differ in length, so each batch is used as it comes, "
-                    "split over the workers: let global_batch_size be that of the largest batch."
+                    f"{self.global_batch_size}. Its batches are used as they come, split over the workers: let "
+                    f"global_batch_size be that of the largest batch{other}."
                 )
-            if 0 < short < self.global_batch_size and not self.warned:
+            if self.varies and 0 < short < self.global_batch_size and not self.warned:
                 # The last batch is short by nature, so a short one tells when another follows.
                 self.warned = True
                 warnings.warn(
@@ -178,6 +196,14 @@ class StreamSource:
             short = examples
             yield GlobalBatch([batch], examples)
 
+    def _warned_of_joining(self, batches: Iterator[tuple], size: int) -> Iterator[tuple]:
+        yield next(batches)
+        for batch in batches:
+            if not self.warned:
+                self.warned = True
+                warn_of_joining(self.stream.name, size, self.global_batch_size)
+            yield batch
+
     def _next_steps(self, steps: int, part: Part) -> Iterator[Share]:
         for step in range(steps):
             share = next(self.reading, None)
@@ -186,6 +212,7 @@ class StreamSource:
                 self.passes += 1
                 share = next(self.reading)
             if share is None:
+                warn_of_too_few(steps, step)
                 return
             yield share
 

@@ -30,10 +30,15 @@ def dataset_stream(
     *,
     global_batch_size: int,
     batched: bool | None,
+    steps: int | None,
     threads: int | None,
     float_dtype: str,
 ) -> Stream:
-    """The Dataset's batches, or its examples in global batches, as arrays that share its memory."""
+    """The Dataset's batches, or its examples in global batches, as arrays that share its memory.
+
+    Args:
+        steps: in an epoch; None: an epoch is a pass.
+    """
     import tensorflow as tf
 
     require_dense(dataset, "the tf.data.Dataset")
@@ -47,9 +52,9 @@ def dataset_stream(
 
     def read_pass(number: int) -> Iterator[Any]:
         yield from read(dataset)
-        # Keras opens a Dataset of known length twice in each epoch: so do we, for one that shuffles anew each time
-        # to come in the same orders.
-        if length >= 0:
+        # Keras opens a Dataset of known length twice in each epoch that is a pass: so do we, for one that shuffles
+        # anew each time to come in the same orders.
+        if length >= 0 and not steps:
             iter(dataset)
 
     return Stream(

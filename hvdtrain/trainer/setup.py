@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 import keras
 
-from hvdtrain.data import KnownSource, OwnSource, Source, Spec, validation_split
+from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.make import check_positive
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import (
@@ -198,15 +197,6 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
                 f"The model's inputs have a batch size of {fixed} on each worker, and {source.examples} examples are "
                 f"no whole number of batches of {batch_size}: leave {source.examples % batch_size} out"
             )
-
-
-def evaluation_source(source: Source) -> Source:
-    """Return `source`, of which evaluation counts no example twice: steps beyond the data's end stop there."""
-    if isinstance(source, OwnSource):
-        return replace(source, part=evaluation_source(source.part))
-    if isinstance(source, KnownSource) and source.examples > source.pass_length:
-        return replace(source, steps=None)
-    return source
 
 
 def one_or_all(values: list[Any]) -> Any:

@@ -41,7 +41,6 @@ from hvdtrain.trainer.setup import (
     check_fixed_batch,
     check_validation_freq,
     compile_model,
-    evaluation_source,
     one_or_all,
     refuse_batch_size,
     source_facts,
@@ -240,7 +239,7 @@ class Trainer:
                 validation_data = tuple(
                     validation_data
                 )  # As in Keras; elsewhere a list is several inputs.
-            validation = self._evaluation_source(validation_data, None, None, validation_steps)
+            validation = self._source(validation_data, None, None, False, validation_steps)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
@@ -280,7 +279,7 @@ class Trainer:
             As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._evaluation_source(x, y, sample_weight, steps, sharded)
+        source = self._source(x, y, sample_weight, False, steps, sharded=sharded)
         callbacks = keras.tree.flatten(callbacks or [])
         plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
         facts = {"callbacks": [type(c).__name__ for c in callbacks]}
@@ -305,7 +304,7 @@ class Trainer:
             steps: predict this many global batches.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._evaluation_source(x, None, None, steps)
+        source = self._source(x, None, None, False, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._symbolic_data(source))
@@ -356,7 +355,7 @@ class Trainer:
         weight: Any,
         shuffle: bool,
         steps: int | None,
-        class_weight: Any,
+        class_weight: Any = None,
         sharded: bool = False,
     ) -> Source:
         part = self.strategy.part
@@ -383,11 +382,6 @@ class Trainer:
             threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
         return OwnSource(source, steps) if sharded else source
-
-    def _evaluation_source(
-        self, x: Any, y: Any, weight: Any, steps: int | None, sharded: bool = False
-    ) -> Source:
-        return evaluation_source(self._source(x, y, weight, False, steps, None, sharded))
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before one of them could wait for another."""

@@ -71,16 +71,13 @@ def test_a_rank_asks_for_its_own_items(item, calls, shuffle):
         assert len(both) == 512 // item and sum(both.values()) == len(both) + 1
 
 
-def test_hooks_stand_around_each_pass():
+def test_hooks_stand_around_each_epoch():
     dataset = Asked(20, 5)
-    data = stream(
-        dataset, 8, steps_per_epoch=2
-    )  # Passes end within epochs 1 and 2, and with epoch 4.
-    for _ in range(2):
-        for epoch, hooks in enumerate(["b", "eb", "eb", "eb", "e"]):
-            dataset.calls.clear()
-            read(data, epoch)
-            assert "".join(call[0] for call in dataset.calls) == hooks
+    data = stream(dataset, 8, steps_per_epoch=2)
+    for epoch in range(4):
+        dataset.calls.clear()
+        read(data, epoch)
+        assert dataset.calls == ["begin", "end"]
 
 
 class Reshuffled(Batches):

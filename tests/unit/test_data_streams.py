@@ -1,12 +1,13 @@
 """Streams as a source: the same global batches as from arrays, whatever the batches come in."""
 
+import warnings
 from functools import partial
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_data_arrays import numbers, order, read, source
 
@@ -119,10 +120,80 @@ class OnRanks:
     batch=st.integers(1, 15),
     data=st.data(),
 )
-def test_any_batches_are_rebatched(n, lengths, batch, data):
+@pytest.mark.filterwarnings("ignore:The first batch of")
+def test_batches_of_another_size_are_rebatched(n, lengths, batch, data):
     size = data.draw(st.integers(1, batch))
+    assume(lengths[0] != batch)
     sources = [stream(partial(cuts, n, lengths), batch) for _ in range(size)]
     assert_same(read(OnRanks(sources), 0, size), read(source(n, batch, shuffle=False)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    batch=st.integers(2, 12),
+    lengths=st.lists(st.integers(1, 12), max_size=5),
+    size=st.integers(1, 3),
+)
+def test_batches_of_the_right_size_are_used_as_they_come(batch, lengths, size):
+    size = min(size, batch)
+    lengths = [batch, *(min(length, batch) for length in lengths)]
+    make = partial(cuts, sum(lengths), lengths)
+    sources = [stream(make, batch) for _ in range(size)]
+    assert_same(read(OnRanks(sources), 0, size), list(make()))
+
+
+def test_only_batches_of_another_size_are_warned_of():
+    def warned(lengths, workers=1):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data = stream(partial(cuts, 20, lengths))
+            for epoch in range(2):
+                list(data.epoch(epoch, 0, workers))
+        return [str(warning.message) for warning in caught]
+
+    (message,) = warned([4])
+    assert "has 4 examples, so its batches are joined and cut to global_batch_size 8" in message
+    assert len(warned([5, 8])) == len(warned([4], workers=4)) == 1
+    assert not warned([8, 3]) and not warned([4], workers=2) and not warned([20])[1:]
+    with pytest.raises(UsageError, match=r"9 examples, more than global_batch_size 8.*rebatch"):
+        warned([8, 9])
+
+
+def seen_by_keras(data, epochs, **options):
+    """The batches that plain Keras trains on."""
+    seen = []
+
+    class Seeing(keras.Model):
+        def train_step(self, data):
+            seen.append(data[1].numpy().tolist())
+            return {"loss": 0.0}
+
+    model = Seeing()
+    model.compile(run_eagerly=True)
+    model.fit(*data, epochs=epochs, shuffle=False, verbose=0, **options)
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:(the data|Your input) ran out")
+@pytest.mark.parametrize("steps", [None, 1, 2, 3, 5])
+@pytest.mark.parametrize("kind", ["arrays", "Dataset", "shuffled", "repeated", "PyDataset"])
+def test_the_epochs_of_keras(kind, steps):
+    """Passes of three batches, of which the last is short."""
+
+    def make():
+        keras.utils.set_random_seed(1)
+        if kind == "arrays":
+            return numbers(18)
+        if kind == "PyDataset":
+            return (Batches(18, 8),)
+        data = slices(18).shuffle(9, seed=1) if kind == "shuffled" else slices(18)
+        data = data.batch(8)
+        return (data.repeat(2),) if kind == "repeated" else (data,)
+
+    batch = {"batch_size": 8} if kind == "arrays" else {}
+    data = stream(make() if kind == "arrays" else make()[0], steps_per_epoch=steps)
+    ours = [share.data[1].tolist() for epoch in range(5) for share in data.epoch(epoch, 0, 1)]
+    assert ours == seen_by_keras(make(), 5, steps_per_epoch=steps, **batch)
 
 
 def test_the_whole_batch_is_cut_without_a_copy():
@@ -186,18 +257,9 @@ def test_a_dataset_that_shuffles_comes_in_the_orders_of_keras(known):
         dataset = slices(24).shuffle(9, seed=1).batch(8)
         return dataset if known else dataset.filter(lambda *_: True)
 
-    class Seeing(keras.Model):
-        def train_step(self, data):
-            seen.append(data[1].numpy().tolist())
-            return {"loss": 0.0}
-
-    seen = []
-    model = Seeing()
-    model.compile(run_eagerly=True)
-    model.fit(shuffled(), epochs=3, verbose=0)
     data = stream(shuffled(), batch=8)
     ours = [share.data[1].tolist() for epoch in range(3) for share in data.epoch(epoch, 0, 1)]
-    assert ours == seen
+    assert ours == seen_by_keras((shuffled(),), 3)
     assert len({tuple(batch) for batch in ours}) == 9
 
 
