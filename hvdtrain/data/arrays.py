@@ -5,7 +5,7 @@ Only the rank's own examples are copied, or none where there is no shuffling. Ar
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ import numpy as np
 
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight
-from hvdtrain.data.known import KnownSource, Order
+from hvdtrain.data.known import KnownSource
 from hvdtrain.data.rows import Rows, in_rows, is_in_rows
-from hvdtrain.data.share import Share
+from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
 
 SCALARS = (bool, int, float, complex, str, bytes, np.generic)
@@ -31,13 +31,13 @@ class ArraySource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return nested.as_given(nested.spec(self.data, self.float_dtype), self.bare)
+        return nested.as_given(nested.spec(self.data, self.reading.float_dtype), self.bare)
 
     def sample(self) -> dict[str, list[float | str]]:
         return nested.sample(self.data)
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        order = Order(self.pass_length, self.shuffle, self.seed)
+        order = self.order(self.pass_length)
         for slot in self.slots(epoch, rank, size):
             rows = order.rows(slot.begin, slot.end)
             data = (
@@ -45,20 +45,11 @@ class ArraySource(KnownSource):
                 if isinstance(rows, slice)
                 else nested.take(self.data, rows)
             )
-            data = nested.cast_floats(data, self.float_dtype)
+            data = nested.cast_floats(data, self.reading.float_dtype)
             yield slot.share(nested.as_given(data, self.bare))
 
 
-def array_source(
-    data: tuple,
-    *,
-    global_batch_size: int,
-    shuffle: bool,
-    seed: int,
-    steps: int | None,
-    class_weight: Mapping[int, float] | None,
-    float_dtype: str,
-) -> ArraySource:
+def array_source(data: tuple, reading: Reading) -> ArraySource:
     """Check and convert (x[, y[, sample_weight]]) and make its source."""
     data = convert(data)
     _require_weights_like_labels(data)
@@ -67,18 +58,9 @@ def array_source(
         raise UsageError("the data is empty: its arrays have length 0.")
     # Now and not share by share, so that a class without a weight is an error on every rank,
     # before the first step.
-    data = apply_class_weight(data, class_weight, float_dtype, "the data")
+    data = apply_class_weight(data, reading.class_weight, reading.float_dtype, "the data")
     bare = len(data) == 1 and not isinstance(data[0], list | tuple)
-    return ArraySource(
-        data=data,
-        pass_length=count,
-        global_batch_size=global_batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        steps=steps,
-        float_dtype=float_dtype,
-        bare=bare,
-    )
+    return ArraySource(data=data, pass_length=count, reading=reading, bare=bare)
 
 
 def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import glob
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +22,8 @@ import numpy as np
 
 from hvdtrain.data import nested, tf_dataset
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.known import KnownSource, Order
-from hvdtrain.data.share import Share
+from hvdtrain.data.known import KnownSource
+from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
 
 RECORDS = (".tfrecord", ".tfrecords")
@@ -89,17 +89,16 @@ class FileSource(KnownSource):
     files: Files
     keys: Callable[[np.ndarray], tuple]  # what `read` is given for examples of these numbers
     threads: int
-    class_weight: Mapping[int, float] | None
 
     @property
     def element(self) -> Any:
-        return weighted(self._given, self.class_weight, self.float_dtype)
+        return weighted(self._given, self.reading.class_weight, self.reading.float_dtype)
 
     @cached_property
     def _given(self) -> Any:
         dataset = self._decoded(iter(()), 1)
         tf_dataset.require_dense(dataset, "the function read of from_files")
-        return tf_dataset.element_of(dataset, self.float_dtype)
+        return tf_dataset.element_of(dataset, self.reading.float_dtype)
 
     @cached_property
     def _read(self) -> Callable[..., Any]:
@@ -119,12 +118,14 @@ class FileSource(KnownSource):
         bare = nested.is_bare(self._given)
         batches = tf_dataset.read(self._decoded(self._wanted(epoch, rank, size), rows))
         for slot, batch in zip(self.slots(epoch, rank, size), batches, strict=True):
-            data = nested.cast_floats((batch,) if bare else batch, self.float_dtype)
-            data = apply_class_weight(data, self.class_weight, self.float_dtype, "the files")
+            data = nested.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
+            data = apply_class_weight(
+                data, self.reading.class_weight, self.reading.float_dtype, "the files"
+            )
             yield slot.share(nested.as_given(data, bare))
 
     def _wanted(self, epoch: int, rank: int, size: int) -> Iterator[tuple]:
-        order = Order(self.pass_length, self.shuffle, self.seed)
+        order = self.order(self.pass_length)
         for slot in self.slots(epoch, rank, size):
             rows = order.rows(slot.begin, slot.end)
             yield self.keys(np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
@@ -142,17 +143,7 @@ class FileSource(KnownSource):
         return dataset.with_options(tf_dataset.options_of(dataset, self.threads))
 
 
-def file_source(
-    files: Files,
-    *,
-    global_batch_size: int,
-    shuffle: bool,
-    seed: int,
-    steps: int | None,
-    class_weight: Mapping[int, float] | None,
-    float_dtype: str,
-    threads: int | None,
-) -> FileSource:
+def file_source(files: Files, reading: Reading, threads: int | None) -> FileSource:
     """Look up where the examples are, and make their source."""
     keys: Callable[[np.ndarray], tuple]
     if files.records:
@@ -172,13 +163,8 @@ def file_source(
         files=files,
         keys=keys,
         threads=threads or len(os.sched_getaffinity(0)),
-        class_weight=class_weight,
         pass_length=count,
-        global_batch_size=global_batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        steps=steps,
-        float_dtype=float_dtype,
+        reading=reading,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.data.share import Share, check_workers, find_share, warn_of_too_few
+from hvdtrain.data.share import Reading, Share, check_workers, find_share, warn_of_too_few
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,14 @@ class KnownSource:
     `steps` an epoch goes on where the last one ended, and ends with the pass at the latest, as in Keras.
     """
 
+    reading: Reading
     pass_length: int  # examples in one pass
-    global_batch_size: int
-    shuffle: bool
-    seed: int
-    steps: int | None
-    float_dtype: str
 
     agreed: ClassVar[bool] = True
 
     @property
     def steps_per_epoch(self) -> int:
-        return self.steps or self._steps_per_pass
+        return self.reading.steps or self._steps_per_pass
 
     @property
     def examples(self) -> int:
@@ -56,7 +52,7 @@ class KnownSource:
 
     @property
     def _steps_per_pass(self) -> int:
-        return -(-self.pass_length // self.global_batch_size)
+        return -(-self.pass_length // self.reading.global_batch_size)
 
     @property
     @abstractmethod
@@ -67,7 +63,7 @@ class KnownSource:
         """What ranks compare before they start, to see that they have the same data."""
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        check_workers(self.global_batch_size, size)
+        check_workers(self.reading.global_batch_size, size)
         if self.steps_per_epoch > self._steps_per_pass:
             warn_of_too_few(self.steps_per_epoch, self._steps_per_pass)
         return self._shares(epoch, rank, size)
@@ -79,15 +75,20 @@ class KnownSource:
         """Begin and end of an epoch; both lie in one pass."""
         steps = min(self.steps_per_epoch, self._steps_per_pass)
         number, part = divmod(epoch, -(-self._steps_per_pass // steps))
-        begin = part * steps * self.global_batch_size
-        end = min(begin + steps * self.global_batch_size, self.pass_length)
+        length = steps * self.reading.global_batch_size
+        begin, end = part * length, min((part + 1) * length, self.pass_length)
         return number * self.pass_length + begin, number * self.pass_length + end
+
+    def order(self, length: int) -> "Order":
+        """The order of `length` examples or items in each pass."""
+        return Order(length, self.reading.shuffle, self.reading.seed)
 
     def slots(self, epoch: int, rank: int, size: int) -> Iterator[Slot]:
         """The rank's places in the global batches of an epoch."""
+        batch = self.reading.global_batch_size
         first, last = self.positions(epoch)
-        for start in range(first, last, self.global_batch_size):
-            total = min(self.global_batch_size, last - start)
+        for start in range(first, last, batch):
+            total = min(batch, last - start)
             begin, end, examples = find_share(total, rank, size)
             yield Slot(start + begin, start + end, examples, total, begin)
 

@@ -7,7 +7,7 @@ from typing import Any
 from hvdtrain.data import arrays, readers, tf_dataset
 from hvdtrain.data.files import Files, file_source
 from hvdtrain.data.py_dataset import Items, is_py_dataset, py_dataset_source, py_dataset_stream
-from hvdtrain.data.share import Source
+from hvdtrain.data.share import Reading, Source
 from hvdtrain.data.streams import Stream, StreamSource
 from hvdtrain.errors import UsageError
 
@@ -69,54 +69,34 @@ def make_source(
     check_positive("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:
         check_positive("steps_per_epoch", steps_per_epoch)
-    float_dtype = _floatx()
-    known: dict[str, Any] = {
-        "global_batch_size": int(global_batch_size),
-        "shuffle": shuffle,
-        "seed": seed,
-        "steps": steps_per_epoch and int(steps_per_epoch),
-        "class_weight": class_weight,
-        "float_dtype": float_dtype,
-    }
+    steps = steps_per_epoch and int(steps_per_epoch)
+    reading = Reading(int(global_batch_size), shuffle, seed, steps, class_weight, _floatx())
     if x is None or arrays.is_arrays(x):
-        return arrays.array_source(arrays.unpack(x, y, sample_weight), **known)
+        return arrays.array_source(arrays.unpack(x, y, sample_weight), reading)
     if isinstance(x, Files):
         _refuse_beside("files of from_files", y, sample_weight)
-        return file_source(x, **known, threads=threads)
+        return file_source(x, reading, threads)
     if is_py_dataset(x):
-        by_item = py_dataset_source(x, **known)
+        by_item = py_dataset_source(x, reading)
         if by_item is not None:
             _refuse_beside(f"a {by_item.items.name}", y, sample_weight)
             return by_item
     stream: Stream
     if tf_dataset.is_dataset(x):
-        stream = tf_dataset.dataset_stream(
-            x,
-            global_batch_size=int(global_batch_size),
-            batched=batched,
-            steps=steps_per_epoch,
-            threads=threads,
-            float_dtype=float_dtype,
-        )
+        stream = tf_dataset.dataset_stream(x, reading, batched=batched, threads=threads)
     elif is_py_dataset(x):
-        stream = py_dataset_stream(Items(x), shuffle=shuffle, seed=seed, float_dtype=float_dtype)
+        stream = py_dataset_stream(Items(x), reading)
     elif readers.is_readable(x):
-        stream = readers.python_stream(x, float_dtype=float_dtype)
+        stream = readers.python_stream(x, float_dtype=reading.float_dtype)
     else:
         raise UsageError(
             f"x is a {type(x).__module__}.{type(x).__name__}, which cannot be read as training "
             f"data. Pass {ACCEPTED}."
         )
     _refuse_beside(f"a {stream.name}", y, sample_weight)
-    if stream.endless and steps_per_epoch is None:
+    if stream.endless and not steps:
         raise UsageError(f"the {stream.name} never ends: pass steps_per_epoch.")
-    return StreamSource(
-        stream,
-        int(global_batch_size),
-        steps_per_epoch and int(steps_per_epoch),
-        class_weight,
-        float_dtype,
-    )
+    return StreamSource(stream, reading)
 
 
 def _refuse_beside(what: str, y: Any, sample_weight: Any) -> None:

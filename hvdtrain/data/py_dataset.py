@@ -9,7 +9,7 @@ rank asks for all of them, in order.
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.known import KnownSource, Order
-from hvdtrain.data.share import Share, warn_of_joining
+from hvdtrain.data.share import Reading, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
 
@@ -65,7 +65,7 @@ class Items:
         return _ahead(self.__getitem__, order, self.dataset.workers)
 
 
-def py_dataset_stream(items: Items, *, shuffle: bool, seed: int, float_dtype: str) -> Stream:
+def py_dataset_stream(items: Items, reading: Reading) -> Stream:
     """All items one after the other, in an order by seed and pass where `shuffle`."""
     count = items.count
     first = range(LOOKED_AT if count is None else min(LOOKED_AT, count))
@@ -74,14 +74,16 @@ def py_dataset_stream(items: Items, *, shuffle: bool, seed: int, float_dtype: st
         items.dataset.on_epoch_begin()
         order: Iterable[int] = itertools.count()
         if count is not None:
-            order = Order(count, shuffle, seed).of(number).tolist()
+            order = Order(count, reading.shuffle, reading.seed).of(number).tolist()
         yield from items.in_order(order)
         items.dataset.on_epoch_end()
 
     return Stream(
         name=items.name,
         open=read,
-        element=lambda: common_element(map(items.__getitem__, first), items.name, float_dtype),
+        element=lambda: common_element(
+            map(items.__getitem__, first), items.name, reading.float_dtype
+        ),
         endless=count is None,
     )
 
@@ -97,11 +99,10 @@ class ItemSource(KnownSource):
     items: Items
     item_length: int
     given: Any  # the signature of an example, without its class's weight
-    class_weight: Mapping[int, float] | None
 
     @property
     def element(self) -> Any:
-        return weighted(self.given, self.class_weight, self.float_dtype)
+        return weighted(self.given, self.reading.class_weight, self.reading.float_dtype)
 
     def sample(self) -> dict[str, list[float | str]]:
         # Items are compared as they are read: to look at one beforehand costs as much.
@@ -109,9 +110,10 @@ class ItemSource(KnownSource):
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         # An item for each worker is what makes each rank ask for its own: nothing to warn of.
-        if self.global_batch_size not in (self.item_length, self.item_length * size):
-            warn_of_joining(self.items.name, self.item_length, self.global_batch_size)
-        order = Order(-(-self.pass_length // self.item_length), self.shuffle, self.seed)
+        reading = self.reading
+        if reading.global_batch_size not in (self.item_length, self.item_length * size):
+            warn_of_joining(self.items.name, self.item_length, reading.global_batch_size)
+        order = self.order(-(-self.pass_length // self.item_length))
         slots = list(self.slots(epoch, rank, size))
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
         first, _ = self.positions(epoch)
@@ -121,7 +123,9 @@ class ItemSource(KnownSource):
         bare = nested.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
             rows = nested.concatenate(list(itertools.islice(data, len(pieces))))
-            rows = apply_class_weight(rows, self.class_weight, self.float_dtype, self.items.name)
+            rows = apply_class_weight(
+                rows, reading.class_weight, reading.float_dtype, self.items.name
+            )
             yield slot.share(nested.as_given(rows, bare), checksum)
             checksum = None
         next(data, None)  # Past its end, where the last on_epoch_end is called.
@@ -160,7 +164,7 @@ class ItemSource(KnownSource):
 
     def _data(self, index: int, item: Any) -> tuple:
         where = f"item {index} of the {self.items.name}"
-        return nested.cast_floats(nested.read(as_data(item, where)), self.float_dtype)
+        return nested.cast_floats(nested.read(as_data(item, where)), self.reading.float_dtype)
 
 
 @dataclass(frozen=True)
@@ -177,23 +181,14 @@ class _Piece:
         return replace(self, begin=0, end=self.length)
 
 
-def py_dataset_source(
-    dataset: Any,
-    *,
-    global_batch_size: int,
-    shuffle: bool,
-    seed: int,
-    steps: int | None,
-    class_weight: Mapping[int, float] | None,
-    float_dtype: str,
-) -> ItemSource | None:
+def py_dataset_source(dataset: Any, reading: Reading) -> ItemSource | None:
     """The source of a PyDataset whose items are equally long, judged by the first two and the last; else None."""
     items = Items(dataset)
     count = items.count
     if not count:
         return None
     looked_at = [items[index] for index in sorted({0, min(1, count - 1), count - 1})]
-    given = common_element(looked_at, items.name, float_dtype)
+    given = common_element(looked_at, items.name, reading.float_dtype)
     lengths = [nested.count_examples(as_data(item, items.name), items.name) for item in looked_at]
     if len(set(lengths[:-1])) > 1 or not 0 < lengths[-1] <= lengths[0] or nested.varies(given):
         return None
@@ -201,13 +196,8 @@ def py_dataset_source(
         items=items,
         item_length=lengths[0],
         given=given,
-        class_weight=class_weight,
         pass_length=(count - 1) * lengths[0] + lengths[-1],
-        global_batch_size=global_batch_size,
-        shuffle=shuffle,
-        seed=seed,
-        steps=steps,
-        float_dtype=float_dtype,
+        reading=reading,
     )
 
 

@@ -1,7 +1,7 @@
 """What a data source is, and what it hands to one rank at one step."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,18 @@ class Share:
     offset: int
     checksum: int | None
     some_idle: bool = False
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How data is read, whatever it is: see `make_source`. `steps` is steps_per_epoch; floats come in `float_dtype`."""
+
+    global_batch_size: int
+    shuffle: bool
+    seed: int
+    steps: int | None
+    class_weight: Mapping[int, float] | None
+    float_dtype: str
 
 
 class Source(Protocol):

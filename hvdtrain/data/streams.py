@@ -16,7 +16,7 @@ At most one global batch and one batch of the stream are in memory.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -27,6 +27,7 @@ from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.points import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
+    Reading,
     Share,
     check_workers,
     find_share,
@@ -74,19 +75,16 @@ class StreamSource:
     """
 
     stream: Stream
-    global_batch_size: int
-    steps: int | None
-    class_weight: Mapping[int, float] | None
-    float_dtype: str
+    reading: Reading
     passes: int = field(default=0, init=False)  # opened so far, with `steps`
     warned: bool = field(default=False, init=False)
-    reading: Iterator[Share] = field(default_factory=lambda: iter(()), init=False)
+    shares: Iterator[Share] = field(default_factory=lambda: iter(()), init=False)
 
     agreed: ClassVar[bool] = False
 
     @property
     def steps_per_epoch(self) -> int | None:
-        return self.steps or self.stream.steps
+        return self.reading.steps or self.stream.steps
 
     @property
     def examples(self) -> int | None:
@@ -94,7 +92,7 @@ class StreamSource:
 
     @cached_property
     def element(self) -> Any:
-        return weighted(self.stream.element(), self.class_weight, self.float_dtype)
+        return weighted(self.stream.element(), self.reading.class_weight, self.reading.float_dtype)
 
     @property
     def varies(self) -> bool:
@@ -102,11 +100,12 @@ class StreamSource:
         return nested.varies(self.element)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        check_workers(self.global_batch_size, size)
+        check_workers(self.reading.global_batch_size, size)
         if epoch == 0 and not self.stream.once:
-            self.passes, self.reading = 0, iter(())
+            self.passes, self.shares = 0, iter(())
         part = Part(rank, size)
-        return self._next_steps(self.steps, part) if self.steps else self._pass(epoch, part)
+        steps = self.reading.steps
+        return self._next_steps(steps, part) if steps else self._pass(epoch, part)
 
     def _pass(self, number: int, part: Part) -> Iterator[Share]:
         empty = True
@@ -127,13 +126,13 @@ class StreamSource:
             return
         size = nested.count_examples(first, "")
         batches = itertools.chain([first], batches)
-        if self.varies or size == self.global_batch_size:
+        if self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
         else:
             # A batch for each worker is what scripts for Horovod make: nothing to warn of.
-            if size * part.count != self.global_batch_size:
+            if size * part.count != self.reading.global_batch_size:
                 batches = self._warned_of_joining(batches, size)
-            found = global_batches(batches, lambda step: self.global_batch_size)
+            found = global_batches(batches, lambda step: self.reading.global_batch_size)
         for batch in found:
             yield batch.share(part.index, part.count, bare)
 
@@ -159,7 +158,7 @@ class StreamSource:
             return window.end - window.begin
 
         bare = nested.is_bare(self.element)
-        with point.read_as(part.index, part.count, self.global_batch_size):
+        with point.read_as(part.index, part.count, self.reading.global_batch_size):
             step = 0
             for step, own in enumerate(global_batches(self._batches(number), rows), 1):
                 window = window_of(step - 1)
@@ -177,20 +176,20 @@ class StreamSource:
         short = 0
         for batch in batches:
             examples = nested.count_examples(batch, "")
-            if examples > self.global_batch_size:
+            if examples > self.reading.global_batch_size:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
                     f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "
-                    f"{self.global_batch_size}. Its batches are used as they come, split over the workers: let "
+                    f"{self.reading.global_batch_size}. Its batches are used as they come, split over the workers: let "
                     f"global_batch_size be that of the largest batch{other}."
                 )
-            if self.varies and 0 < short < self.global_batch_size and not self.warned:
+            if self.varies and 0 < short < self.reading.global_batch_size and not self.warned:
                 # The last batch is short by nature, so a short one tells when another follows.
                 self.warned = True
                 warnings.warn(
                     f"The examples of the {self.stream.name} differ in length, so each of its batches is used as it "
                     f"comes, split over the workers: here {short} examples, not global_batch_size "
-                    f"{self.global_batch_size}.",
+                    f"{self.reading.global_batch_size}.",
                     stacklevel=2,
                 )
             short = examples
@@ -201,16 +200,16 @@ class StreamSource:
         for batch in batches:
             if not self.warned:
                 self.warned = True
-                warn_of_joining(self.stream.name, size, self.global_batch_size)
+                warn_of_joining(self.stream.name, size, self.reading.global_batch_size)
             yield batch
 
     def _next_steps(self, steps: int, part: Part) -> Iterator[Share]:
         for step in range(steps):
-            share = next(self.reading, None)
+            share = next(self.shares, None)
             if share is None and step == 0:
-                self.reading = self._pass(self.passes, part)
+                self.shares = self._pass(self.passes, part)
                 self.passes += 1
-                share = next(self.reading)
+                share = next(self.shares)
             if share is None:
                 warn_of_too_few(steps, step)
                 return
@@ -219,9 +218,11 @@ class StreamSource:
     def _batches(self, number: int) -> Iterator[tuple]:
         for index, batch in enumerate(self.stream.open(number)):
             where = f"batch {index} of the {self.stream.name}"
-            data = nested.cast_floats(nested.read(as_data(batch, where)), self.float_dtype)
+            data = nested.cast_floats(nested.read(as_data(batch, where)), self.reading.float_dtype)
             if nested.count_examples(data, where):
-                yield apply_class_weight(data, self.class_weight, self.float_dtype, where)
+                yield apply_class_weight(
+                    data, self.reading.class_weight, self.reading.float_dtype, where
+                )
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 
 from hvdtrain.data import nested
 from hvdtrain.data.pipeline import as_tuple, find_point, is_batched
+from hvdtrain.data.share import Reading
 from hvdtrain.data.streams import Stream
 from hvdtrain.errors import UsageError
 
@@ -26,19 +27,9 @@ def is_dataset(value: Any) -> bool:
 
 
 def dataset_stream(
-    dataset: Any,
-    *,
-    global_batch_size: int,
-    batched: bool | None,
-    steps: int | None,
-    threads: int | None,
-    float_dtype: str,
+    dataset: Any, reading: Reading, *, batched: bool | None, threads: int | None
 ) -> Stream:
-    """The Dataset's batches, or its examples in global batches, as arrays that share its memory.
-
-    Args:
-        steps: in an epoch; None: an epoch is a pass.
-    """
+    """The Dataset's batches, or its examples in global batches, as arrays that share its memory."""
     import tensorflow as tf
 
     require_dense(dataset, "the tf.data.Dataset")
@@ -46,7 +37,7 @@ def dataset_stream(
     point = find_point(dataset)
     length = int(dataset.cardinality()) if point is None else point.length
     if not batched:
-        dataset = dataset.batch(global_batch_size)
+        dataset = dataset.batch(reading.global_batch_size)
     dataset = dataset.with_options(options_of(dataset, threads))
     known = length >= 0 and not (batched and point is None)
 
@@ -54,15 +45,15 @@ def dataset_stream(
         yield from read(dataset)
         # Keras opens a Dataset of known length twice in each epoch that is a pass: so do we, for one that shuffles
         # anew each time to come in the same orders.
-        if length >= 0 and not steps:
+        if length >= 0 and not reading.steps:
             iter(dataset)
 
     return Stream(
         name="tf.data.Dataset",
         open=read_pass,
-        element=lambda: element_of(dataset, float_dtype),
+        element=lambda: element_of(dataset, reading.float_dtype),
         endless=length == tf.data.INFINITE_CARDINALITY,
-        steps=-(-length // global_batch_size) if known else None,
+        steps=-(-length // reading.global_batch_size) if known else None,
         examples=length if known else None,
         point=point,
     )
