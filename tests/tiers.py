@@ -1,7 +1,7 @@
 """Run the tests tier by tier, and end with one line for all of them: `python tests/tiers.py [--all]`.
 
-Unit tests share out the cores file by file. Tests on ranks and on clusters fill the cores by themselves, and some
-measure time: they run one after the other.
+Unit tests share out the cores file by file. Tests on ranks wait as long as they compute: two run at a time. Tests on
+clusters share hosts and Slurm: they run one after the other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # At most four processes: each that imports TensorFlow takes 0.6 GB.
 UNIT = ["tests/unit", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
-RANKS = ["tests/ranks"]
+# Each with ranks of its own, up to 6 GB of them.
+RANKS = ["tests/ranks", "-n", "2", "--dist", "loadfile"]
 CLUSTER = ["tests/cluster"]
 TIERS = (UNIT, [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)
