@@ -56,7 +56,7 @@ def require_alike(
         if differing:
             raise ReplicaError(
                 f"The ranks disagree before {what}: {' and '.join(differing)} hold other values on rank {rank} than on "
-                "rank 0. Every rank must have the same arrays in the same order, of which hvdtrain gives each its "
+                "rank 0. Every rank must have the same data in the same order, of which hvdtrain gives each its "
                 "share: shuffle and split with a seed, and do not shard"
             )
 

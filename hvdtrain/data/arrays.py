@@ -174,7 +174,7 @@ def _convert(value: Any, name: str) -> Any:
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
-    return _to_array(value, name)
+    return to_array(value, name)
 
 
 def _is_numbers(value: Any) -> bool:
@@ -183,7 +183,8 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, SCALARS)
 
 
-def _to_array(value: Any, name: str) -> np.ndarray | Rows:
+def to_array(value: Any, name: str) -> np.ndarray | Rows:
+    """One leaf as `convert` has it; `name` is its in messages."""
     if value is None:
         raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
     if isinstance(value, dict | list | tuple) and not value:

@@ -11,25 +11,32 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import struct
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hvdtrain.data import nested, tf_dataset
+from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.known import KnownSource
 from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
 
-RECORDS = (".tfrecord", ".tfrecords")
+RECORDS = re.compile(r"\.tfrecords?(-\d+-of-\d+)?$")
 HEADER = struct.Struct("<QI")  # length of the record, checksum of the length
 FOOTER = 4  # checksum of the record
 GZIP = b"\x1f\x8b"
+OPEN_FILES = 256
+"""TFRecord files that are open at a time: a process may have 1024 of all kinds."""
+COMPARED_BYTES = 4096
+"""At the end of a file, by which the ranks see that they have the same one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,22 +65,24 @@ def from_files(
     the number of workers. Every rank needs all the files.
 
     Args:
-        files: a pattern ("images/*/*.png": taken in the order of names), a path, or a list of paths.
+        files: a path, a pattern ("images/*/*.png": taken in the order of names), or a list of paths.
         read: as for tf.data.Dataset.map, from one example's file name (a string tensor of no dimension), or from
             one serialized record, to x, (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by
             TensorFlow: use tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. For reading in Python
             write a keras.utils.PyDataset.
         labels: array of (files, ...), for files of one example: `read` gets the file's label as second argument.
-        records: whether the files are TFRecord files of many examples (not compressed); default: by their names.
+        records: whether the files are TFRecord files of many examples (not compressed); default: by their names
+            (train.tfrecord, train.tfrecord-00000-of-00010).
 
     Raises:
-        UsageError: no such files, another number of labels; when it is read: a file that is no TFRecord file.
+        UsageError: no such files, another number of labels; when it is read: a file that is no TFRecord file, a
+            damaged record.
     """
     paths = _paths(files)
     if records is None:
-        records = all(path.endswith(RECORDS) for path in paths)
+        records = all(RECORDS.search(path) for path in paths)
     if labels is not None:
-        labels = np.asarray(labels)
+        labels = np.asarray(to_array(labels, "from_files: labels"))
         if records or labels.shape[:1] != (len(paths),):
             raise UsageError(
                 f"from_files: labels has shape {labels.shape}; it needs an entry for each of {len(paths)} files of "
@@ -108,15 +117,12 @@ class FileSource(KnownSource):
         return tf.function(self.files.read)
 
     def sample(self) -> dict[str, list[float | str]]:
-        places = np.linspace(0, len(self.files.paths) - 1, nested.SAMPLED).astype(int)
-        # The folder may be another on each machine.
-        return {"the files": [Path(self.files.paths[place]).name for place in places]}
+        places = np.unique(np.linspace(0, len(self.files.paths) - 1, nested.SAMPLED).astype(int))
+        return {"the files": [_mark(self.files.paths[place]) for place in places]}
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        # All shares but the last have as many rows, so batches of that length are the shares.
-        rows = next(slot.end - slot.begin for slot in self.slots(epoch, rank, size))
         bare = nested.is_bare(self._given)
-        batches = tf_dataset.read(self._decoded(self._wanted(epoch, rank, size), rows))
+        batches = self._batches(epoch, rank, size)
         for slot, batch in zip(self.slots(epoch, rank, size), batches, strict=True):
             data = nested.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
             data = apply_class_weight(
@@ -124,11 +130,35 @@ class FileSource(KnownSource):
             )
             yield slot.share(nested.as_given(data, bare))
 
-    def _wanted(self, epoch: int, rank: int, size: int) -> Iterator[tuple]:
+    def _batches(self, epoch: int, rank: int, size: int) -> Iterator[Any]:
+        """What `read` makes of the rank's examples, a share at a time."""
+        import tensorflow as tf
+
+        # All shares but the last have as many rows, so batches of that length are the shares.
+        rows = next(slot.end - slot.begin for slot in self.slots(epoch, rank, size))
+        damaged: list[UsageError] = []
+        try:
+            wanted = self._wanted(epoch, rank, size, damaged)
+            yield from tf_dataset.read(self._decoded(wanted, rows))
+        except tf.errors.OpError:
+            if damaged:  # tf.data has made a traceback in a text of it.
+                raise damaged[0] from None
+            raise
+
+    def _wanted(
+        self, epoch: int, rank: int, size: int, damaged: list[UsageError]
+    ) -> Iterator[tuple]:
+        """What `read` is given for the rank's examples; an error on the way is put into `damaged`, too."""
         order = self.order(self.pass_length)
         for slot in self.slots(epoch, rank, size):
             rows = order.rows(slot.begin, slot.end)
-            yield self.keys(np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows)
+            rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+            try:
+                keys = self.keys(rows)
+            except UsageError as error:
+                damaged.append(error)
+                raise
+            yield keys
 
     def _decoded(self, wanted: Iterator[tuple], rows: int) -> Any:
         import tensorflow as tf
@@ -150,7 +180,7 @@ def file_source(files: Files, reading: Reading, threads: int | None) -> FileSour
         keys = records = _Records(files.paths)
         count = len(records)
     else:
-        names = np.array(files.paths, object)
+        names = np.array([os.fsencode(path) for path in files.paths], object)
         labels = () if files.labels is None else (files.labels,)
         count = len(names)
 
@@ -176,7 +206,7 @@ class _Records:
         begins = [record_begins(path) for path in paths]
         self._ends = np.cumsum([len(one) for one in begins])
         self._begins = np.concatenate(begins)
-        self._readers: dict[int, Any] = {}
+        self._reader = lru_cache(OPEN_FILES)(_reader)
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -185,13 +215,24 @@ class _Records:
         return ([self._record(row) for row in rows.tolist()],)
 
     def _record(self, row: int) -> bytes:
-        from tensorflow.python.lib.io.tf_record import tf_record_random_reader
+        import tensorflow as tf
 
-        file = int(np.searchsorted(self._ends, row, side="right"))
-        if file not in self._readers:
-            self._readers[file] = tf_record_random_reader(self._paths[file])
-        record, _ = self._readers[file].read(int(self._begins[row]))
+        path = self._paths[int(np.searchsorted(self._ends, row, side="right"))]
+        begin = int(self._begins[row])
+        try:
+            record, _ = self._reader(path).read(begin)
+        except (tf.errors.OpError, IndexError) as error:
+            raise UsageError(
+                f"{path}: the record at byte {begin} cannot be read ({error}). The file is damaged, or was changed "
+                "after training began."
+            ) from error
         return bytes(record)
+
+
+def _reader(path: str) -> Any:
+    from tensorflow.python.lib.io.tf_record import tf_record_random_reader
+
+    return tf_record_random_reader(os.fsencode(path))
 
 
 def record_begins(path: str) -> np.ndarray:
@@ -224,14 +265,24 @@ def record_begins(path: str) -> np.ndarray:
     return np.array(begins, np.int64)
 
 
+def _mark(path: str) -> str:
+    """A file's name, without its folder, which may be another on each machine, its size and a checksum of its end."""
+    with Path(path).open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - COMPARED_BYTES))
+        return f"{Path(path).name} {size} {zlib.crc32(file.read())}"
+
+
 def _paths(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
-    if isinstance(files, str | Path):
-        found = sorted(path for path in glob.glob(str(files)) if Path(path).is_file())  # noqa: PTH207
-    else:
+    if not isinstance(files, str | Path):
         found = [str(path) for path in files]
         missing = next((path for path in found if not Path(path).is_file()), None)
         if missing is not None:
             raise UsageError(f"from_files: there is no file {missing}.")
+    elif Path(files).is_file():  # Whatever its name has of a pattern.
+        found = [str(files)]
+    else:
+        found = sorted(path for path in glob.glob(str(files)) if Path(path).is_file())  # noqa: PTH207
     if not found:
         raise UsageError(f"from_files: no file matches {str(files)!r}.")
     return tuple(found)

@@ -1,6 +1,8 @@
 """Examples in files: the global batches of arrays, and no rank decodes what it does not train."""
 
 import gzip
+import os
+import resource
 import struct
 
 import numpy as np
@@ -135,6 +137,7 @@ def broken(folder, name, change):
         (lambda f: from_files([f / "a.tfrecord", f / "x"], record), "there is no file .*x"),
         (lambda f: from_files(f"{f}/*.png", image, labels=[1, 2]), r"labels has shape \(2,\)"),
         (lambda f: from_files(f"{f}/a.tfrecord", record, labels=[1]), "stand in the records"),
+        (lambda f: from_files(f / "01.png", image, labels=[{}]), "labels holds Python objects"),
         (lambda f: from_files(f / "b.tfrecord", record), "hold no record"),
         (lambda f: from_files(broken(f, "cut.tfrecord", lambda b: b[:-3]), record), "is cut short"),
         (lambda f: from_files(broken(f, "no.tfrecord", lambda b: b"x" * 50), record), "cut short"),
@@ -160,11 +163,60 @@ def test_a_flipped_bit_is_noticed(folder, tmp_path):
     length = struct.unpack("<Q", content[:8])[0]
     content[12 + length // 2] ^= 1
     (tmp_path / "flipped.tfrecord").write_bytes(content)
-    data = make_source(
-        from_files(tmp_path / "flipped.tfrecord", record),
-        global_batch_size=4,
-        shuffle=False,
-        seed=0,
-    )
-    with pytest.raises(tf.errors.OpError, match="corrupted"):
+    with pytest.raises(UsageError, match=r"flipped.tfrecord: the record at byte 0 cannot be read"):
+        examples(tmp_path / "flipped.tfrecord", record)
+
+
+def test_a_file_that_shrinks_is_named(folder, tmp_path):
+    path = tmp_path / "c.tfrecord"
+    path.write_bytes((folder / "c.tfrecord").read_bytes())
+    data = make_source(from_files(path, record), global_batch_size=4, shuffle=False, seed=0)
+    os.truncate(path, 200)
+    with pytest.raises(UsageError, match=r"c.tfrecord: the record at byte .* was changed"):
         list(data.epoch(0, 0, 1))
+
+
+def examples(paths, read):
+    data = make_source(from_files(paths, read), global_batch_size=4, shuffle=False, seed=0)
+    return np.concatenate([share.data[1] for share in data.epoch(0, 0, 1)]).tolist()
+
+
+@pytest.mark.parametrize(
+    "name", ["a[1].tfrecord", "a?\udcff.tfrecord", "a.tfrecord-00003-of-00008"]
+)
+def test_odd_names_of_records(folder, tmp_path, name):
+    (tmp_path / name).write_bytes((folder / "a.tfrecord").read_bytes())
+    assert examples(tmp_path / name, record) == list(range(12))
+
+
+@pytest.mark.parametrize("name", ["[1].png", "?\udcff.png"])
+def test_odd_names_of_pictures(folder, tmp_path, name):
+    (tmp_path / name).write_bytes((folder / "07.png").read_bytes())
+    assert examples(tmp_path / name, image) == [7]
+
+
+def test_more_files_of_records_than_may_be_open(folder, tmp_path):
+    for number in range(1100):
+        (tmp_path / f"{number}.tfrecord").symlink_to(folder / "a.tfrecord")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        assert len(examples(str(tmp_path / "*.tfrecord"), record)) == 12 * 1100
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_ranks_compare_what_their_files_hold(folder, tmp_path):
+    path = tmp_path / "c.tfrecord"
+    path.write_bytes((folder / "c.tfrecord").read_bytes())
+
+    def sample(path):
+        return make_source(
+            from_files(path, record), global_batch_size=4, shuffle=False, seed=0
+        ).sample()
+
+    assert sample(path) == sample(folder / "c.tfrecord")
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for number in range(13, 36):
+            writer.write(tf.io.serialize_tensor(tf.constant(number)).numpy())
+    assert sample(path) != sample(folder / "c.tfrecord")
