@@ -36,7 +36,6 @@ from horovod.tensorflow import (
     gloo_enabled,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_rank_op,
     local_size,
@@ -56,6 +55,7 @@ from horovod.tensorflow import (
     start_timeline,
     stop_timeline,
 )
+from horovod.tensorflow import join as horovod_join
 from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from hvdtrain.collectives.communicator import Communicator, ranks_of
@@ -353,6 +353,24 @@ def grouped_reducescatter(
         return _by_groups(values, call, differentiable.reducescatter)
 
 
+def join() -> tf.Tensor:
+    """Wait until every rank has joined. Until then this rank adds zeros to the allreduces of the others.
+
+    For loops of one's own whose ranks have different numbers of batches: call it after the last one, outside of
+    tf.functions. While a rank has joined, the others may only allreduce, and Average still divides by all ranks.
+
+    Returns:
+        The rank that joined last, int32.
+
+    Raises:
+        UsageError: inside a tf.function.
+    """
+    if not tf.executing_eagerly():
+        raise UsageError("join: call it outside of tf.functions, between two steps")
+    # TensorFlow takes an operation without inputs for a constant, and runs it once in each function: take a new one.
+    return tf.function(horovod_join).get_concrete_function()()
+
+
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -426,6 +444,9 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
             differentiable.allgather([tensor], replace(call, name=f"{call.name}_{part}"))[0]
             for part, tensor in parts.items()
         )
+    if call.factor != 1.0 and not values.dtype.is_floating:
+        # As Horovod's division: of slices with the same index the fractions count together.
+        values = tf.cast(values, tf.float64)
     return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
 
 
@@ -439,8 +460,9 @@ def _by_groups(
         # A name, for TensorFlow's dtypes equal small integers.
         groups.setdefault(str(place) if alone else tensor.dtype.name, []).append(place)
     result: list[Any] = [None] * len(tensors)
-    for kind, places in groups.items():
-        done = work([tensors[p] for p in places], replace(call, name=f"{call.name}_{kind}"))
+    # Numbers, not dtypes: a dtype that differs between the ranks shall be an error, not another collective.
+    for number, places in enumerate(groups.values()):
+        done = work([tensors[p] for p in places], replace(call, name=f"{call.name}_{number}"))
         for place, value in zip(places, done, strict=True):
             result[place] = value
     return result

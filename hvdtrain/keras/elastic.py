@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,54 @@ _HOROVOD = ("horovod", "hvdtrain_")
 """One of these is in the message of every failed collective: Horovod's text, its operation or our name for it."""
 
 
-class KerasState(ObjectState):
+class TensorFlowState(ObjectState):
+    """The state of a training loop of one's own: variables, and numbers such as batch and epoch.
+
+    Args:
+        variables: Keras or TensorFlow variables, the same ones in the same order on every worker.
+        session: Horovod's, for TensorFlow 1; not used.
+        kwargs: attributes to keep; what `broadcast_object` takes.
+
+    Raises:
+        UsageError: no variables.
+    """
+
+    def __init__(
+        self, variables: Sequence[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
+        del session
+        if not variables:
+            raise UsageError("TensorFlowState: give the variables to keep, variables=[...]")
+        self.variables = unique(variables)
+        self._values = self._read()
+        super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
+
+    def save(self) -> None:
+        """Keep the present state, to return to after a failure."""
+        self._values = self._read()
+        super().save()
+
+    def restore(self) -> None:
+        """Return to the state that was kept last."""
+        for variable, value in zip(self.variables, self._values, strict=True):
+            tf_variable(variable).assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give all workers the state of rank 0. A collective."""
+        with _horovod_errors():
+            self._broadcast()
+            self._values = self._read()
+            super().sync()
+
+    def _broadcast(self) -> None:
+        broadcast_variables(self.variables)
+
+    def _read(self) -> list[np.ndarray]:
+        return [np.array(tf_variable(v).numpy()) for v in self.variables]
+
+
+class KerasState(TensorFlowState):
     """The state of a training: a model, its optimizer, and numbers such as batch and epoch.
 
     Args:
@@ -78,41 +125,19 @@ class KerasState(ObjectState):
             )
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
-        self._values = self._read()
-        super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
-
-    def save(self) -> None:
-        """Keep the present state, to return to after a failure."""
-        self._values = self._read()
-        super().save()
-
-    def restore(self) -> None:
-        """Return to the state that was kept last."""
-        for variable, value in zip(self._variables(), self._values, strict=True):
-            variable.assign(value)
-        super().restore()
-
-    def sync(self) -> None:
-        """Give all workers the state of rank 0. A collective."""
-        with_seeds = [
-            *replicated_variables(self.model, self.optimizer),
-            *seed_variables(self.model),
-        ]
-        with _horovod_errors():
-            broadcast_variables(with_seeds)
-            fold_rank_into_seeds(self.model, hvd.rank())
-            self._values = self._read()
-            super().sync()
+        super().__init__([*model.variables, *self.optimizer.variables], **kwargs)
 
     def reset(self) -> None:
         """Forget the compiled steps, for another number of workers."""
         self.model.train_function = self.model.test_function = None
 
-    def _variables(self) -> list[tf.Variable]:
-        return [tf_variable(v) for v in unique([*self.model.variables, *self.optimizer.variables])]
-
-    def _read(self) -> list[np.ndarray]:
-        return [np.array(v.numpy()) for v in self._variables()]
+    def _broadcast(self) -> None:
+        with_seeds = [
+            *replicated_variables(self.model, self.optimizer),
+            *seed_variables(self.model),
+        ]
+        broadcast_variables(with_seeds)
+        fold_rank_into_seeds(self.model, hvd.rank())
 
 
 class TensorFlowKerasState(KerasState):
@@ -239,6 +264,7 @@ __all__ = [
     "CommitStateCallback",
     "KerasState",
     "TensorFlowKerasState",
+    "TensorFlowState",
     "UpdateBatchStateCallback",
     "UpdateEpochStateCallback",
     "run",

@@ -15,8 +15,8 @@ def test_values_and_gradients(results: Results) -> None:
         assert {name: gaps for name, gaps in found.items() if max(gaps) > 0} == {}
 
 
-def test_dtypes(results: Results) -> None:
-    for found in results.of("case_dtypes"):
+def test_dtypes_and_dimensions(results: Results) -> None:
+    for found in results.of("case_dtypes_and_dimensions"):
         assert {name: gap for name, gap in found.items() if gap > 0} == {}
 
 
@@ -50,6 +50,7 @@ def test_process_sets(results: Results) -> None:
         assert found.pop("included") == [True, False, 0, 1]
         assert found.pop("removed") == [True, True]
         assert "is not a member of the provided process set" in found.pop("not included")
+        assert "invalid root rank" in found.pop("root outside")
         assert set(found.values()) == {0.0}, found
 
 
@@ -57,10 +58,7 @@ def test_errors_on_both_ranks(results: Results) -> None:
     for found in results.of("case_errors"):
         assert found.pop("afterwards") == "2.0"
         assert {name: said for name, said in found.items() if said.startswith("no error")} == {}
-        usage = {name for name, said in found.items() if said.startswith("UsageError")}
-        assert usage == {
-            "alltoall rows",
-            "alltoall scalar",
-            "reducescatter max",
-            "adasum of slices",
-        }
+
+
+def test_refused_before_anything_travels(results: Results) -> None:
+    assert results.of("case_usage_errors") == [[], []]

@@ -73,9 +73,10 @@ def test_keywords_of_what_training_loops_import(name: str) -> None:
     assert [keyword for keyword in theirs if keyword not in ours] == ["ignore_name_scope"]
 
 
-def test_arguments_of_states() -> None:
-    ours = arguments(hvd.elastic.TensorFlowKerasState)
-    assert ours == arguments(horovod.tensorflow.elastic.TensorFlowKerasState)
+@pytest.mark.parametrize("name", ["TensorFlowState", "TensorFlowKerasState"])
+def test_arguments_of_states(name: str) -> None:
+    ours = arguments(getattr(hvd.elastic, name))
+    assert ours == arguments(getattr(horovod.tensorflow.elastic, name))
 
 
 @pytest.mark.parametrize("name", CALLBACKS)

@@ -6,6 +6,7 @@ A row of `TABLE` has what rank r gives, the collective, and `whole`: what each r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from hvdtrain.errors import UsageError
 Tensors = list[tf.Tensor]
 RANKS = range(hvd.size())
 EVERY_DTYPE = ("uint8", "int8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+ONLY_MOVED = ("uint16", "int16", "bool")
+"""Dtypes that Horovod carries, but does not compute with."""
+DIMENSIONS = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,14 @@ class Row:
     ranks: tuple[int, ...] = tuple(RANKS)
 
 
-def given(rank: int, row: Row, dtype: str) -> Tensors:
-    """What `rank` gives: small numbers that all dtypes hold exactly, a zero and ties between the ranks among them."""
+def given(rank: int, row: Row, dtype: str, dimensions: int = 2) -> Tensors:
+    """What `rank` gives: small numbers that all dtypes hold exactly, a zero and ties between the ranks among them.
+
+    What has two dimensions in the row gets as many as `dimensions`.
+    """
     rng = np.random.default_rng(rank)
-    return [tf.cast(rng.integers(0, 4, shape), dtype) for shape in row.shapes(rank)]
+    shapes = [(*shape[:1], *shape[1:] * (dimensions - 1)) for shape in row.shapes(rank)]
+    return [tf.cast(rng.integers(0, 4, shape), dtype) for shape in shapes]
 
 
 def pairs(everyone: list[Tensors]) -> list[Tensors]:
@@ -126,6 +134,9 @@ INTEGERS = {
     ),
     "grouped allgather": Row(lambda own: hvd.grouped_allgather(own), gathered, uneven),
     "broadcast": Row(lambda own: hvd.broadcast(own[0], 1), lambda everyone: [everyone[1][0]] * 2),
+    "broadcast of the first": Row(
+        lambda own: hvd.broadcast(own[0], 0), lambda everyone: [everyone[0][0]] * 2
+    ),
     "alltoall": Row(
         lambda own: hvd.alltoall(own[0]),
         exchanged(lambda rank: [1 + rank] * 2),
@@ -148,6 +159,30 @@ INTEGERS = {
         lambda own: hvd.grouped_reducescatter(own, op=hvd.Sum),
         scattered(total),
         lambda rank: [(4, 3), (4,)],
+    ),
+}
+MOVES = {
+    name: row
+    for name, row in INTEGERS.items()
+    if any(kind in name for kind in ("allgather", "broadcast", "alltoall"))
+}
+
+
+def cut_off(factor: float) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Whole numbers times a factor, as Horovod has it: in float64, the fraction dropped."""
+    return lambda t: tf.cast(tf.cast(t, tf.float64) * factor, t.dtype)
+
+
+WHOLE_NUMBERS = INTEGERS | {
+    "allreduce average": reduced(lambda t: cut_off(1 / len(t))(total(t))),
+    "allreduce prescaled": reduced(
+        lambda t: total(cut_off(0.5)(t)), op=hvd.Sum, prescale_factor=0.5
+    ),
+    "grouped allreduce postscaled": grouped(
+        lambda t: cut_off(0.5)(total(t)), op=hvd.Sum, postscale_factor=0.5
+    ),
+    "reducescatter postscaled": scatter(
+        lambda t: cut_off(0.5)(total(t)), op=hvd.Sum, postscale_factor=0.5
     ),
 }
 FLOATS = INTEGERS | {
@@ -196,13 +231,14 @@ def gap(results: Any, wanted: Any) -> float:
     for one, other in pairs:
         if one.shape != other.shape or one.dtype != other.dtype:
             return float("inf")
-        apart += np.abs(tf.cast(one - other, tf.float64).numpy()).ravel().tolist()
+        difference = tf.cast(one, tf.float64) - tf.cast(other, tf.float64)
+        apart += np.abs(difference.numpy()).ravel().tolist()
     return max(apart)
 
 
-def values_and_gradients(row: Row, dtype: str, graph: bool) -> list[float]:
+def values_and_gradients(row: Row, graph: bool, dtype: str, dimensions: int) -> list[float]:
     """How far both are from those of one process."""
-    everyone = [given(rank, row, dtype) for rank in row.ranks]
+    everyone = [given(rank, row, dtype, dimensions) for rank in row.ranks]
     own = everyone[row.ranks.index(hvd.rank())]
 
     def step(*own: tf.Tensor) -> Any:
@@ -223,29 +259,49 @@ def values_and_gradients(row: Row, dtype: str, graph: bool) -> list[float]:
 
 
 def case_values_and_gradients() -> dict[str, list[float]]:
-    rows = FLOATS | COMPRESSED
+    ways = [
+        (False, "float32", 2),
+        (True, "float32", 2),
+        (False, "float64", 1),
+        (False, "float64", 3),
+    ]
     return {
-        f"{name}, {'graph' if graph else 'eager'}": values_and_gradients(row, "float32", graph)
-        for name, row in rows.items()
-        for graph in (False, True)
+        f"{name}, {way}": values_and_gradients(row, *way)
+        for name, row in (FLOATS | COMPRESSED).items()
+        for way in ways
     }
 
 
-def case_dtypes() -> dict[str, float]:
+def rows_of(dtype: str) -> dict[str, Row]:
+    """The collectives that Horovod has for `dtype`."""
+    if dtype in ONLY_MOVED:
+        return MOVES
+    rows = FLOATS if tf.as_dtype(dtype).is_floating else WHOLE_NUMBERS
+    lacking = "reducescatter" if dtype in ("uint8", "int8") else "nothing"
+    return {name: row for name, row in rows.items() if lacking not in name}
+
+
+def case_dtypes_and_dimensions() -> dict[str, float]:
+    """Eagerly one after the other, and in a tf.function all of them at the same time."""
     found = {}
-    for dtype in EVERY_DTYPE:
-        rows = FLOATS if tf.as_dtype(dtype).is_floating else INTEGERS
+    dtypes = (*EVERY_DTYPE, *ONLY_MOVED)
+    # Tracing takes the time: one number of dimensions does.
+    ways = [*((False, dimensions) for dimensions in DIMENSIONS), (True, 3)]
+    for dtype, (graph, dimensions) in itertools.product(dtypes, ways):
+        rows = rows_of(dtype)
+        everyone = {
+            name: [given(rank, row, dtype, dimensions) for rank in RANKS]
+            for name, row in rows.items()
+        }
+
+        def step(own: dict[str, Tensors], rows: dict[str, Row] = rows) -> dict[str, Any]:
+            return {name: row.call(own[name]) for name, row in rows.items()}
+
+        own = {name: values[hvd.rank()] for name, values in everyone.items()}
+        results = (tf.function(step, autograph=False) if graph else step)(own)
         for name, row in rows.items():
-            if "reducescatter" in name and dtype in ("uint8", "int8"):
-                continue  # Horovod has none of these.
-            everyone = [given(rank, row, dtype) for rank in RANKS]
-            found[f"{name}, {dtype}"] = gap(
-                row.call(everyone[hvd.rank()]), row.whole(everyone)[hvd.rank()]
-            )
-    flags = tf.constant([True, hvd.rank() == 0])
-    found["allgather, bool"] = gap(
-        tf.cast(hvd.allgather(flags), tf.int32), tf.constant([1, 1, 1, 0])
-    )
+            wanted = row.whole(everyone[name])[hvd.rank()]
+            found[f"{name}, {dtype}, {dimensions}, {graph}"] = gap(results[name], wanted)
     return found
 
 
@@ -334,12 +390,17 @@ def case_process_sets() -> dict[str, Any]:
         "grouped_reducescatter": lambda x: hvd.grouped_reducescatter([x, x], **options)[1],
     }
     found: dict[str, Any] = {}
-    for name, call in calls.items():
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = call(x)
-            loss = tf.reduce_sum(y**2)
-        found[name] = max(gap(y, x), gap(tape.gradient(loss, x), 2 * x))
+    for (name, call), graph in itertools.product(calls.items(), (False, True)):
+
+        def step(x: tf.Tensor, call: Any = call) -> list[tf.Tensor]:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = call(x)
+                loss = tf.reduce_sum(y**2)
+            return [y, tape.gradient(loss, x)]
+
+        found[f"{name}, {graph}"] = gap((tf.function(step) if graph else step)(x), [x, 2 * x])
+    found["root outside"] = error_of(lambda: hvd.broadcast(x, 1 - hvd.rank(), **options))
     found["included"] = [mine.included(), other.included(), mine.rank(), mine.size()]
     found["not included"] = error_of(lambda: hvd.allreduce(x, process_set=other))
     found["removed"] = [hvd.remove_process_set(one) for one in sets]
@@ -357,24 +418,56 @@ def case_errors() -> dict[str, str]:
     """On both ranks, and the job goes on."""
     rank = hvd.rank()
     rows = tf.ones([2 + rank, 2])
-    calls: dict[str, Callable[[], Any]] = {
+    folded = tf.ones([[2, 6], [2, 2, 3]][rank])
+    other_dtype = tf.ones([2], ["int32", "float32"][rank])
+    shapes_and_dtypes: dict[str, Callable[[], Any]] = {
         "allreduce shape": lambda: hvd.allreduce(rows),
-        "allreduce dtype": lambda: hvd.allreduce(tf.cast([1], ["int32", "float32"][rank])),
+        "allreduce dimensions": lambda: hvd.allreduce(folded),
+        "allreduce dtype": lambda: hvd.allreduce(other_dtype),
+        "grouped allreduce shape": lambda: hvd.grouped_allreduce([rows, rows]),
+        "grouped allreduce dtype": lambda: hvd.grouped_allreduce([other_dtype, other_dtype]),
         "allgather shape": lambda: hvd.allgather(tf.transpose(rows)),
-        "allgather dtype": lambda: hvd.allgather(tf.cast([1], ["int32", "float32"][rank])),
+        "allgather dtype": lambda: hvd.allgather(other_dtype),
+        "grouped allgather shape": lambda: hvd.grouped_allgather([tf.transpose(rows)] * 2),
         "broadcast shape": lambda: hvd.broadcast(rows, 0),
+        "broadcast dtype": lambda: hvd.broadcast(other_dtype, 0),
         "broadcast root": lambda: hvd.broadcast([1.0], rank),
         "reducescatter shape": lambda: hvd.reducescatter(rows),
+        "reducescatter dimensions": lambda: hvd.reducescatter(folded),
+        "reducescatter dtype": lambda: hvd.reducescatter(other_dtype),
+        "grouped reducescatter dtype": lambda: hvd.grouped_reducescatter([other_dtype] * 2),
         "alltoall shape": lambda: hvd.alltoall(tf.ones([2, 2 + rank])),
-        "alltoall rows": lambda: hvd.alltoall(tf.ones([3, 1])),
+        "alltoall dtype": lambda: hvd.alltoall(other_dtype),
         "alltoall splits": lambda: hvd.alltoall(tf.ones([2, 1]), [2, 1]),
         "alltoall number of splits": lambda: hvd.alltoall(tf.ones([2, 1]), [1, 1, 0]),
-        "alltoall scalar": lambda: hvd.alltoall(1.0),
-        "reducescatter max": lambda: hvd.reducescatter(tf.ones([2, 1]), op=hvd.Max),
-        "adasum of slices": lambda: hvd.allreduce(
-            tf.IndexedSlices(tf.ones([1, 1]), [0]), op=hvd.Adasum
-        ),
-    }  # fmt: skip
-    found = {name: error_of(call) for name, call in calls.items()}
+        "reducescatter uint8": lambda: hvd.reducescatter(tf.ones([2], "uint8")),
+    }
+    found = {f"{name}, eager": error_of(call) for name, call in shapes_and_dtypes.items()}
+    for name in ("allreduce shape", "allgather dtype", "broadcast root", "alltoall shape"):
+        found[f"{name}, graph"] = error_of(tf.function(shapes_and_dtypes[name]))
     found["afterwards"] = str(float(hvd.allreduce(1.0, op=hvd.Sum)))
     return found
+
+
+def case_usage_errors() -> list[str]:
+    """Return the calls that are not refused before anything travels."""
+    slices = tf.IndexedSlices(tf.ones([1, 1]), [0])
+    dense = tf.ones([1])
+    calls: dict[str, Callable[[], Any]] = {
+        "alltoall rows": lambda: hvd.alltoall(tf.ones([3, 1])),
+        "alltoall scalar": lambda: hvd.alltoall(1.0),
+        "allgather scalar": lambda: hvd.allgather(1.0),
+        "grouped allgather scalar": lambda: hvd.grouped_allgather([dense, 1.0]),
+        "reducescatter max": lambda: hvd.reducescatter(tf.ones([2, 1]), op=hvd.Max),
+        "reducescatter scalar": lambda: hvd.reducescatter(1.0),
+        "grouped reducescatter scalar": lambda: hvd.grouped_reducescatter([dense, 1.0]),
+    }
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        calls |= {
+            f"slices {op}": lambda op=op: hvd.allreduce(slices, op=op),
+            f"group of slices {op}": lambda op=op: hvd.grouped_allreduce([slices] * 2, op=op),
+            f"slices first {op}": lambda op=op: hvd.grouped_allreduce([slices, dense], op=op),
+            f"slices last {op}": lambda op=op: hvd.grouped_allreduce([dense, slices], op=op),
+        }
+    said = {name: error_of(call) for name, call in calls.items()}
+    return [name for name, error in said.items() if not error.startswith("UsageError")]
