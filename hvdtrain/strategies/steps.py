@@ -32,7 +32,7 @@ from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.decisions import telling_decisions
 from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
-from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of
+from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of, unchanged
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
@@ -188,6 +188,20 @@ class RankSteps:
             self._step = replace(self._step, checked=True, loss_is_sum=True)
         else:
             raise UsageError(_does_not_add_up(self._model, judged))
+        if self._model.run_eagerly:
+            self._look_for_decisions(data)
+
+    def _look_for_decisions(self, data: Any) -> None:
+        """Trace the step of a model that runs eagerly: its decisions are seen in a graph only."""
+        step = telling_decisions(self._model, self._model.train_step, self._warn)
+        try:
+            with unchanged(self._model), in_step(self._step):
+                tf.function(step, autograph=False).get_concrete_function(data)
+        except UsageError:
+            raise
+        except Exception as error:
+            first_line = next(iter(str(error).splitlines()), "")
+            self._warn(_cannot_be_traced(self._model, f"{type(error).__name__}: {first_line}"))
 
     def _keep_in_step(self, found: Sequence[Verdict]) -> None:
         """See to what a step changes without a gradient, by what the ranks found of it."""
@@ -295,6 +309,14 @@ def _could_not_be_tried(model: keras.Model, why: str) -> str:
         f"The training step of {type(model).__name__} could not be tried out on parts of a batch: {why}. On several "
         "workers it is that of one only if its loss is a mean of one value for each example; random numbers are each "
         "worker's own"
+    )
+
+
+def _cannot_be_traced(model: keras.Model, why: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} runs eagerly and cannot be traced ({why}), so whether it decides "
+        "by numbers of a worker's own part of the batch is not known: where it does, each worker decides for itself, "
+        "and the result depends on their number"
     )
 
 

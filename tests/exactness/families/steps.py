@@ -12,10 +12,11 @@ def _step(name: str, model: str, **kwargs: object) -> Case:
 
 
 HAND = {"loss": "", "metrics": ""}
+EAGER = {"run_eagerly": "True"}
 CASES = (
     _step("Keras's guide: compute_loss, apply_gradients, metrics", "Guide"),
     _step("the same, jit_compile=True", "Guide", compiled={"jit_compile": "True"}),
-    _step("the same, run_eagerly=True", "Guide", compiled={"run_eagerly": "True"}),
+    _step("the same, run_eagerly=True", "Guide", compiled=EAGER),
     _step("the same, steps_per_execution=2", "Guide", compiled={"steps_per_execution": "2"}),
     _step("the same, validation by Keras's test_step", "Guide", fit={"validation_data": "True"}),
     _step("a test_step, too", "OwnTest", fit={"validation_data": "True"}, answers=True),
@@ -32,6 +33,8 @@ CASES = (
     _step("signs of the gradients", "SignsByHand", **HAND),
     _step("no optimizer: assign_sub", "AssignedByHand", **HAND),
     _step("steps with a large loss are left out", "SkippedByHand", **HAND),
+    _step("steps with a large loss are left out, run_eagerly=True", "SkippedByHand", **HAND, compiled=EAGER),
+    _step("steps with a large loss are left out, in Python", "SkippedInPython", **HAND, compiled=EAGER),
     _step("random numbers in the step", "NoisyByHand", **HAND),
     _step("two updates in a step", "TwoUpdates"),
     _step("two updates in a step, jit_compile=True", "TwoUpdates", compiled={"jit_compile": "True"}),
