@@ -21,6 +21,8 @@ from hvdtrain.bench.core import take_core
 
 SECONDS = 2.0
 """Aim of one timed round."""
+EPOCH = 20
+"""Batches in an epoch of the Trainer."""
 
 
 def main() -> None:
@@ -109,8 +111,10 @@ def _bare(plain: type) -> type:
 
 
 def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Callable[[], float]:
-    """Train through the Trainer's own epochs of one array, read ahead by its thread."""
+    """Train through the Trainer's own epochs of `EPOCH` batches, read ahead by its thread."""
     import itertools
+
+    import numpy as np
 
     import hvdtrain
     from hvdtrain.data import make_source
@@ -118,7 +122,8 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
 
     trainer = hvdtrain.Trainer(model, optimizer, loss, global_batch_size=len(x))
     trainer.fit(x, y, epochs=1, verbose=0)
-    source = make_source(x, y, global_batch_size=len(x), shuffle=True, seed=0, steps_per_epoch=1000)
+    data = [np.concatenate([part] * EPOCH) for part in (x, y)]
+    source = make_source(*data, global_batch_size=len(x), shuffle=True, seed=0)
     shares = itertools.chain.from_iterable(
         epoch_shares(source, epoch, trainer.strategy.part) for epoch in itertools.count()
     )

@@ -18,6 +18,7 @@ SAMPLE = (
     "losses of your own: compute_loss: a value for each example",
     "metrics of your own: the root of the mean",
     "metrics of your own: result is a dict",
+    "training steps of your own: steps with a large loss are left out, run_eagerly=True",
     "layers that look at the batch: SyncBatchNormalization()",
     "layers that look at the batch: BatchNormalization()",
 )
@@ -36,8 +37,7 @@ def test_sample(name: str) -> None:
 @pytest.mark.slow
 def test_every_tenth_row() -> None:
     page = read_page()
-    rows = [case for case in CASES if str(case) in page][::10]
-    found = {str(case): each for case, (each,) in verdicts(rows, [2])}
+    found = {str(case): each for case, (each,) in verdicts(CASES[::10], [2])}
     assert {n: v for n, v in found.items() if v.word != page[n].words[1]} == {}
 
 
