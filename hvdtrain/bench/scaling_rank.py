@@ -70,10 +70,10 @@ def _step(way: str, name: str, batch_size: int, rank: int, size: int) -> Callabl
 
     keras.utils.set_random_seed(1)
     model = MODELS[name]()
-    random = np.random.default_rng(rank)
-    x = random.random(
-        (batch_size * (size if way == "trainer" else 1), *model.input_shape[1:]), "float32"
-    )
+    # The Trainer is given the examples of all ranks, the same on each.
+    seed, copies = (0, size) if way == "trainer" else (rank, 1)
+    random = np.random.default_rng(seed)
+    x = random.random((batch_size * copies, *model.input_shape[1:]), "float32")
     y = random.integers(0, 10, len(x))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)

@@ -1,0 +1,24 @@
+"""What `hvdtrain bench` starts on ranks trains."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import launch
+
+from hvdtrain.bench.scaling import SCRIPT
+
+
+@pytest.mark.slow
+def test_scaling_by_the_trainer(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["trainer", "--model=mnist", "--batch-size=4", "--rounds=1", f"--report={report}"]
+    ran = launch([sys.executable, str(SCRIPT), *arguments])
+    assert ran.returncode == 0, ran.output
+    found = json.loads(report.read_text())
+    assert found["examples"] == 8
+    assert found["loss"] < np.log(10), "ten classes, guessed"
