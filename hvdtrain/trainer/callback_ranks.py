@@ -102,8 +102,14 @@ def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
 
 
 def _looks_at_batches(callback: keras.callbacks.Callback, methods: Sequence[str]) -> bool:
-    if isinstance(callback, kc.ModelCheckpoint):
-        return methods is TRAIN_METHODS and callback.save_freq != "epoch"
-    if isinstance(callback, (*WRITERS, WarmUp)):
+    if isinstance(callback, WarmUp):
         return False
-    return any(overrides(callback, method) for method in methods)
+    if not isinstance(callback, WRITERS):
+        return any(overrides(callback, method) for method in methods)
+    known = {getattr(kind, method) for kind in WRITERS for method in methods}
+    if any(getattr(type(callback), method) not in known for method in methods):
+        return True  # A hook that a subclass of the user's adds.
+    if methods is not TRAIN_METHODS:
+        return False
+    saves, shows = isinstance(callback, kc.ModelCheckpoint), isinstance(callback, kc.TensorBoard)
+    return (saves and callback.save_freq != "epoch") or (shows and callback.update_freq != "epoch")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.agreement import any_rank
@@ -165,8 +166,10 @@ class Loop:
             step_logs = self.steps.train(group)
             share = group[-1]
             progress.step(len(group), sum(s.global_examples for s in group), step_logs)
-            shown = self._global_step_logs(step_logs, share) if global_batches else step_logs
-            with self.strategy.as_one_process(self.model) if saving else nullcontext():
+            with (
+                self._shown(step_logs, share, global_batches) as shown,
+                self.strategy.as_one_process(self.model) if saving else nullcontext(),
+            ):
                 callbacks.on_train_batch_end(done + len(group) - 1, shown)
             if self.guard and done == 0 and check_first_step:
                 self._check(self.strategy.check_step, "after the first step")
@@ -211,8 +214,8 @@ class Loop:
             step_logs = self.steps.test(share)
             if progress is not None:
                 progress.step(1, share.global_examples, step_logs)
-            shown = self._global_step_logs(step_logs, share) if global_batches else step_logs
-            callbacks.on_test_batch_end(step, shown)
+            with self._shown(step_logs, share, global_batches) as shown:
+                callbacks.on_test_batch_end(step, shown)
             if stopped or (global_batches and any_rank(bool(self.model.stop_evaluating), "stop")):
                 break
         if share is None:
@@ -229,16 +232,25 @@ class Loop:
         if self.rank.is_first:
             self.finite.look(self.model.trainable_variables, when)
 
-    def _global_step_logs(self, step_logs: Logs, share: Share) -> Logs:
-        """The epoch's logs so far over all workers; this rank's own state goes on unchanged."""
-        self.steps.finish()
+    @contextmanager
+    def _shown(self, step_logs: Logs, share: Share, globally: bool) -> Iterator[Logs]:
+        """What callbacks see of a step: `globally`, the epoch's logs and metrics so far over all workers.
+
+        This rank's own metrics go on afterwards, unless a callback has changed them (reset_metrics, evaluate).
+        """
         # Not one worker alone: where that is several ranks, one has the losses of all its stages.
-        if self.rank.size == self.strategy.workers == 1:
-            return step_logs
+        if globally:
+            self.steps.finish()
+        if not globally or self.rank.size == self.strategy.workers == 1:
+            yield step_logs
+            return
         own = read_state(self.model.metrics)
         logs = self.strategy.logs(self.model, step_logs, share)
-        write_state(self.model.metrics, own)
-        return logs
+        everyones = read_state(self.model.metrics)
+        yield logs
+        now = read_state(self.model.metrics)
+        if all(map(partial(np.array_equal, equal_nan=True), now, everyones)):
+            write_state(self.model.metrics, own)
 
     def _check_run_dir(self, first_epoch: int) -> None:
         """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""

@@ -82,6 +82,7 @@ def test_batch_logs(results: Results) -> None:
     first, second = results.of("case_batch_logs")
     assert first["losses"] == second["losses"]
     assert first["apart"] <= EXACT
+    assert first["states apart"] <= EXACT
 
 
 def test_backup_and_restore(results: Results) -> None:

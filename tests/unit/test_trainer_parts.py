@@ -116,6 +116,11 @@ class OnBatches(kc.Callback):
         pass
 
 
+class LogsEachBatch(kc.CSVLogger):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
+
+
 @pytest.mark.parametrize(
     ("callback", "needs"),
     [
@@ -127,7 +132,9 @@ class OnBatches(kc.Callback):
         (kc.LambdaCallback(on_train_batch_begin=lambda batch, logs: None), True),
         (kc.ModelCheckpoint("m.keras"), False),
         (kc.ModelCheckpoint("m.keras", save_freq=5), True),
-        (kc.TensorBoard("board", update_freq=1), False),
+        (kc.TensorBoard("board"), False),
+        (kc.TensorBoard("board", update_freq=1), True),
+        (LogsEachBatch("log.csv"), True),
         (WarmUp([], 1, 1), False),
     ],
     ids=lambda value: type(value).__name__,

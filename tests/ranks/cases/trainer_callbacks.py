@@ -150,10 +150,12 @@ class Record(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[float] = []
+        self.states: list[float] = []
         self.rates: list[float] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.losses.append(float(logs["loss"]))
+        self.states.append(float(self.model.metrics[0].result()))
         self.rates.append(float(self.model.optimizer.learning_rate))
 
 
@@ -162,7 +164,11 @@ def case_batch_logs() -> dict[str, Any]:
     ours = Record()
     fit(trainer(), [ours], epochs=2)
     wanted = plain(Record(), epochs=2)
-    return {"losses": ours.losses, "apart": wanted.apart(ours.losses, "losses", "ratio")}
+    return {
+        "losses": ours.losses,
+        "apart": wanted.apart(ours.losses, "losses", "ratio"),
+        "states apart": wanted.apart(ours.states, "losses", "ratio"),
+    }
 
 
 def case_backup_and_restore() -> dict[str, Any]:
