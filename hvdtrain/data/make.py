@@ -28,6 +28,7 @@ def make_source(
     seed: int,
     steps_per_epoch: int | None = None,
     class_weight: Mapping[int, float] | None = None,
+    training: bool = True,
     batched: bool | None = None,
     threads: int | None = None,
 ) -> Source:
@@ -60,6 +61,7 @@ def make_source(
         steps_per_epoch: read on across epochs, that many global batches in each; one that comes to the end of the data
             ends there, and the next begins a new pass.
         class_weight: from class number to weight, 1 if it is not in there; multiplied with sample weights.
+        training: whether it is trained on; warn where the steps are others than those of the user's own batches.
         batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
         threads: of tf.data; None takes the CPU cores that this process may use.
 
@@ -70,7 +72,9 @@ def make_source(
     if steps_per_epoch is not None:
         check_positive("steps_per_epoch", steps_per_epoch)
     steps = steps_per_epoch and int(steps_per_epoch)
-    reading = Reading(int(global_batch_size), shuffle, seed, steps, class_weight, _floatx())
+    reading = Reading(
+        int(global_batch_size), shuffle, seed, steps, class_weight, training, _floatx()
+    )
     if x is None or arrays.is_arrays(x):
         return arrays.array_source(arrays.unpack(x, y, sample_weight), reading)
     if isinstance(x, Files):

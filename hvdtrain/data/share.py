@@ -52,6 +52,7 @@ class Reading:
     seed: int
     steps: int | None
     class_weight: Mapping[int, float] | None
+    training: bool
     float_dtype: str
 
 

@@ -232,14 +232,21 @@ class Trainer:
                 x, y, sample_weight, validation_split
             )
         data = (x, y, sample_weight)
-        train = self._source(*data, shuffle, steps_per_epoch, class_weight, sharded)
+        train = self._source(
+            *data,
+            steps_per_epoch,
+            sharded,
+            shuffle=shuffle,
+            class_weight=class_weight,
+            training=True,
+        )
         validation = None
         if validation_data is not None:
             if isinstance(validation_data, list):
                 validation_data = tuple(
                     validation_data
                 )  # As in Keras; elsewhere a list is several inputs.
-            validation = self._source(validation_data, None, None, False, validation_steps)
+            validation = self._source(validation_data, None, None, validation_steps)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
@@ -279,7 +286,7 @@ class Trainer:
             As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._source(x, y, sample_weight, False, steps, sharded=sharded)
+        source = self._source(x, y, sample_weight, steps, sharded)
         callbacks = keras.tree.flatten(callbacks or [])
         plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
         facts = {"callbacks": [type(c).__name__ for c in callbacks]}
@@ -304,7 +311,7 @@ class Trainer:
             steps: predict this many global batches.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
-        source = self._source(x, None, None, False, steps)
+        source = self._source(x, None, None, steps)
         with engine_errors(self.rank):
             self._agree(source, {}, "prediction")
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._symbolic_data(source))
@@ -353,10 +360,12 @@ class Trainer:
         x: Any,
         y: Any,
         weight: Any,
-        shuffle: bool,
         steps: int | None,
-        class_weight: Any = None,
         sharded: bool = False,
+        *,
+        shuffle: bool = False,
+        class_weight: Any = None,
+        training: bool = False,
     ) -> Source:
         part = self.strategy.part
         if sharded and part.count != self.rank.size:
@@ -378,6 +387,7 @@ class Trainer:
             seed=self.seed,
             steps_per_epoch=steps,
             class_weight=class_weight,
+            training=training,
             batched=batched,
             threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )

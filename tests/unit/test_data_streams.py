@@ -143,10 +143,10 @@ def test_batches_of_the_right_size_are_used_as_they_come(batch, lengths, size):
 
 
 def test_only_batches_of_another_size_are_warned_of():
-    def warned(lengths, workers=1):
+    def warned(lengths, workers=1, **options):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            data = stream(partial(cuts, 20, lengths))
+            data = stream(partial(cuts, 20, lengths), **options)
             for epoch in range(2):
                 list(data.epoch(epoch, 0, workers))
         return [str(warning.message) for warning in caught]
@@ -154,6 +154,7 @@ def test_only_batches_of_another_size_are_warned_of():
     (message,) = warned([4])
     assert "has 4 examples, so its batches are joined and cut to global_batch_size 8" in message
     assert len(warned([5, 8])) == len(warned([4], workers=4)) == 1
+    assert not warned([4], training=False)
     assert not warned([8, 3]) and not warned([4], workers=2) and not warned([20])[1:]
     with pytest.raises(UsageError, match=r"9 examples, more than global_batch_size 8.*rebatch"):
         warned([8, 9])
