@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
-from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.errors import EngineError, ReplicaError, UsageError
 
 
 def require_equal(
@@ -74,18 +75,49 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
     """Let the first rank do `work`, and return its result, which can be sent (`exchange`), on all. A collective.
 
     Raises:
-        UsageError: on all ranks, if `work` raised one.
+        UsageError, EngineError: on all ranks, if `work` failed; see raise_alike.
     """
-    found: dict[str, Any] = {}
+    result, failed = None, None
     if ranks.rank() == 0:
         try:
-            found = {"result": work()}
-        except UsageError as error:
-            found = {"complaint": str(error)}
-    found = ranks.exchange(found, name)[0]
-    if "complaint" in found:
-        raise UsageError(found["complaint"])
-    return found["result"]
+            result = work()
+        except Exception as error:
+            failed = error
+    raise_alike(failed, name, ranks)
+    return ranks.exchange(result, name)[0]
+
+
+def raise_alike(error: Exception | None, what: str, ranks: Communicator = ALL_RANKS) -> None:
+    """Raise on every rank if one of them has an `error`; without one, cost a small allreduce. A collective.
+
+    Args:
+        error: what happened on this rank, if anything did.
+        what: this rank was at, for the message.
+        ranks: that look at it together.
+
+    Raises:
+        UsageError: on all ranks alike: the first one's UsageError, or its OSError or TensorFlow's, such as a file that
+            cannot be written.
+        EngineError: on the ranks that have no error: another one failed otherwise, and raises its own.
+    """
+    if not any_rank(error is not None, "failure", ranks):
+        return
+    expected = isinstance(error, UsageError | OSError | tf.errors.OpError)
+    mine = None if error is None else [expected, _told(error, what)]
+    everyone = ranks.exchange(mine, "failure")
+    rank = next(rank for rank, theirs in zip(ranks.ranks, everyone, strict=True) if theirs)
+    expected, told = everyone[ranks.ranks.index(rank)]
+    if expected:
+        raise UsageError(told) from error
+    raise error or EngineError(f"Rank {rank} failed: {told}")
+
+
+def _told(error: Exception, what: str) -> str:
+    if isinstance(error, UsageError):
+        return str(error)
+    if isinstance(error, tf.errors.OpError):
+        return f"{what}: {error.message.rpartition('}} ')[2]}"  # without the node's name
+    return f"{what}: {error if isinstance(error, OSError) else repr(error)}"
 
 
 def any_rank(flag: bool, name: str, ranks: Communicator = ALL_RANKS) -> bool:

@@ -6,16 +6,20 @@ Ranks that write the same files at the same time break them. The first rank is t
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras import callbacks as kc
 
+from hvdtrain.collectives.agreement import raise_alike
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.models import overrides
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import local_variables, replicated_variables
@@ -29,6 +33,20 @@ def on_this_rank(
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks that this rank runs: all on the first rank, those that are no writers elsewhere."""
     return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
+
+
+def failing_together(
+    callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator
+) -> list[keras.callbacks.Callback]:
+    """Return this rank's callbacks for a CallbackList: what one that writes cannot write is an error on all ranks.
+
+    They raise it when training or evaluation begins or ends, and at the end of an epoch. Costs a small allreduce
+    each time; a rank alone raises at once.
+    """
+    if ranks.size() == 1:
+        return [*callbacks]
+    own = [_Writer(c) if isinstance(c, WRITERS) else c for c in callbacks]
+    return [*own, _RaiseAlike([c for c in own if isinstance(c, _Writer)], ranks)]
 
 
 def prepare_fit() -> None:
@@ -48,8 +66,63 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     if ranks.includes_this() and ranks.size() > 1:
         own = on_this_rank(keras.tree.flatten(callbacks or []), is_first=ranks.rank() == 0)
         restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
-        call.arguments["callbacks"] = [*own, _GoOnTogether(ranks, restores)]
+        call.arguments["callbacks"] = [
+            *failing_together(own, ranks),
+            _GoOnTogether(ranks, restores),
+        ]
     return original(*call.args, **call.kwargs)
+
+
+class _Writer(keras.callbacks.Callback):
+    """A callback that writes; after its first error, which is kept, it is not called again."""
+
+    def __init__(self, callback: keras.callbacks.Callback) -> None:
+        super().__init__()
+        self.name = type(callback).__name__
+        self.error: Exception | None = None
+        hooks = [n for n in dir(keras.callbacks.Callback) if n.startswith("on_")]
+        for name in ["set_model", "set_params", *(n for n in hooks if overrides(callback, n))]:
+            setattr(self, name, partial(self._run, getattr(callback, name)))
+
+    def _run(self, method: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self.error is not None:
+            return
+        try:
+            method(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            warnings.warn(
+                f"callback {self.name} failed, which ends this run at the end of the epoch: {error!r}",
+                stacklevel=2,
+            )
+
+
+class _RaiseAlike(keras.callbacks.Callback):
+    """Behind the writers: raises on all ranks what one of them has met."""
+
+    def __init__(self, writers: Sequence[_Writer], ranks: Communicator) -> None:
+        super().__init__()
+        self._writers = writers
+        self._ranks = ranks
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._raise()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._raise()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._raise()
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._raise()
+
+    def _raise(self) -> None:
+        failed = next((c for c in self._writers if c.error is not None), None)
+        if failed is None:
+            raise_alike(None, "", self._ranks)
+        else:
+            raise_alike(failed.error, f"callback {failed.name}", self._ranks)
 
 
 class _GoOnTogether(keras.callbacks.Callback):

@@ -32,12 +32,9 @@ class DividedState:
         self._position = position
 
     def save(self, model: keras.Model, path: Path) -> None:
-        state = gather(self.pieces(model), self._position.everyone)
-        if self._is_first:
-            with _whole(model) as whole:
-                optimizer = whole.optimizer if model.optimizer.built else None
-                keep_state(pieces_of(whole.variables, optimizer), state)
-                write_model(whole, path)
+        everyone = self._position.everyone
+        state = gather(self.pieces(model), everyone)
+        on_first(lambda: _write(model, path, state), "save", everyone)
 
     def load(self, model: keras.Model, path: Path) -> None:
         everyone = self._position.everyone
@@ -66,6 +63,13 @@ class DividedState:
         here = self._position
         first_copy = here.data_index == 0
         return Sender(first_copy and here.tensor_index == 0, first_copy, self._is_first)
+
+
+def _write(model: keras.Model, path: Path, state: State) -> None:
+    with _whole(model) as whole:
+        optimizer = whole.optimizer if model.optimizer.built else None
+        keep_state(pieces_of(whole.variables, optimizer), state)
+        write_model(whole, path)
 
 
 def _read(model: keras.Model, path: Path, state: State) -> bool:

@@ -25,12 +25,22 @@ NEW_OPTIMIZER = 2
 
 
 def write_model(model: keras.Model, path: Path) -> None:
-    """Write a .keras or .weights.h5 file beside its place, then move it there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a .keras or .weights.h5 file beside its place, then move it there.
+
+    Raises:
+        UsageError: the file cannot be written: its folder cannot be made, the disk is full, a folder has its name.
+    """
     temporary = path.with_name(f".tmp.{path.name}")
     write = model.save_weights if path.name.endswith(WEIGHTS_ALONE) else model.save
-    write(temporary)
-    temporary.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"save: {path} cannot be written: {error}") from error
 
 
 def read_model(model: keras.Model, path: Path) -> bool:

@@ -55,8 +55,7 @@ class WholeState:
 
     def save(self, model: keras.Model, path: Path) -> None:
         with self.as_one_process(model):
-            if self._position.everyone.rank() == 0:
-                write_model(model, path)
+            on_first(lambda: write_model(model, path), "save", self._position.everyone)
 
     def load(self, model: keras.Model, path: Path) -> None:
         on_first(lambda: read_model(model, path), "load", self._position.everyone)

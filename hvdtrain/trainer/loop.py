@@ -12,12 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import any_rank
+from hvdtrain.collectives.agreement import any_rank, on_first
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.data import OwnSource, Share, Source
 from hvdtrain.errors import UsageError
+from hvdtrain.keras.writers import failing_together
 from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.strategy import Logs, Steps, Strategy
@@ -93,7 +94,7 @@ class Loop:
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
         callbacks = keras.callbacks.CallbackList(
-            own,
+            failing_together(own, ALL_RANKS),
             add_history=True,
             model=self.model,
             epochs=plan.epochs,
@@ -108,7 +109,7 @@ class Loop:
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
-        self._check_run_dir(first)
+        self._in_run_dir(lambda run_dir: run_dir.begin(first))
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
         logs: Logs = {}
@@ -126,7 +127,7 @@ class Loop:
     def evaluate(self, plan: EvaluatePlan) -> Logs:
         """Return the model's metrics over the whole source."""
         callbacks = keras.callbacks.CallbackList(
-            on_this_rank(plan.callbacks, self.rank.is_first),
+            failing_together(on_this_rank(plan.callbacks, self.rank.is_first), ALL_RANKS),
             model=self.model,
             epochs=1,
             steps=plan.source.steps_per_epoch,
@@ -252,29 +253,26 @@ class Loop:
         if all(map(partial(np.array_equal, equal_nan=True), now, everyones)):
             write_state(self.model.metrics, own)
 
-    def _check_run_dir(self, first_epoch: int) -> None:
-        """Raise UsageError, on all ranks, if rank 0 finds another run in run_dir."""
-        mine = None
-        if self.run_dir is not None and self.rank.is_first:
-            mine = self.run_dir.complaint(first_epoch)
-        complaint = ALL_RANKS.exchange(mine, "run_dir")[0]
-        if complaint is not None:
-            raise UsageError(complaint)
+    def _in_run_dir(self, write: Callable[[RunDir], None]) -> None:
+        """Let rank 0 write; what it cannot write is an error on all ranks."""
+        run_dir = self.run_dir
+        if run_dir is not None:
+            on_first(lambda: write(run_dir), f"run_dir {str(run_dir.path)!r}")
 
     def _write_config(self, plan: FitPlan) -> None:
-        if self.run_dir is None or not self.rank.is_first:
+        if self.run_dir is None:
             return
         facts = {"workers": self.rank.size, "epochs": plan.epochs, "examples": plan.train.examples}
         versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
         optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
-        self.run_dir.write_config(self.config | facts | versions | {"optimizer": optimizer})
+        config = self.config | facts | versions | {"optimizer": optimizer}
+        self._in_run_dir(lambda run_dir: run_dir.write_config(config))
 
     def _write_metrics(self, plan: FitPlan, epoch: int, logs: Logs, progress: Progress) -> None:
-        if self.run_dir is None or not self.rank.is_first:
-            return
         validated = plan.validation is not None
         seconds, rate = progress.seconds, progress.examples_per_second
-        self.run_dir.append_metrics(*epoch_line(epoch, logs, validated, seconds, rate))
+        line = epoch_line(epoch, logs, validated, seconds, rate)
+        self._in_run_dir(lambda run_dir: run_dir.append_metrics(*line))
 
 
 def predict(

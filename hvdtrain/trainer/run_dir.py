@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.errors import UsageError
+
 CONFIG = "config.json"
 METRICS = "metrics.csv"
 MODEL = "model.keras"
@@ -20,22 +22,24 @@ class RunDir:
         self.path = Path(path)
         self._columns: list[str] = []
 
-    def complaint(self, first_epoch: int) -> str | None:
-        """Return what is wrong if the folder cannot be made, or another run left its metrics there.
+    def begin(self, first_epoch: int) -> None:
+        """Make the folder.
 
         Nothing is overwritten. A run that goes on where that one stopped, with `first_epoch` (from 0) after its
-        first, adds to them.
+        first, adds to its metrics.
+
+        Raises:
+            UsageError: it cannot be made, or another run left its metrics there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            return f"run_dir {str(self.path)!r} cannot be made: {error}"
-        if first_epoch > 0 or self._columns or not (self.path / METRICS).exists():
-            return None
-        return (
-            f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one away. "
-            "Only a run that goes on from it (initial_epoch, or BackupAndRestore) adds to it"
-        )
+            raise UsageError(f"run_dir {str(self.path)!r} cannot be made: {error}") from error
+        if first_epoch == 0 and not self._columns and (self.path / METRICS).exists():
+            raise UsageError(
+                f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one "
+                "away. Only a run that goes on from it (initial_epoch, or BackupAndRestore) adds to it"
+            )
 
     def write_config(self, config: dict[str, Any]) -> None:
         """Write what the run was asked to do."""

@@ -254,7 +254,11 @@ class Trainer:
             callbacks = [warm_up, *callbacks]
         shown = resolve_verbose(verbose, self.rank)
         plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
-        facts = {"epochs": epochs, "callbacks": [type(c).__name__ for c in callbacks]}
+        facts = {
+            "epochs": epochs,
+            "callbacks": [type(c).__name__ for c in callbacks],
+            "run_dir is given": self._run_dir is not None,
+        }
         if validation is not None:
             facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
         with engine_errors(self.rank):
@@ -325,6 +329,9 @@ class Trainer:
         """Write the whole model, with its optimizer's state once it was trained, to a .keras file.
 
         Every rank calls it. Plain Keras loads the file, wherever hvdtrain is not installed.
+
+        Raises:
+            UsageError: on all ranks: rank 0 cannot write the file.
         """
         with engine_errors(self.rank):
             self.strategy.save(self.model, _keras_file(filepath, "save"))

@@ -161,9 +161,10 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError("No space left on device")
 
     monkeypatch.setattr(keras.Model, "save", torn)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UsageError, match=r"model\.keras cannot be written: No space"):
         write_model(made, path)
     assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_reading_gives_weights_and_optimizer(tmp_path: Path) -> None:

@@ -443,7 +443,7 @@ def case_errors() -> dict[str, str]:
         "reducescatter uint8": lambda: hvd.reducescatter(tf.ones([2], "uint8")),
     }
     found = {f"{name}, eager": error_of(call) for name, call in shapes_and_dtypes.items()}
-    for name in ("allreduce shape", "allgather dtype", "broadcast root", "alltoall shape"):
+    for name in ("allreduce shape", "grouped allreduce dtype", "broadcast root", "alltoall shape"):
         found[f"{name}, graph"] = error_of(tf.function(shapes_and_dtypes[name]))
     found["afterwards"] = str(float(hvd.allreduce(1.0, op=hvd.Sum)))
     return found

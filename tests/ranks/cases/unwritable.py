@@ -1,0 +1,86 @@
+"""What rank 0 cannot write: every rank raises the same error, and none waits."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+from trainer_failures import RANK, X, Y, fit, message, model, trainer
+
+import hvdtrain.keras as hvd
+
+CALLBACKS = keras.callbacks
+
+
+def folder() -> Path:
+    """A new one, the same on every rank: in it a file, where some would make a folder."""
+    made = Path(hvd.broadcast_object(tempfile.mkdtemp() if RANK == 0 else None))
+    (made / "file").touch()
+    return made
+
+
+def case_saving() -> list[str]:
+    """Under a file, over a folder, on a full disk; a whole model and one in parts. Then all is well."""
+    said = []
+    for options in ({}, {"shard_optimizer": True}):
+        trained, place = trainer(**options), folder()
+        fit(trained, epochs=1)
+        (place / "in_the_way.keras" / "folder").mkdir(parents=True, exist_ok=True)
+        (place / "good.keras").touch()
+        if RANK == 0:
+            (place / ".tmp.full.keras").symlink_to("/dev/full")
+        for name in ("file/model.keras", "in_the_way.keras", "full.keras"):
+            said.append(message(partial(trained.save, place / name)))
+        trained.save(place / "good.keras")
+        trained.load(place / "good.keras")
+        hvd.allreduce(0.0, name="all have read")
+        said.append(f"left: {sorted(path.name for path in place.iterdir())}")
+    return said
+
+
+def case_run_dir() -> list[str]:
+    """The folder goes away after an epoch; another one has a folder where the model should be."""
+    gone, blocked = folder() / "run", folder()
+    (blocked / "model.keras" / "folder").mkdir(parents=True, exist_ok=True)
+
+    def remove(epoch: int, logs: Any) -> None:
+        shutil.rmtree(gone, ignore_errors=True)
+
+    removing = CALLBACKS.LambdaCallback(on_epoch_end=remove)
+    return [
+        message(lambda: fit(trainer(run_dir=gone), callbacks=[removing])),
+        message(lambda: fit(trainer(run_dir=blocked), epochs=1)),
+    ]
+
+
+def writers(place: Path) -> list[keras.callbacks.Callback]:
+    return [
+        CALLBACKS.ModelCheckpoint(place / "file" / "model.keras"),
+        CALLBACKS.CSVLogger(place / "missing" / "log.csv"),
+        CALLBACKS.BackupAndRestore(place / "file" / "backup"),
+        CALLBACKS.TensorBoard(place / "file" / "logs"),
+    ]
+
+
+def case_callbacks() -> list[str]:
+    """Of the Trainer, of a Trainer whose optimizer is in parts, and of model.fit with a distributed optimizer."""
+    said = []
+    place = folder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for writer in writers(place):
+            said.append(message(partial(fit, trainer(), callbacks=[writer])))
+        checkpoint = writers(place)[0]
+        in_parts = trainer(shard_optimizer=True)
+        said.append(message(partial(fit, in_parts, callbacks=[checkpoint])))
+        for writer in writers(place):
+            drop_in = model()
+            drop_in.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+            fitting = partial(drop_in.fit, X, Y, verbose=0, epochs=2, callbacks=[writer])
+            said.append(message(fitting))
+    return said
