@@ -123,6 +123,20 @@ def merge_state(
         target.assign(tf.cast(tf.reshape(part, target.shape), target.dtype))
 
 
+def without_sums(
+    metrics: Sequence[keras.metrics.Metric], rules: Mapping[int, str] | None = None
+) -> None:
+    """Set all states to 0 that `merge_state`, by the same `rules`, adds up.
+
+    Where every rank holds the states of one process, and all but one do this, they merge to the same again.
+    """
+    for variable in state_variables(metrics):
+        target = tf_variable(variable)
+        rule = declared_rule(variable) or (rules or {}).get(id(target), SUM)
+        if rule in (SUM, SHARE):
+            target.assign(tf.zeros_like(target))
+
+
 def _fingerprint(rules: Sequence[str]) -> float:
     """A whole number that differs for other rules, and that float64 adds up exactly."""
     return float(zlib.crc32(" ".join(rules).encode()))

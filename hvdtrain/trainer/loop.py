@@ -15,12 +15,13 @@ import tensorflow as tf
 from hvdtrain.collectives.agreement import any_rank, on_first
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.finite import FiniteWatch
-from hvdtrain.collectives.metrics import read_state, write_state
+from hvdtrain.collectives.metrics import read_state, without_sums, write_state
 from hvdtrain.data import OwnSource, Share, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.writers import failing_together
 from hvdtrain.keras_internals.variables import seed_variables
 from hvdtrain.runtime import Rank
+from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs, Steps, Strategy
 from hvdtrain.trainer.callback_ranks import (
     TEST_METHODS,
@@ -150,6 +151,9 @@ class Loop:
         progress = Progress(plan.verbose, title, plan.train.steps_per_epoch)
         self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
+        if self.strategy.part.index:
+            # As in Keras, what a callback has counted by now (model.evaluate) is part of the epoch: once.
+            self.strategy.reset_metrics(self.model)
         # As in Keras, an epoch that is stopped before it begins has one step.
         stopped = any_rank(bool(self.model.stop_training), "stop")
         step_logs: Logs = {}
@@ -203,9 +207,9 @@ class Loop:
         progress: Progress | None = None,
     ) -> Logs:
         """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
-        self.strategy.reset_metrics(self.model)
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
+        self.strategy.reset_metrics(self.model)
         stopped = any_rank(bool(self.model.stop_evaluating), "stop")
         step_logs: Logs = {}
         share: Share | None = None
@@ -237,7 +241,8 @@ class Loop:
     def _shown(self, step_logs: Logs, share: Share, globally: bool) -> Iterator[Logs]:
         """What callbacks see of a step: `globally`, the epoch's logs and metrics so far over all workers.
 
-        This rank's own metrics go on afterwards, unless a callback has changed them (reset_metrics, evaluate).
+        This rank's own metrics go on afterwards. Where a callback has changed them (reset_metrics, evaluate), they
+        are as in one process from there on: the first worker's count, and the others begin with nothing.
         """
         # Not one worker alone: where that is several ranks, one has the losses of all its stages.
         if globally:
@@ -250,8 +255,12 @@ class Loop:
         everyones = read_state(self.model.metrics)
         yield logs
         now = read_state(self.model.metrics)
-        if all(map(partial(np.array_equal, equal_nan=True), now, everyones)):
+        changed = not all(map(partial(np.array_equal, equal_nan=True), now, everyones))
+        if not any_rank(changed, "metrics_changed"):
             write_state(self.model.metrics, own)
+        elif self.strategy.part.index:
+            rules = step_logs.rules if isinstance(step_logs, StepLogs) else {}
+            without_sums(self.model.metrics, rules)
 
     def _in_run_dir(self, write: Callable[[RunDir], None]) -> None:
         """Let rank 0 write; what it cannot write is an error on all ranks."""

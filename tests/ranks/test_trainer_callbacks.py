@@ -85,6 +85,11 @@ def test_batch_logs(results: Results) -> None:
     assert first["states apart"] <= EXACT
 
 
+def test_evaluate_in_a_step(results: Results) -> None:
+    for found in results.of("case_evaluate_in_a_step"):
+        assert max(found.values()) <= EXACT
+
+
 def test_backup_and_restore(results: Results) -> None:
     for found in results.of("case_backup_and_restore"):
         assert found["epochs"] == 3

@@ -171,6 +171,37 @@ def case_batch_logs() -> dict[str, Any]:
     }
 
 
+class Evaluate(keras.callbacks.Callback):
+    """Evaluates by the model itself, which begins to count anew: in some steps, and before an epoch."""
+
+    def __init__(self, ranks: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self._here = RANK in ranks
+        self.losses: list[float] = []
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 2 and self._here:
+            self.model.evaluate(X[:7], -Y[:7], verbose=0)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations in (3, 6, 10) and self._here:
+            self.model.evaluate(X[:7], -Y[:7], verbose=0)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.losses.append(logs["loss"])
+
+
+def case_evaluate_in_a_step() -> dict[str, Any]:
+    """The losses of epochs, some of them in part of what was evaluated, by all ranks and by the first alone."""
+    found = {}
+    for ranks in ((0, 1), (0,)):
+        ours = Evaluate(ranks)
+        fit(trainer(), [ours], epochs=4)
+        wanted = plain(Evaluate((RANK,)), epochs=4)
+        found[str(ranks)] = wanted.apart(ours.losses, "losses", "ratio")
+    return found
+
+
 def case_backup_and_restore() -> dict[str, Any]:
     return _broken_off(accumulating=False)
 
