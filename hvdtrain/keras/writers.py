@@ -40,8 +40,9 @@ def failing_together(
 ) -> list[keras.callbacks.Callback]:
     """Return this rank's callbacks for a CallbackList: what one that writes cannot write is an error on all ranks.
 
-    They raise it when training or evaluation begins or ends, and at the end of an epoch. Costs a small allreduce
-    each time; a rank alone raises at once.
+    They raise it when training begins or ends, at the end of an epoch, and at the end of an evaluation that is not
+    part of a training, where some ranks may have no validation data. Costs a small allreduce each time; a rank alone
+    raises at once.
     """
     if ranks.size() == 1:
         return [*callbacks]
@@ -104,8 +105,10 @@ class _RaiseAlike(keras.callbacks.Callback):
         super().__init__()
         self._writers = writers
         self._ranks = ranks
+        self._in_training = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._in_training = True
         self._raise()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -115,7 +118,8 @@ class _RaiseAlike(keras.callbacks.Callback):
         self._raise()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._raise()
+        if not self._in_training:
+            self._raise()
 
     def _raise(self) -> None:
         failed = next((c for c in self._writers if c.error is not None), None)

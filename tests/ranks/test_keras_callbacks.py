@@ -30,6 +30,12 @@ def test_the_first_step_is_that_of_one_process(results: Results) -> None:
     assert max(results.of("case_first_step_equals_one_process")) < 1e-6
 
 
+def test_validation_on_the_first_rank_alone(results: Results) -> None:
+    root, other = results.of("case_validation_on_the_first_rank")
+    assert root == ["loss", "val_loss"]
+    assert other == ["loss"]
+
+
 def test_another_root(results: Results) -> None:
     assert results.of("case_root_rank_1") == [[0.0], [0.0]]
 

@@ -116,6 +116,17 @@ def case_first_step_equals_one_process() -> float:
     return max(float(np.abs(mine - theirs).max()) for mine, theirs in pairs)
 
 
+def case_validation_on_the_first_rank() -> list[str]:
+    """As many scripts have it: rank 0 validates and keeps the best model, which the others do not wait for."""
+    model = compiled(network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    best = keras.callbacks.ModelCheckpoint(
+        str(Path(tempfile.mkdtemp()) / "best.keras"), save_best_only=True
+    )
+    is_first = hvd.rank() == 0
+    history = fit(model, broadcast(), best, validation_data=(X, Y) if is_first else None)
+    return sorted(history)
+
+
 def case_root_rank_1() -> list[float]:
     keras.utils.set_random_seed(30 + hvd.rank())
     model = compiled(network(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)))
