@@ -52,22 +52,20 @@ Names = set[str]
 def telling_decisions(
     model: keras.Model, step: Callable[[Any], Any], tell: Callable[[str], None]
 ) -> Callable[[Any], Any]:
-    """Return `step`, which while it is traced calls `tell` with what is to be said of its first decision, if any.
+    """Return `step`, which calls `tell` with what is to be said of the first decision on the way to an update, if any.
 
-    Only the first trace is looked at: in a later one a share may have one example, whose numbers look like those of
-    a whole batch.
+    That is while it is traced, and once for each update. Only the first trace is looked at: in a later one a share
+    may have one example, whose numbers look like those of a whole batch.
 
     Raises:
         UsageError: while it is traced: by such a decision the step applies gradients or not, and some workers would
             wait for others.
     """
     traced = False
-    told: set[str] = set()
 
     def look(pairs: list[tuple[Any, Any]]) -> bool:
         where = first_decision([g for g, _ in pairs if g is not None], _own_state(model))
-        if where and where not in told:
-            told.add(where)
+        if where:
             tell(_text(model, where))
         return False  # The optimizer goes on to apply them.
 

@@ -148,8 +148,13 @@ def grown_together(
     step = current_step()
     if step is None:
         return result
-    for number, (variable, value) in enumerate(zip(variables, before, strict=True)):
-        share = tf.sign(step.share) if number < len(summed) else step.share
-        grown = scaled(variable - value, share, no_nan=variable.dtype.is_floating)
-        variable.assign(value + ranks.allreduce(grown, f"hvdtrain_growth_{number}"))
+    grown: dict[str, dict[int, tf.Tensor]] = {}  # by dtype, by place
+    for place, (variable, value) in enumerate(zip(variables, before, strict=True)):
+        share = tf.sign(step.share) if place < len(summed) else step.share
+        own = scaled(variable - value, share, no_nan=variable.dtype.is_floating)
+        grown.setdefault(variable.dtype.name, {})[place] = own
+    for dtype, own in grown.items():
+        totals = ranks.grouped_allreduce([*own.values()], f"hvdtrain_growth_{dtype}")
+        for place, total in zip(own, totals, strict=True):
+            variables[place].assign(before[place] + total)
     return result

@@ -33,7 +33,6 @@ from hvdtrain.keras_internals.metric_calls import (
     Source,
     hides_state,
     is_known_to_add_up,
-    metrics_of,
     watched,
 )
 from hvdtrain.keras_internals.models import flat_logs, metric_results, metrics_or_logs
@@ -64,34 +63,33 @@ class StepLogs(dict[str, Any]):
 
 
 class StepMetrics:
-    """The metrics of one model in one of its steps: training and test may give a metric different things.
+    """The metrics of a model in one of its steps: training and test may give a metric different things.
 
     Args:
-        model: built and compiled.
+        metrics: those of the model and its layers, which is built and compiled.
         share: this rank's part of the global batch.
         warn: takes what is to be said of metrics that do not combine exactly.
         allowed: rules that can be kept to.
 
     Attributes:
-        all: the metrics of the model and its layers.
         rules: found so far: how states combine that do not add up, by the id of the tf.Variable.
     """
 
     def __init__(
         self,
-        model: keras.Model,
+        metrics: Sequence[keras.metrics.Metric],
         share: tf.Variable,
         warn: Callable[[str], None],
         allowed: Sequence[str] = RULES,
     ) -> None:
         self._allowed = allowed
-        self.all = metrics_of(model)
+        self._metrics = metrics
         self._share = share
         self._warn = warn
         self._tried: set[int] = set()
         self._sums: set[int] = set()
         self.rules: dict[int, str] = {}
-        variables = unique(v for metric in self.all for v in metric.variables)
+        variables = unique(v for metric in metrics for v in metric.variables)
         self._targets = [tf_variable(v) for v in variables if can_be_weighted(v)]
 
     def count_as_sums(self, variables: Sequence[tf.Variable]) -> None:
@@ -115,7 +113,7 @@ class StepMetrics:
             What `work` returned, its logs, and the sources of those that are results of metrics.
         """
         before = [target.read_value() for target in self._targets]
-        with watched(self.all) as calls:
+        with watched(self._metrics) as calls:
             logs = flat_logs(work())
         for metric, updates in calls.updates:
             if id(metric) not in self._tried and not is_known_to_add_up(metric):

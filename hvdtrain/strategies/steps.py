@@ -18,7 +18,7 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.losses import needs_whole_batch
-from hvdtrain.keras_internals.metric_calls import Source
+from hvdtrain.keras_internals.metric_calls import Source, metrics_of
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.variables import (
@@ -101,8 +101,9 @@ class RankSteps:
         if model.jit_compile:
             train = in_clusters(train)
         self._told: set[str] = set()
-        self._train_metrics = StepMetrics(model, self._share, self._warn)
-        self._test_metrics = StepMetrics(model, self._share, self._warn)
+        self._metrics = metrics_of(model)
+        self._train_metrics = StepMetrics(self._metrics, self._share, self._warn)
+        self._test_metrics = StepMetrics(self._metrics, self._share, self._warn)
         self._train_logs = StateLogs(model, train, self._ranks)
         self._test_logs = StateLogs(model, test, self._ranks)
         self._train_sources: dict[str, Source] = {}
@@ -145,7 +146,7 @@ class RankSteps:
         if len(shares) == 1:
             logs = self._run(self._train, shares[0])
             if self._some_are_idle(shares[0]):
-                own = [*state_variables(self._train_metrics.all), *seed_variables(self._model)]
+                own = [*state_variables(self._metrics), *seed_variables(self._model)]
                 state = without(self._model.non_trainable_variables, own)
                 take_over(state, not shares[0].examples, self._ranks)
         else:
@@ -281,9 +282,9 @@ class RankSteps:
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
         """Take part in the collectives on a filler example, which no metric counts."""
-        counted = read_state(self._test_metrics.all)
+        counted = read_state(self._metrics)
         logs = step(share.data)
-        write_state(self._test_metrics.all, counted)
+        write_state(self._metrics, counted)
         return logs
 
 

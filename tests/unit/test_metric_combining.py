@@ -17,7 +17,7 @@ from keras import metrics, ops
 
 from hvdtrain.collectives.combining import SHARE, Finding, combine, find_rules
 from hvdtrain.collectives.trials import EVEN_PARTS, WHOLE_PARTS, make_trials
-from hvdtrain.keras_internals.metric_calls import watched
+from hvdtrain.keras_internals.metric_calls import metrics_of, watched
 from hvdtrain.strategies.step_metrics import StepMetrics, SummedMetrics
 
 CLASSES = 3
@@ -339,6 +339,6 @@ def test_what_keras_does_not_know_is_told(kind: Any) -> None:
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)])
     model.hidden = hidden = kind()
     model.compile("sgd", "mse")
-    step_metrics = StepMetrics(model, tf.Variable(0.5), warnings.warn)
+    step_metrics = StepMetrics(metrics_of(model), tf.Variable(0.5), warnings.warn)
     with pytest.warns(UserWarning, match=r"'hidden' keeps what it counts.*self\.add_weight"):
         step_metrics.count(lambda: hidden.update_state(None, np.ones((2, 2), "float32")) or {}, 2)

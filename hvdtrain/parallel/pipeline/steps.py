@@ -24,6 +24,7 @@ from hvdtrain.collectives.metrics import read_state, state_variables, write_stat
 from hvdtrain.collectives.sparse import add_slices, runs_of_all
 from hvdtrain.collectives.step import Step, in_step
 from hvdtrain.data import Share
+from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
     seed_variables,
@@ -105,7 +106,7 @@ class PipelineSteps:
             make_exact(stage.model)
         # "last" would be of the last micro-batch.
         rules = [rule for rule in RULES if rule != LAST]
-        self._metrics = StepMetrics(stage.model, self._share, self._warn, rules)
+        self._metrics = StepMetrics(metrics_of(stage.model), self._share, self._warn, rules)
         self._passes = Passes(stage, self._names, self._late, self._metrics)
 
     def train(self, shares: Sequence[Share]) -> Logs:
