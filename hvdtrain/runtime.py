@@ -31,6 +31,9 @@ from hvdtrain.worker.scheduling import (
     threads_of_this_process,
 )
 
+GONE = "Horovod has not been initialized"
+"""What Horovod says when it has ended, because another rank has, as well as before it starts."""
+
 _LAUNCHER_VARIABLES = (
     "HOROVOD_RANK",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
@@ -168,14 +171,17 @@ def engine_errors(rank: Rank) -> Iterator[None]:
 
     try:
         yield
-    except tf.errors.OpError as error:
+    except (tf.errors.OpError, ValueError) as error:
+        message = str(getattr(error, "message", error))
         config = read_tf_config(os.environ)
-        lost = None if config is None else lost_server(error.message, config)
+        lost = None if config is None else lost_server(message, config)
         if lost and isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
             raise EngineError(lost) from None
-        if "orovod" not in error.message:
+        # size(), too, fails when Horovod's thread has ended.
+        of_horovod = "orovod" if isinstance(error, tf.errors.OpError) else GONE
+        if of_horovod not in message:
             raise
-        reason = error.message.strip().splitlines()[0]
+        reason = message.strip().splitlines()[0]
         raise EngineError(
             f"Rank {rank.rank}: Horovod stopped in the middle of a collective. Another rank failed or ended, or "
             "the ranks waited too long for one of them (then rank 0's log names the collective and the missing "

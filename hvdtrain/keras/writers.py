@@ -1,4 +1,5 @@
-"""Callbacks that write: under `model.fit` with a distributed optimizer the first rank runs them alone.
+"""What `model.fit` does with a distributed optimizer: the first rank runs the callbacks that write, and ranks that
+were never made equal are found out.
 
 Ranks that write the same files at the same time break them. The first rank is that of the optimizer's process set.
 """
@@ -17,12 +18,17 @@ from keras import callbacks as kc
 
 from hvdtrain.collectives.agreement import raise_alike
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.models import overrides
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
-from hvdtrain.keras_internals.variables import local_variables, replicated_variables
+from hvdtrain.keras_internals.variables import (
+    local_variables,
+    replicated_variables,
+    trained_variables,
+)
 
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
 """They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
@@ -67,9 +73,10 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     if ranks.includes_this() and ranks.size() > 1:
         own = on_this_rank(keras.tree.flatten(callbacks or []), is_first=ranks.rank() == 0)
         restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
+        guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in own)
         call.arguments["callbacks"] = [
             *failing_together(own, ranks),
-            _GoOnTogether(ranks, restores),
+            _GoOnTogether(ranks, restores, guarded),
         ]
     return original(*call.args, **call.kwargs)
 
@@ -130,12 +137,18 @@ class _RaiseAlike(keras.callbacks.Callback):
 
 
 class _GoOnTogether(keras.callbacks.Callback):
-    """The last one at the beginning: what the first rank has restored (BackupAndRestore) holds for all."""
+    """The last one: what the first rank has restored (BackupAndRestore) holds for all, and weights must stay equal.
 
-    def __init__(self, ranks: Communicator, restores: bool) -> None:
+    Whoever forgets to broadcast the first weights trains a model on each rank, with averaged gradients.
+    """
+
+    def __init__(self, ranks: Communicator, restores: bool, guarded: bool) -> None:
         super().__init__()
         self._ranks = ranks
         self._restores = restores
+        self._guarded = (
+            guarded  # By BroadcastGlobalVariablesCallback, or not at all if it was told so.
+        )
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # The epoch at which fit begins, if it is not that of its argument initial_epoch.
@@ -146,3 +159,9 @@ class _GoOnTogether(keras.callbacks.Callback):
             self.model._initial_epoch = int(epoch) or None
             common = replicated_variables(self.model, local=local_variables(self.model))
             broadcast_variables(common, root, process_set=self._ranks)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Not before: Horovod's own examples broadcast after the first batch.
+        if not self._guarded:
+            variables, when = trained_variables(self.model), f"after epoch {epoch + 1}"
+            check_replicas(variables=variables, when=when, process_set=self._ranks)

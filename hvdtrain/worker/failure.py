@@ -15,6 +15,7 @@ MARKER = "@hvdtrain-failure "
 SECONDARY_CLASSES = {"HorovodInternalError", "EngineError", "CancelledError", "AbortedError"}
 SECONDARY_MESSAGES = (
     "Horovod has been shut down",
+    "Horovod has not been initialized",  # Its thread has ended.
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",

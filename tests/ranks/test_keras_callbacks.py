@@ -47,6 +47,12 @@ def test_the_guard_stops_a_run_whose_reduction_was_removed(results: Results) -> 
         assert found["batches"] <= 1
 
 
+def test_weights_that_were_never_broadcast(results: Results) -> None:
+    for found in results.of("case_never_broadcast"):
+        assert "drifted apart after epoch 1" in found["forgotten"]
+        assert found["before"] == found["late"] == "no error"
+
+
 def test_the_guard_can_be_turned_off(results: Results) -> None:
     assert results.of("case_guard_turned_off") == ["no error"] * 2
 

@@ -124,6 +124,7 @@ def test_secondary_errors() -> None:
 
     assert is_secondary(HorovodInternalError("x"))
     assert is_secondary(RuntimeError("... Connection reset by peer"))
+    assert is_secondary(ValueError("Horovod has not been initialized properly; use hvd.init()."))
     assert not is_secondary(ValueError("x"))
     try:
         try:

@@ -22,8 +22,8 @@ from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import check_additive, read_state, write_state
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.data import Share, make_source
-from hvdtrain.errors import ReplicaError, UsageError
-from hvdtrain.runtime import Rank
+from hvdtrain.errors import EngineError, ReplicaError, UsageError
+from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
 from hvdtrain.trainer.learning_rate import Ramp, WarmUp, scale_learning_rate
@@ -353,3 +353,24 @@ def test_one_rank_sets_a_flag_for_all() -> None:
         ]
 
     assert run_ranks(thread_ranks(2), work) == [[True, False]] * 2
+
+
+# Errors of the engine.
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        tf.errors.InternalError(None, None, "Horovod has been shut down."),
+        ValueError("Horovod has not been initialized properly; use hvd.init()."),
+    ],
+)
+def test_an_engine_that_is_gone_says_that_another_rank_is(error: Exception) -> None:
+    says = r"Rank 1: .* Another rank failed or ended"
+    with pytest.raises(EngineError, match=says), engine_errors(Rank(1, 2, 1, 2)):
+        raise error
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(ValueError, match="own"), engine_errors(Rank(0, 2, 0, 2)):
+        raise ValueError("the user's own")

@@ -142,6 +142,26 @@ def case_guard_without_reduction() -> dict[str, Any]:
     return {"message": message, "batches": batches.count}
 
 
+def case_never_broadcast() -> dict[str, str]:
+    """Without the callback: other first weights on each rank, those of one rank, and one that fit broadcasts late."""
+
+    def late(batch: int, logs: Any) -> None:
+        if batch == 0:
+            hvd.broadcast_variables([*model.variables, *model.optimizer.variables], 0)
+
+    found = {}
+    for name in ("forgotten", "before", "late"):
+        keras.utils.set_random_seed(hvd.rank())
+        model = compiled(network(), hvd.DistributedOptimizer(keras.optimizers.Adam()))
+        callbacks = []
+        if name == "before":
+            hvd.broadcast_variables(model.variables, 0)
+        if name == "late":
+            callbacks = [keras.callbacks.LambdaCallback(on_train_batch_end=late)]
+        found[name] = error_of(model, *callbacks)
+    return found
+
+
 def case_guard_turned_off() -> str:
     return error_of(compiled(network(), keras.optimizers.SGD(0.1)), broadcast(guard=False))
 
