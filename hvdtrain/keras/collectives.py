@@ -167,6 +167,7 @@ def allreduce(
         compression=compression,
     )
     if isinstance(value, tf.IndexedSlices):
+        _require_additive(call)
         return _reduce_slices(value, call, device_sparse)
     with tf.device(device_dense):
         return differentiable.allreduce([_tensor(value)], call)[0]
@@ -208,6 +209,8 @@ def grouped_allreduce(
             return differentiable.allreduce(group, call)
 
     values = [t if isinstance(t, tf.IndexedSlices) else _tensor(t) for t in tensors]
+    if any(isinstance(t, tf.IndexedSlices) for t in values):
+        _require_additive(call)
     return _by_groups(values, call, reduce)
 
 
@@ -434,10 +437,13 @@ def _scattered(op: Any, compression: Any) -> Any:
     return op
 
 
-def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:
-    """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
+def _require_additive(call: Call) -> None:
     if call.op not in (Average, Sum):
         raise UsageError("allreduce: IndexedSlices work with op=Average and op=Sum")
+
+
+def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:
+    """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
     parts = {"values": slices.values, "indices": slices.indices}
     with tf.device(device):
         values, indices = (

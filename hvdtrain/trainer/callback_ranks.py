@@ -85,7 +85,7 @@ def need_global_batches(
 ) -> bool:
     """Whether a callback looks at single steps, so that each step's logs must be those of all workers.
 
-    Costs two small collectives a step (about 2 ms). The same answer on every rank: it is asked of the
+    Costs three small collectives a step (about 3 ms). The same answer on every rank: it is asked of the
     user's whole list.
 
     Args:
