@@ -20,6 +20,16 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
     return list({id(loss): loss for loss in found if isinstance(loss, keras.losses.Loss)}.values())
 
 
+def own_losses(model: keras.Model) -> list[str]:
+    """Return the names of compiled losses that are not Keras's, functions and classes."""
+
+    def is_keras(loss: keras.losses.Loss) -> bool:
+        made_of = (type(loss), getattr(loss, "fn", type(loss)))
+        return all(str(one.__module__).startswith("keras.") for one in made_of)
+
+    return [loss.name for loss in compiled_losses(model) if not is_keras(loss)]
+
+
 def mask_in_loss(y_pred: Any, own_mask: Any) -> Any:
     """Return which entries count in a loss: by the mask of `y_pred` and that of the values it found; None: all."""
     masks = [mask for mask in (get_keras_mask(y_pred), own_mask) if mask is not None]

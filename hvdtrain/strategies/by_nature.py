@@ -31,31 +31,34 @@ def has_generator(layer: Any) -> bool:
 def complaint(model: keras.Model) -> str | None:
     """Return what is to be said of a built model whose result depends on the number of workers; None if nothing."""
     layers = list(model._flatten_layers())
-    own = [f"{layer.name!r}" for layer in layers if _normalises_by_share(layer)]
-    random = [f"{layer.name!r}" for layer in layers if _draws(layer)]
+    own = [f"{layer.name!r}" for layer in layers if normalises_by_share(layer)]
+    random = [f"{layer.name!r}" for layer in layers if draws(layer)]
     said = []
     if own:
         said.append(
-            f"{_some(own)}, which normalises by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
+            f"{some(own)}, which normalises by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
             "normalises by all of it)"
         )
     if random:
-        said.append(f"{_some(random)}, which draws other random numbers on each worker")
+        said.append(f"{some(random)}, which draws other random numbers on each worker")
     return (
         f"Training depends on the number of workers by {'; and by '.join(said)}" if said else None
     )
 
 
-def _normalises_by_share(layer: Any) -> bool:
+def normalises_by_share(layer: Any) -> bool:
+    """Whether it normalises by a part of the batch where it is given one."""
     synchronized = getattr(layer, "hvdtrain_synchronized", False)
     return normalises(layer) and layer.trainable and not synchronized
 
 
-def _draws(layer: Any) -> bool:
+def draws(layer: Any) -> bool:
+    """Whether it is a layer of Keras's that draws random numbers in training."""
     rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
     return has_generator(layer) and (not rates or any(rates))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first three of `names`, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

@@ -159,6 +159,15 @@ def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
     assert "The loss 'circle' compares every example with all others" in first["whole batch"]
 
 
+def test_what_micro_batches_do_otherwise_is_said_once(two: Results) -> None:
+    (warning,), none = two.of("case_warned")
+    assert "batch_normalization' normalises by a micro-batch" in warning
+    assert "dropout' draws random numbers for each" in warning
+    assert "'centred' differs if it looks at several examples at once" in warning
+    assert "the loss 'spread' differs unless it is a mean" in warning
+    assert not none
+
+
 def test_alltoall(two: Results) -> None:
     for found in two.of("case_alltoall"):
         assert found == {"equal": [True] * 3, "dtypes": ["float16", "int64", "float64"]}

@@ -16,6 +16,8 @@ from keras import layers
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.losses import own_losses
+from hvdtrain.parallel.pipeline.by_part import complaint
 from hvdtrain.parallel.pipeline.micro_batch import micro_batches
 from hvdtrain.parallel.pipeline.stages import SLACK, balanced, cut
 from hvdtrain.parallel.pipeline.transport import stall_limit
@@ -177,3 +179,15 @@ def test_the_limit_of_a_wait_is_horovods() -> None:
     assert stall_limit({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7.5"}) == 7.5
     assert stall_limit({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0"}) == float("inf")
     assert stall_limit({"HOROVOD_STALL_CHECK_DISABLE": "1"}) == float("inf")
+
+
+def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
+    words = layers.Input((5,), dtype="int32")
+    x = layers.LSTM(4)(layers.Embedding(9, 4, mask_zero=True)(words))
+    x = layers.LayerNormalization()(layers.Dropout(0.0)(x))
+    inner = keras.Sequential([layers.Input((4,)), layers.Dense(2, activity_regularizer="l2")])
+    model = keras.Model(words, inner(x))
+    for loss in ("mse", keras.losses.Huber(), keras.losses.mean_absolute_error):
+        model.compile(loss=loss)
+        model._compile_loss.build(keras.KerasTensor((4, 2)), keras.KerasTensor((4, 2)))
+        assert complaint(model, own_losses(model)) is None

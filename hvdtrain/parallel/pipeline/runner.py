@@ -10,6 +10,7 @@ stage's variables have values.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,9 +25,10 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.deferred import initialize, waiting_variables
-from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.models import compile_alike, metric_names
 from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.pipeline import by_part
 from hvdtrain.parallel.pipeline.exchange import Exchange
 from hvdtrain.parallel.pipeline.late_losses import are_late
 from hvdtrain.parallel.pipeline.stages import Stage, cut
@@ -171,14 +173,18 @@ class StageRunner(Runner):
     def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
         """Return what the last stage alone knows of the losses and metrics. A collective."""
         mine: dict[str, Any] = {"names": metric_names(model)}
+        divided = self.position.mesh.data * self._layout.micro_batches > 1
         if self.stage.is_last:
-            divided = self.position.mesh.data * self._layout.micro_batches > 1
+            mine["own losses"] = own_losses(model)
             mine["complaint"] = needs_whole_batch(model) if divided else None
             mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
         root = self.position.rank_of_stage(self.stage.count - 1)
         last = self.position.everyone.exchange(mine, "pipeline_metrics")[root]
         if last["complaint"] is not None:
             raise UsageError(last["complaint"])
+        warning = by_part.complaint(self.stage.whole, last["own losses"]) if divided else None
+        if warning is not None and self.position.everyone.rank() == 0:
+            warnings.warn(warning, stacklevel=2)
         return Measured(tuple(last["names"]), bool(last["late"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -338,6 +339,29 @@ def case_refused() -> dict[str, str]:
         "whole batch": refused(loss=keras.losses.Circle()),
         "few": refused(lambda: keras.Sequential([layers.Input((3,)), layers.Dense(2)])),
     }
+
+
+class Centred(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+def case_warned() -> list[str]:
+    """What is said of a model whose micro-batches do not make the batch, on this rank."""
+
+    def spread(y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.std(y_pred, axis=0)[0]
+
+    def make() -> keras.Model:
+        between = [layers.BatchNormalization(), layers.Dropout(0.5), Centred(name="centred")]
+        return keras.Sequential([layers.Input((3,)), layers.Dense(2), *between, layers.Dense(2)])
+
+    layout = Layout(Mesh(pipeline=2), micro_batches=2)
+    trainer = Trainer(make, "sgd", spread, global_batch_size=BATCH, layout=layout)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(np.ones((BATCH, 3)), np.ones((BATCH, 2)), verbose=0)
+    return [str(w.message) for w in caught if "micro-batches" in str(w.message)]
 
 
 def padded_words() -> np.ndarray:
