@@ -38,6 +38,7 @@ from hvdtrain.keras_internals.models import means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.strategies import by_part
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import SummedMetrics
 from hvdtrain.strategies.strategy import Logs
@@ -94,6 +95,9 @@ class ReplicaSteps:
             raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             make_exact(model)
+            warning = by_part.complaint(model, "each replica's part of a batch")
+            if warning is not None and self._replicas > 1 and self._divides(examples):
+                warnings.warn(warning, stacklevel=2)
             if self._on_replicas:
                 replica_scope.update_on_each_replica(model.optimizer)
 

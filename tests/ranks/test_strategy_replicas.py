@@ -58,6 +58,13 @@ def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
     assert "does not make that of the whole batch" in said
 
 
+def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
+    (warning,) = one(strategy, "case_parts_that_do_otherwise")
+    assert "batch_normalization' normalises by each replica's part of a batch" in warning
+    assert "dropout' draws random numbers for each" in warning
+    assert "'centred' differs if it looks at several examples at once" in warning
+
+
 @pytest.mark.parametrize("case", ["case_sgd", "case_losses", "case_two_outputs"])
 def test_each_loss_and_metric_counts_once(case: str) -> None:
     check(one("tpu", case))

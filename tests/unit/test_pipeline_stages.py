@@ -17,10 +17,10 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
 from hvdtrain.keras_internals.losses import own_losses
-from hvdtrain.parallel.pipeline.by_part import complaint
 from hvdtrain.parallel.pipeline.micro_batch import micro_batches
 from hvdtrain.parallel.pipeline.stages import SLACK, balanced, cut
 from hvdtrain.parallel.pipeline.transport import stall_limit
+from hvdtrain.strategies.by_part import complaint
 
 
 def largest(costs: list[float], starts: tuple[int, ...] | list[int]) -> float:
@@ -190,4 +190,4 @@ def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
     for loss in ("mse", keras.losses.Huber(), keras.losses.mean_absolute_error):
         model.compile(loss=loss)
         model._compile_loss.build(keras.KerasTensor((4, 2)), keras.KerasTensor((4, 2)))
-        assert complaint(model, own_losses(model)) is None
+        assert complaint(model, "a part", own_losses(model)) is None

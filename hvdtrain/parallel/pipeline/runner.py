@@ -28,7 +28,6 @@ from hvdtrain.keras_internals.deferred import initialize, waiting_variables
 from hvdtrain.keras_internals.losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.models import compile_alike, metric_names
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.pipeline import by_part
 from hvdtrain.parallel.pipeline.exchange import Exchange
 from hvdtrain.parallel.pipeline.late_losses import are_late
 from hvdtrain.parallel.pipeline.stages import Stage, cut
@@ -36,6 +35,7 @@ from hvdtrain.parallel.pipeline.steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
 from hvdtrain.parallel.unsplit import make_part
+from hvdtrain.strategies import by_part
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.step_metrics import StepLogs
@@ -182,8 +182,8 @@ class StageRunner(Runner):
         last = self.position.everyone.exchange(mine, "pipeline_metrics")[root]
         if last["complaint"] is not None:
             raise UsageError(last["complaint"])
-        warning = by_part.complaint(self.stage.whole, last["own losses"]) if divided else None
-        if warning is not None and self.position.everyone.rank() == 0:
+        warning = by_part.complaint(self.stage.whole, "a micro-batch", last["own losses"])
+        if divided and warning is not None and self.position.everyone.rank() == 0:
             warnings.warn(warning, stacklevel=2)
         return Measured(tuple(last["names"]), bool(last["late"]))
 

@@ -361,7 +361,7 @@ def case_warned() -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(np.ones((BATCH, 3)), np.ones((BATCH, 2)), verbose=0)
-    return [str(w.message) for w in caught if "micro-batches" in str(w.message)]
+    return [str(w.message) for w in caught if "micro-batch" in str(w.message)]
 
 
 def padded_words() -> np.ndarray:

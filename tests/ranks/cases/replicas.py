@@ -410,6 +410,24 @@ def case_metrics_that_do_not_add_up() -> dict[str, list[str]]:
     return found
 
 
+class Centred(layers.Layer):
+    def call(self, x: Any) -> Any:
+        return x - keras.ops.mean(x, axis=0)
+
+
+def case_parts_that_do_otherwise() -> list[str]:
+    """What was warned of."""
+
+    def make() -> keras.Model:
+        between = [layers.BatchNormalization(), layers.Dropout(0.5), Centred(name="centred")]
+        return keras.Sequential([layers.Input((3,)), *between, layers.Dense(1)])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(make, "mse").fit(*even(), epochs=2, verbose=0)
+    return [str(w.message) for w in caught if "part of a batch" in str(w.message)]
+
+
 class Measuring(layers.Layer):
     """Has a metric of its own."""
 

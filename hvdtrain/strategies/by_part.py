@@ -1,6 +1,7 @@
-"""What a model does otherwise on micro-batches than on a whole batch, as far as its parts tell.
+"""What a model does otherwise on parts of a batch than on all of it, as far as its layers and losses tell.
 
-No rank has all of the model, so no step can be tried before the first one, as it is without stages.
+For ways of training in which no rank can try a step before the first one: pipeline stages, of which none has all of
+the model, and the replicas of tf.distribute.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ KNOWN = ("keras.", "hvdtrain.")
 """Packages whose layers treat each example alone, but for those named below."""
 
 
-def complaint(whole: keras.Model, own_losses: Iterable[str]) -> str | None:
-    """Return what is to be said of a model that trains on micro-batches; None if nothing.
+def complaint(model: keras.Model, part: str, own_losses: Iterable[str] = ()) -> str | None:
+    """Return what is to be said of a built model that trains on parts of a batch; None if nothing.
 
     Args:
-        whole: all of its stages.
+        model: all of it.
+        part: what a part is called, such as "a micro-batch".
         own_losses: names of compiled losses that are not Keras's.
     """
-    layers = [layer for layer in whole._flatten_layers() if layer is not whole]
+    layers = list(model._flatten_layers())
     found = {
-        "normalises by a micro-batch": filter(by_nature.normalises_by_share, layers),
+        f"normalises by {part}": filter(by_nature.normalises_by_share, layers),
         "draws random numbers for each": filter(by_nature.draws, layers),
         "takes a step for each": (
             layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)
@@ -41,10 +43,7 @@ def complaint(whole: keras.Model, own_losses: Iterable[str]) -> str | None:
     parts = [f"{by_nature.some(names)} {what}" for what, names in said.items() if names]
     if not parts:
         return None
-    return (
-        "Pipeline stages train on micro-batches, which may not be what one process does with the batch: "
-        f"{'; '.join(parts)}"
-    )
+    return f"What is trained on is {part}, which may not do what the whole batch does: {'; '.join(parts)}"
 
 
 def _is_own(layer: Any) -> bool:
