@@ -37,7 +37,12 @@ from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
-from hvdtrain.keras_internals.variables import seed_variables, tf_variable, unique
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    unique,
+)
 from hvdtrain.strategies import by_part
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import SummedMetrics
@@ -95,6 +100,7 @@ class ReplicaSteps:
             raise UsageError(complaint)
         if getattr(model, "optimizer", None) is not None and model.optimizer.built:
             make_exact(model)
+            self._half = computed_in_half(model)
             warning = by_part.complaint(model, "each replica's part of a batch")
             if warning is not None and self._replicas > 1 and self._divides(examples):
                 warnings.warn(warning, stacklevel=2)
@@ -332,8 +338,12 @@ class ReplicaSteps:
         for variable, value in zip(found.states, states, strict=True):
             variable.assign(value)
         if gradients:
-            pairs = list(zip(gradients, found.trained, strict=True))
-            self._model.optimizer.apply_gradients(pairs)
+            # Rounded as one process finds them, and too large where they are there: the loss scale moves alike.
+            rounded = [
+                tf.cast(tf.cast(g, tf.float16), g.dtype) if id(tf_variable(v)) in self._half else g
+                for g, v in zip(gradients, found.trained, strict=True)
+            ]
+            self._model.optimizer.apply_gradients(list(zip(rounded, found.trained, strict=True)))
 
     def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
         return [self._strategy.reduce(operation, value, axis=None) for value in values]

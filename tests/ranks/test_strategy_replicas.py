@@ -115,6 +115,10 @@ def test_precision() -> None:
         assert values["predictions"] == 81
 
 
+def test_a_step_that_overflows_in_one_process_is_left_out(strategy: str) -> None:
+    assert one(strategy, "case_too_large_for_float16") == {"scale": 0.5, "weight": 0.0}
+
+
 def test_saved_model(strategy: str) -> None:
     found = one(strategy, "case_saved_model")
     assert found["outputs"] <= EXACT

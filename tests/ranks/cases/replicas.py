@@ -351,6 +351,26 @@ def case_precision() -> dict[str, Any]:
     return found
 
 
+def case_too_large_for_float16() -> dict[str, float]:
+    """A gradient of 3, times the first scale: float16 holds the half that a replica finds, and not all of it."""
+    x, y = np.ones((BATCH, 1)), np.full((BATCH, 1), 1.5)
+
+    def make() -> keras.Model:
+        dense = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        return keras.Sequential([layers.Input((1,)), dense])
+
+    try:
+        trainer = trainer_of(make, precision="mixed_float16")
+        trainer.fit(x, y, verbose=0)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = trainer.model.optimizer
+    return {
+        "scale": float(optimizer.dynamic_scale / optimizer.initial_scale),
+        "weight": float(weights(trainer.model)[0][0, 0]),
+    }
+
+
 def case_saved_model() -> dict[str, Any]:
     """The file goes on in plain Keras and in another Trainer, with the optimizer's state; float() reads scalars."""
     x, y = vectors()
