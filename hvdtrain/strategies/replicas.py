@@ -34,7 +34,7 @@ from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
-from hvdtrain.keras_internals.models import means_of, trains_by_keras
+from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
 from hvdtrain.keras_internals.replica_scope import ReplicaScope
 from hvdtrain.keras_internals.variables import (
@@ -298,7 +298,7 @@ class ReplicaSteps:
         return {
             **({} if self._on_replicas else {"gradients": gradients, "states": new}),
             "metrics": metric_parts,
-            "logs": {name: tf.convert_to_tensor(value) for name, value in logs.items()},
+            "logs": {n: tf.convert_to_tensor(value) for n, value in flat_logs(logs).items()},
         }
 
     def _together(self, divides: bool) -> tf.distribute.ReduceOp:

@@ -132,6 +132,18 @@ def test_a_step_in_its_scope_changes_nothing(kind: type) -> None:
         assert method.__self__ is model.optimizer  # Given back.
 
 
+class Nested(Own):
+    """The result of Keras's compiled metrics is a dict."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {"compile_metrics": super().train_step(data)}
+
+
+def test_logs_in_a_dict_of_their_own() -> None:
+    _, steps = steps_of(strategy_of("central"), keras.optimizers.SGD, kind=Nested)
+    assert list(steps.train([share()])) == ["loss"]
+
+
 @pytest.mark.parametrize("kind", ["central", "mirrored"])
 def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
     _, steps = steps_of(strategy_of(kind), keras.optimizers.SGD, kind=Idle, rows=REAL)
