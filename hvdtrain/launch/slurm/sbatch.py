@@ -210,9 +210,10 @@ def _seconds(time: str | None) -> int | None:
 _NAME_OF_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
 _WARN = """\
-# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank.
+# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank. It may come
+# before the number of the process is in $run.
 warn() {
-    kill -USR1 "$run"
+    kill -USR1 "${run:-$!}"
 }
 trap warn USR1
 """
@@ -244,10 +245,11 @@ requeue_in_time() {{
 
 
 _WARN_AND_REQUEUE = """\
-# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank.
+# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank. It may come
+# before the number of the process is in $run.
 warn() {
     warned=yes
-    kill -USR1 "$run"
+    kill -USR1 "${run:-$!}"
     requeue_in_time &
     timer=$!
 }
