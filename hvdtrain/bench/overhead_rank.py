@@ -22,7 +22,7 @@ from hvdtrain.bench.core import take_core
 from hvdtrain.bench.models import MODELS
 from hvdtrain.bench.overhead import DATA
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.keras import DistributedOptimizer
+from hvdtrain.keras import DistributedOptimizer, broadcast_variables
 from hvdtrain.runtime import Rank, init
 
 SECONDS = 1.0
@@ -77,6 +77,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     if me.size > 1:
         optimizer = DistributedOptimizer(optimizer)
+        broadcast_variables(model.variables)
     model.compile(optimizer, _loss(), jit_compile=False)
 
     def seconds(steps: int) -> float:
