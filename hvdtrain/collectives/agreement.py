@@ -105,8 +105,8 @@ def raise_alike(error: Exception | None, what: str, ranks: Communicator = ALL_RA
     expected = isinstance(error, UsageError | OSError | tf.errors.OpError)
     mine = None if error is None else [expected, _told(error, what)]
     everyone = ranks.exchange(mine, "failure")
-    rank = next(rank for rank, theirs in zip(ranks.ranks, everyone, strict=True) if theirs)
-    expected, told = everyone[ranks.ranks.index(rank)]
+    rank, theirs = next(each for each in zip(ranks.ranks, everyone, strict=True) if each[1])
+    expected, told = theirs
     if expected:
         raise UsageError(told) from error
     raise error or EngineError(f"Rank {rank} failed: {told}")

@@ -109,10 +109,8 @@ class ItemSource(KnownSource):
         return {}
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        # An item for each worker is what makes each rank ask for its own: nothing to warn of.
         reading = self.reading
-        expected = (self.item_length, self.item_length * size)
-        if reading.training and reading.global_batch_size not in expected:
+        if reading.warns_of_joining(self.item_length, size):
             warn_of_joining(self.items.name, self.item_length, reading.global_batch_size)
         order = self.order(-(-self.pass_length // self.item_length))
         slots = list(self.slots(epoch, rank, size))

@@ -55,6 +55,11 @@ class Reading:
     training: bool
     float_dtype: str
 
+    def warns_of_joining(self, found: int, workers: int) -> bool:
+        """Whether joining the user's batches, of which the first has `found` examples, is to be warned of."""
+        # A batch for each worker is what scripts for Horovod make: nothing to warn of.
+        return self.training and self.global_batch_size not in (found, found * workers)
+
 
 class Source(Protocol):
     """Training, validation or prediction data as global batches, each shared out to all ranks.

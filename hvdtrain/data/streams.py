@@ -129,8 +129,7 @@ class StreamSource:
         if self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
         else:
-            # A batch for each worker is what scripts for Horovod make: nothing to warn of.
-            if self.reading.training and size * part.count != self.reading.global_batch_size:
+            if self.reading.warns_of_joining(size, part.count):
                 batches = self._warned_of_joining(batches, size)
             found = global_batches(batches, lambda step: self.reading.global_batch_size)
         for batch in found:

@@ -146,9 +146,8 @@ class _GoOnTogether(keras.callbacks.Callback):
         super().__init__()
         self._ranks = ranks
         self._restores = restores
-        self._guarded = (
-            guarded  # By BroadcastGlobalVariablesCallback, or not at all if it was told so.
-        )
+        # By BroadcastGlobalVariablesCallback, or not at all if it was told so.
+        self._guarded = guarded
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # The epoch at which fit begins, if it is not that of its argument initial_epoch.

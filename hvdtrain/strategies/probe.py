@@ -180,9 +180,13 @@ def _verdict(
             )[1]
     except Exception as error:
         # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
-        first_line = next(iter(str(error).splitlines()), "")
-        return Verdict(once=once, why_not=f"{type(error).__name__}: {first_line}"), moves
+        return Verdict(once=once, why_not=in_one_line(error)), moves
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
+
+
+def in_one_line(error: Exception) -> str:
+    first_line = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first_line}"
 
 
 def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int, ...]:

@@ -32,7 +32,15 @@ from hvdtrain.strategies import by_nature
 from hvdtrain.strategies.decisions import telling_decisions
 from hvdtrain.strategies.growth import grown_together
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
-from hvdtrain.strategies.probe import EXAMPLES, Verdict, counts_of, probe, state_of, unchanged
+from hvdtrain.strategies.probe import (
+    EXAMPLES,
+    Verdict,
+    counts_of,
+    in_one_line,
+    probe,
+    state_of,
+    unchanged,
+)
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.step_metrics import StepMetrics
 from hvdtrain.strategies.strategy import Logs
@@ -201,8 +209,7 @@ class RankSteps:
         except UsageError:
             raise
         except Exception as error:
-            first_line = next(iter(str(error).splitlines()), "")
-            self._warn(_cannot_be_traced(self._model, f"{type(error).__name__}: {first_line}"))
+            self._warn(_cannot_be_traced(self._model, in_one_line(error)))
 
     def _keep_in_step(self, found: Sequence[Verdict]) -> None:
         """See to what a step changes without a gradient, by what the ranks found of it."""

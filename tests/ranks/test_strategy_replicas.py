@@ -15,9 +15,9 @@ EXACT = 1e-5
 
 
 @functools.cache
-def run(strategy: str) -> Results:
+def run(strategy: str, cases: str) -> Results:
     env = {"HVDTRAIN_STRATEGY": strategy, "HVDTRAIN_REPLICAS": "2"}
-    return on_ranks("replicas", np=1, env=env)
+    return on_ranks(cases, np=1, env=env)
 
 
 @pytest.fixture(params=[pytest.param("central-storage", marks=pytest.mark.slow), "tpu"])
@@ -25,9 +25,12 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def one(strategy: str, case: str) -> Any:
-    (found,) = run(strategy).of(case)
+def one(strategy: str, case: str, cases: str = "replicas") -> Any:
+    (found,) = run(strategy, cases).of(case)
     return found
+
+
+complaints = functools.partial(one, cases="replicas_complaints")
 
 
 def check(found: dict[str, Any], place: str = "") -> None:
@@ -52,14 +55,14 @@ def test_same_as_one_process(strategy: str, case: str) -> None:
 
 
 def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
-    found = one(strategy, "case_metrics_that_do_not_add_up")
+    found = complaints(strategy, "case_metrics_that_do_not_add_up")
     assert found["Counting"] == []
     (said,) = found["Largest"]
     assert "does not make that of the whole batch" in said
 
 
 def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
-    (warning,) = one(strategy, "case_parts_that_do_otherwise")
+    (warning,) = complaints(strategy, "case_parts_that_do_otherwise")
     assert "batch_normalization' normalises by each replica's part of a batch" in warning
     assert "dropout' draws random numbers for each" in warning
     assert "'centred' differs if it looks at several examples at once" in warning
@@ -129,7 +132,7 @@ def test_saved_model(strategy: str) -> None:
 
 
 def test_what_cannot_be_right_is_said(strategy: str) -> None:
-    found = one(strategy, "case_refusals")
+    found = complaints(strategy, "case_refusals")
     expected = {
         "whole batch": "is made from sums over all examples of the batch",
         "devices in use": "call hvdtrain.init() first",
