@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.errors import UsageError
-from hvdtrain.launch.running.session import View, make_log_dir, run_launch
+from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.worker.failure import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
@@ -135,11 +134,3 @@ def test_under_nohup_a_hangup_means_nothing(begin: Begin, tmp_path: Path) -> Non
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == b"done\n"
     assert process.wait(8) == 0
-
-
-def test_a_log_folder_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.raises(
-        UsageError, match=r"log folder .* is not writable: choose another with --log"
-    ):
-        make_log_dir(tmp_path)
