@@ -30,6 +30,7 @@ from hvdtrain.launch.hosts import read_hostfile
 from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import program_of
 from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import (
@@ -61,6 +62,10 @@ from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_
 @click.option(
     "--prefix-output-with-timestamp", "-prefix-timestamp", is_flag=True,
     cls=GroupedOption, group="basic", help="The time in front of each line of the workers.",
+)  # fmt: skip
+@click.option(
+    "--module", "-m", is_flag=True, cls=GroupedOption, group="basic",
+    help="SCRIPT is the name of a module, as with python -m.",
 )  # fmt: skip
 @click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="basic",
@@ -99,6 +104,9 @@ def run(
     **values: Any,
 ) -> None:
     """Run SCRIPT on several workers, through horovodrun or, in a Slurm job of several nodes, srun.
+
+    SCRIPT is a Python script, a module with -m, or another program, such as bash job.sh; python train.py is
+    the same as train.py.
 
     In a Slurm job no numbers are needed: it runs a worker for each task of the job, or for each GPU
     if the job did not ask for tasks.
@@ -220,7 +228,17 @@ def plan_of(
         mpirun, wanted = "srun", choose_srun_controller(wanted, engine.built)
     values["controller"] = choose_controller(wanted, engine.built, mpirun)
     values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
-    return LaunchPlan(**values)
+    program = program_of(
+        values.pop("script"), values.pop("arguments", ()), module=values.pop("module", False)
+    )
+    return LaunchPlan(
+        script=program.name,
+        arguments=program.arguments,
+        kind=program.kind,
+        python=program.python,
+        python_options=program.python_options,
+        **values,
+    )
 
 
 def _choose_place(values: dict[str, Any], elastic: bool, allocation: Allocation | None) -> None:

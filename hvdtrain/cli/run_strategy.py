@@ -13,6 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, read_hostfile
 from hvdtrain.launch.options import settings_of
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import program_of
 from hvdtrain.launch.rules import check_bounds, check_script, check_variables
 from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
@@ -30,7 +31,17 @@ from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
 _ALWAYS = {
-    *("script", "arguments", "strategy", "env", "verbose", "config", "show_config", "dry_run"),
+    *(
+        "script",
+        "arguments",
+        "module",
+        "strategy",
+        "env",
+        "verbose",
+        "config",
+        "show_config",
+        "dry_run",
+    ),
     *("log_dir", "all_ranks", "prefix_output_with_timestamp"),
 }
 _OF_ONE_PROCESS = {"np"}
@@ -56,12 +67,16 @@ def other_launch(
     allowed = _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS)
     void = _refuse(ctx, strategy, allowed)
     values = {name: value for name, value in values.items() if name not in void}
-    check_script(values["script"])
+    program = program_of(
+        values["script"], values["arguments"] or (), module=bool(values.get("module"))
+    )
+    if program.kind == "script":
+        check_script(program.name)
     for setting in settings_of(LaunchPlan):
         if setting.field in allowed:
             check_bounds(setting, values.get(setting.field))
     check_variables(values["env"])
-    script = Script(values["script"], values["arguments"] or (), values["env"])
+    script = Script(program, values["env"])
     if not servers:
         replicas = values.get("np")
         if not ctx.params["dry_run"]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvdtrain.launch import program
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 
@@ -45,7 +46,7 @@ def with_settings(settings: Mapping[str, str], argv: Sequence[str]) -> list[str]
 
 def rank_command(plan: LaunchPlan) -> list[str]:
     """What each rank runs."""
-    return [plan.python, "-m", "hvdtrain.worker", str(plan.script), *plan.arguments]
+    return program.rank_command(plan.program)
 
 
 def _launcher_settings(plan: LaunchPlan, path: str, mpirun: str | None) -> dict[str, str]:

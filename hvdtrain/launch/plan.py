@@ -21,6 +21,7 @@ from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.knobs import Knobs
 from hvdtrain.launch.options import Option
+from hvdtrain.launch.program import Kind, Program
 from hvdtrain.launch.rules import check
 from hvdtrain.launch.variables import EnvVar
 
@@ -32,14 +33,18 @@ class LaunchPlan(Knobs):
     """One launch. Raises UsageError for a plan that cannot work.
 
     Attributes:
-        script: the training script; each rank runs it with `python`.
+        script: the training script, or what `kind` says; each rank runs it.
         arguments: the script's own arguments.
+        kind: what `script` is.
         python: the interpreter of the ranks.
+        python_options: of the interpreter.
     """
 
     script: Path
     arguments: tuple[str, ...] = ()
+    kind: Kind = "script"
     python: str = sys.executable
+    python_options: tuple[str, ...] = ()
 
     np: Annotated[
         int,
@@ -245,6 +250,11 @@ class LaunchPlan(Knobs):
             unset="never again",
         ),
     ] = None
+
+    @property
+    def program(self) -> Program:
+        """What each rank runs."""
+        return Program(self.script, self.arguments, self.kind, self.python, self.python_options)
 
     @property
     def elastic(self) -> bool:

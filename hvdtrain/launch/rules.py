@@ -87,7 +87,8 @@ RIVALS = {
 
 def check(plan: LaunchPlan) -> None:
     """Raise UsageError for the first thing in `plan` that cannot work."""
-    check_script(plan.script)
+    if plan.kind == "script":
+        check_script(plan.script)
     for setting in settings_of(plan):
         check_bounds(setting, getattr(plan, setting.field))
     for setting in settings_of(plan):

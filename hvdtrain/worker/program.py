@@ -1,5 +1,5 @@
 """What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs
-the script.
+the script; with `-m` in front of the name a module, with `--program` another program in its place.
 
 Before TensorFlow is loaded it shares the cores between the ranks of the host, and gives all ranks the same
 hashes of texts. When the script
@@ -33,27 +33,34 @@ from hvdtrain.worker.rank_environment import available_cores, rank_environment, 
 CLEAN_UP_SECONDS = 1.0
 LONGEST_TEXT = 100_000
 HASH_SEED = "PYTHONHASHSEED"
+MODULE, PROGRAM = "-m", "--program"
 OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
 def main() -> None:
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m hvdtrain.worker SCRIPT [ARGUMENTS]...")
+        sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
     _order_sets_alike()
-    script = sys.argv[1]
+    kind = sys.argv[1] if sys.argv[1] in {MODULE, PROGRAM} else ""
+    words = sys.argv[2:] if kind else sys.argv[1:]
     warning.listen(rank_of(os.environ))
     _take_delivery()
     if LAUNCH_ID in os.environ and "HOROVOD_ELASTIC" in os.environ:
         orphan.end_when_orphaned()
     os.environ.update(rank_environment(os.environ, available_cores()))
+    if kind == PROGRAM:
+        _become(words)
     _prepare_output()
-    sys.argv = sys.argv[1:]
-    sys.path[0] = str(Path(script).resolve().parent)
-    if not Path(script).is_file():
+    sys.argv, script = words, words[0]
+    sys.path[0] = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
     watching = unreduced.watch()
     try:
-        runpy.run_path(script, run_name="__main__")
+        if kind == MODULE:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except KeyboardInterrupt:
         _end(EXIT_INTERRUPTED)
     except SystemExit as request:
@@ -68,6 +75,17 @@ def main() -> None:
         # TensorFlow takes leave of every worker, and waits for ever for one that has died since.
         _wait_for_threads()
         _end(0)
+
+
+def _become(words: list[str]) -> NoReturn:
+    """Run a program that is no Python script in place of this one, with the rank's environment.
+
+    A file that is here goes before one in PATH.
+    """
+    try:
+        os.execvp(Path(words[0]).absolute() if Path(words[0]).is_file() else words[0], words)
+    except OSError as error:
+        _fail(EXIT_USAGE, False, f"cannot start {words[0]}: {error.strerror} (on this rank's host)")
 
 
 def _order_sets_alike() -> None:

@@ -10,6 +10,7 @@ from fake_programs import path_with
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.program import Program
 from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
 from hvdtrain.launch.strategies.one_process import check_here, one_process_command
 from hvdtrain.launch.strategies.script import Script
@@ -22,7 +23,9 @@ from hvdtrain.launch.strategies.servers import (
 )
 from hvdtrain.launch.variables import EnvVar
 
-SCRIPT = Script(Path("train.py"), ("--epochs", "3"), (EnvVar("A", "b c"), EnvVar("API_KEY")))
+SCRIPT = Script(
+    Program(Path("train.py"), ("--epochs", "3")), (EnvVar("A", "b c"), EnvVar("API_KEY"))
+)
 WORKER = [sys.executable, "-m", "hvdtrain.worker", "train.py", "--epochs", "3"]
 
 
@@ -40,7 +43,7 @@ def test_one_process() -> None:
 
 
 def test_servers_on_this_machine() -> None:
-    plain = Script(Path("train.py"))
+    plain = Script(Program(Path("train.py")))
     assert server_command(ServerPlan(workers=3, servers=2), plain) == [
         *(sys.executable, "-m", "hvdtrain.start.parameter_servers", "--workers", "3", "--ps", "2"),
         *("--", sys.executable, "-m", "hvdtrain.worker", "train.py"),

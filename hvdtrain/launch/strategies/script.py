@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from hvdtrain.launch.program import Program, rank_command
 from hvdtrain.launch.variables import EnvVar
 
 
@@ -15,18 +14,16 @@ class Script:
     """What the user wants to be run.
 
     Attributes:
-        path: the training script.
-        arguments: its own.
+        program: the training script, mostly.
         env: variables for it; a secret has no value here, but in the environment.
     """
 
-    path: Path
-    arguments: tuple[str, ...] = ()
+    program: Program
     env: tuple[EnvVar, ...] = ()
 
     @property
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "hvdtrain.worker", str(self.path), *self.arguments]
+        return rank_command(self.program)
 
     @property
     def values(self) -> dict[str, str]:
