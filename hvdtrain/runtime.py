@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError, UsageError
+from hvdtrain.rank_variables import is_one_host, is_rank, size_of
 from hvdtrain.strategy_names import (
     REPLICAS,
     STRATEGIES,
@@ -24,7 +25,7 @@ from hvdtrain.strategy_names import (
     strategy_of,
 )
 from hvdtrain.tf_config import lost_server, read_tf_config
-from hvdtrain.worker.rank_environment import available_cores, rank_environment, size_of
+from hvdtrain.worker.rank_environment import available_cores, rank_environment
 from hvdtrain.worker.scheduling import (
     kernel_knows_slices,
     schedule_promptly,
@@ -33,14 +34,6 @@ from hvdtrain.worker.scheduling import (
 
 GONE = "Horovod has not been initialized"
 """What Horovod says when it has ended, because another rank has, as well as before it starts."""
-
-_LAUNCHER_VARIABLES = (
-    "HOROVOD_RANK",
-    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
-    "OMPI_COMM_WORLD_SIZE",
-    "PMIX_RANK",
-    "PMI_RANK",
-)
 
 
 @dataclass(frozen=True)
@@ -75,23 +68,14 @@ def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str
     # A rank that waits inside MPI spins; where ranks fill the cores it takes the time from its own
     # computation (measured: a small network trained 1.25 times faster with this on two cores).
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-    if kernel_knows_slices(kernel) and _is_one_host(environ):
+    if kernel_knows_slices(kernel) and is_one_host(environ):
         # Horovod asks every millisecond which tensors are ready. Asking more often costs nothing where
         # its thread has its turn at once (see scheduling): 1.05 times faster on the same network.
         wanted["HOROVOD_CYCLE_TIME"] = "0.3"
-    if not any(name in environ for name in _LAUNCHER_VARIABLES):
+    if not is_rank(environ):
         # Started alone: no MPI, which could not find its own daemon outside mpirun.
         wanted |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     return {name: value for name, value in wanted.items() if name not in environ}
-
-
-def _is_one_host(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher says that all ranks are on this host."""
-    pairs = (
-        ("HOROVOD_LOCAL_SIZE", "HOROVOD_SIZE"),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
-    )
-    return any(local in environ and environ[local] == environ.get(all_) for local, all_ in pairs)
 
 
 def load_horovod() -> Any:

@@ -31,7 +31,8 @@ def main() -> None:
     parser.add_argument("--report", type=Path, required=True, help="file for rank 0's report")
     arguments = parser.parse_args()
     from hvdtrain.collectives.mesh import Mesh
-    from hvdtrain.runtime import init, load_horovod, size_of
+    from hvdtrain.rank_variables import size_of
+    from hvdtrain.runtime import init, load_horovod
 
     stages = size_of(os.environ)
     rank = init(mesh=Mesh(pipeline=stages))

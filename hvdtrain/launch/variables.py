@@ -4,17 +4,10 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.strategy_names import STRATEGY
+from hvdtrain.rank_variables import is_of_launch
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
-# What a launch gives each rank itself; a value for all ranks would break it.
-_OF_THE_LAUNCH = re.compile(
-    r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CONTROLLER|CPU_OPERATIONS"
-    r"|GLOO_RENDEZVOUS_.*|GLOO_IFACE)|(OMPI_COMM|PMIX|PMI)_.*"
-    rf"|{LAUNCH_ID}|{LOG_DIR}|{TERMINAL}|{STRATEGY}|TF_CONFIG"
-)
 
 
 @dataclass(frozen=True)
@@ -39,7 +32,7 @@ class EnvVar:
             raise UsageError(
                 f"{self.name!r} is no name of an environment variable: use letters, digits and '_'"
             )
-        if _OF_THE_LAUNCH.fullmatch(self.name):
+        if is_of_launch(self.name):
             raise UsageError(f"{self.name} is set by the launch, for each rank: leave it out")
         if self.value is not None and "\0" in self.value:
             raise UsageError(f"the value of {self.name} contains a NUL byte")

@@ -34,7 +34,8 @@ from hvdtrain.environment import EXIT_SIGNAL_BASE, LAUNCH_ID
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.process import state_of
 from hvdtrain.launch.strategies.devices import visible_gpus
-from hvdtrain.launch.strategies.roles import host_environment, without_place
+from hvdtrain.launch.strategies.roles import host_environment
+from hvdtrain.rank_variables import without_place
 from hvdtrain.worker.rank_environment import available_cores
 
 SILENCE_SECONDS = 30.0

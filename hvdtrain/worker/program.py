@@ -24,11 +24,12 @@ from typing import NoReturn
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.rank_variables import rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
 from hvdtrain.worker import orphan, unreduced, warning
 from hvdtrain.worker.delivery import delivered
 from hvdtrain.worker.failure import Failure, is_secondary
-from hvdtrain.worker.rank_environment import available_cores, rank_environment, rank_of
+from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 CLEAN_UP_SECONDS = 1.0
 LONGEST_TEXT = 100_000

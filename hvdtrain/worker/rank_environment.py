@@ -12,24 +12,7 @@ import os
 from collections.abc import Mapping
 
 from hvdtrain.environment import RANK_CORES, STALL_DEFAULTS
-
-_LOCAL_SIZE_VARIABLES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_RANK_VARIABLES = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-# Slurm's own name counts only in a task that Slurm started as a rank of an MPI job.
-_SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def rank_of(environ: Mapping[str, str]) -> int:
-    """This process's rank as its launcher (horovodrun, mpirun) tells it; 0 without one."""
-    return _first_number(environ, _RANK_VARIABLES, 0)
-
-
-def size_of(environ: Mapping[str, str]) -> int:
-    """The number of ranks as the launcher tells it; 1 without one."""
-    names: tuple[str, ...] = _SIZE_VARIABLES
-    if "PMIX_RANK" in environ:
-        names = (*names, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    return _first_number(environ, names, 1)
+from hvdtrain.rank_variables import local_size_of
 
 
 def available_cores() -> int:
@@ -47,8 +30,8 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     cost time: with 2 in place of 1, two ranks on two cores were 1.05 to 1.4 times slower on a small
     network. Collectives need no thread to wait in.
     """
-    equal = cores // max(1, _first_number(environ, _LOCAL_SIZE_VARIABLES, 1))
-    share = max(1, _first_number(environ, (RANK_CORES,), equal))
+    own = environ.get(RANK_CORES, "")
+    share = max(1, int(own) if own.isdecimal() else cores // max(1, local_size_of(environ)))
     defaults = {
         "TF_CPP_MIN_LOG_LEVEL": "1",
         "OMP_NUM_THREADS": str(share),
@@ -57,10 +40,3 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         **STALL_DEFAULTS,
     }
     return {name: value for name, value in defaults.items() if name not in environ}
-
-
-def _first_number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
-    for name in names:
-        if environ.get(name, "").isdecimal():
-            return int(environ[name])
-    return default

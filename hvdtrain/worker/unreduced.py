@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdtrain.worker.rank_environment import rank_of, size_of
+from hvdtrain.rank_variables import rank_of, size_of
 
 _OPERATIONS = "horovod.tensorflow.mpi_ops"
 _HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")

@@ -15,7 +15,15 @@ PACKAGE = ROOT / "hvdtrain"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "keras_internals", "collectives", "data", "trainer", "runtime"}
 LAUNCH = {"launch"}
-GROUND = {"environment", "errors", "signals", "strategy_names", "tf_config", "worker"}
+GROUND = {
+    "environment",
+    "errors",
+    "signals",
+    "rank_variables",
+    "strategy_names",
+    "tf_config",
+    "worker",
+}
 # Room -> rooms of hvdtrain that it may import, beside itself and the ground floor.
 ALLOWED = {
     "runtime": set(),

@@ -13,11 +13,9 @@ from hvdtrain.launch.strategies.roles import (
     Role,
     cast,
     host_environment,
-    is_place,
     place,
     role_environment,
     tf_config,
-    without_place,
 )
 from hvdtrain.tf_config import read_tf_config
 
@@ -100,13 +98,3 @@ def test_each_worker_has_a_gpu_and_nobody_else_has_one() -> None:
     own = {"TF_FORCE_GPU_ALLOW_GROWTH": "false"}
     assert "TF_FORCE_GPU_ALLOW_GROWTH" not in shares(own, "worker", 0, "0")
     assert "CUDA_VISIBLE_DEVICES" not in shares({}, "worker") | shares({}, "ps")
-
-
-def test_no_process_takes_itself_for_a_rank() -> None:
-    ranks = {
-        *("HOROVOD_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_CONTROLLER"),
-        *("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
-    }  # fmt: skip
-    others = {"HOROVOD_LOG_LEVEL", "OMPI_MCA_btl", "PATH", "SLURM_PROCID"}
-    assert set(without_place(dict.fromkeys(ranks | others, "1"))) == others
-    assert all(map(is_place, ranks))

@@ -14,7 +14,7 @@ from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.worker.rank_environment import size_of
+from hvdtrain.rank_variables import size_of
 
 meshes = st.builds(Mesh, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 

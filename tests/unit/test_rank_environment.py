@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 from hvdtrain.environment import STALL_DEFAULTS
-from hvdtrain.worker.rank_environment import rank_environment, rank_of
+from hvdtrain.worker.rank_environment import rank_environment
 
 
 def test_cores_are_shared_between_local_ranks() -> None:
@@ -22,12 +22,6 @@ def test_the_users_own_settings_stay() -> None:
     chosen = rank_environment({"OMP_NUM_THREADS": "7", "HOROVOD_LOCAL_SIZE": "2"}, 8)
     assert "OMP_NUM_THREADS" not in chosen
     assert chosen.items() >= STALL_DEFAULTS.items()
-
-
-def test_the_rank() -> None:
-    assert rank_of({"HOROVOD_RANK": "3"}) == 3
-    assert rank_of({"OMPI_COMM_WORLD_RANK": "2"}) == 2
-    assert rank_of({}) == 0
 
 
 PROGRAM = """

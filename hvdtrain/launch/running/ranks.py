@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hvdtrain.launch.running.process import ProcessState, processes_of, state_of
+from hvdtrain.rank_variables import is_rank
 
-_RANK_VARIABLES = (b"HOROVOD_RANK=", b"OMPI_COMM_WORLD_RANK=", b"PMI_RANK=", b"PMIX_RANK=")
 _MPI_DAEMONS = {"orted", "prted"}
 
 
@@ -23,13 +23,19 @@ def topmost(parents: Mapping[int, int]) -> set[int]:
     return {pid for pid, parent in parents.items() if parent not in parents}
 
 
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process of this user was started with. Raises OSError for one that has ended."""
+    entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
 def ranks_of(launch_id: str) -> dict[int, ProcessState]:
     """The ranks of the launch that run on this host, by process id."""
     states = {}
     for pid in processes_of(launch_id):
         with contextlib.suppress(OSError, ValueError):
-            environ = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
-            if any(entry.startswith(_RANK_VARIABLES) for entry in environ):
+            if is_rank(environment_of(pid)):
                 states[pid] = state_of(pid)
     return {pid: states[pid] for pid in topmost({p: s.parent for p, s in states.items()})}
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
-from hvdtrain.launch.strategies.roles import is_place
 from hvdtrain.launch.strategies.script import Script, assignments
+from hvdtrain.rank_variables import is_place
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
 
 

@@ -8,7 +8,6 @@ hold the variables. Each finds the others by TF_CONFIG, as TensorFlow lays it do
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,11 +20,6 @@ from hvdtrain.worker.rank_environment import rank_environment
 
 Kind = Literal["chief", "worker", "ps"]
 
-# What horovodrun, mpirun and Slurm's PMI tell their ranks.
-_PLACE_OF_A_RANK = re.compile(
-    r"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CONTROLLER|CPU_OPERATIONS|GLOO_.*)"
-    r"|(OMPI_COMM|PMIX|PMI)_.*|MPI_LOCALNRANKS"
-)
 _PROXY = "no_grpc_proxy"
 
 
@@ -128,13 +122,3 @@ def host_environment(
     found["CUDA_VISIBLE_DEVICES"] = gpus[index % len(gpus)]
     growth = "TF_FORCE_GPU_ALLOW_GROWTH"
     return found if growth in environ else {**found, growth: "true"}
-
-
-def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what makes a process a rank: these processes are none."""
-    return {name: value for name, value in environ.items() if not is_place(name)}
-
-
-def is_place(name: str) -> bool:
-    """Whether a variable tells a rank its place among others."""
-    return _PLACE_OF_A_RANK.fullmatch(name) is not None

@@ -1,0 +1,90 @@
+"""What marks a process as a rank of a job: the variables by which launchers tell it its place.
+
+horovodrun over Gloo, and hvdtrain under srun, set HOROVOD_*; Open MPI's mpirun OMPI_COMM_WORLD_*; MPICH's and Slurm's
+PMI set PMI_*, and PMIx PMIX_*. Whoever asks, on either side of a launch, asks here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
+from hvdtrain.strategy_names import STRATEGY
+
+CONTROLLER = "HOROVOD_CONTROLLER"
+"""What ranks coordinate through. Exported where a launch starts, it is a wish for --controller."""
+
+_RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+_SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+# PMIx gives no size in the environment, so Slurm's is taken; alone it means nothing, for a batch script has it as well.
+_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+
+_PLACE = re.compile(
+    rf"HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME|ELASTIC|CPU_OPERATIONS|GLOO_(RENDEZVOUS_.*|IFACE))|{CONTROLLER}"
+    r"|(OMPI_COMM|PMIX|PMI)_.*|MPI_LOCAL(NRANKS|RANKID)"
+)
+_OF_THE_LAUNCH = frozenset({LAUNCH_ID, LOG_DIR, TERMINAL, STRATEGY, "TF_CONFIG"})
+
+
+def is_rank(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has told this process, or one that it was started by, its rank."""
+    return any(name in environ for name in _RANKS)
+
+
+def rank_of(environ: Mapping[str, str]) -> int:
+    """This process's rank as its launcher tells it; 0 without one."""
+    return _first_number(environ, _RANKS, 0)
+
+
+def size_of(environ: Mapping[str, str]) -> int:
+    """The number of ranks as the launcher tells it; 1 without one."""
+    return _first_number(environ, (*_SIZES, *_slurm_sizes(environ)), 1)
+
+
+def local_size_of(environ: Mapping[str, str]) -> int:
+    """The number of ranks on this host as the launcher tells it; 1 without one."""
+    return _first_number(environ, _LOCAL_SIZES, 1)
+
+
+def is_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all ranks are on this host."""
+    pairs = zip(_LOCAL_SIZES[:2], _SIZES[:2], strict=True)
+    return any(local in environ and environ[local] == environ.get(all_) for local, all_ in pairs)
+
+
+def size_variable(environ: Mapping[str, str]) -> str:
+    """The variable that tells of several ranks of which this process is one; empty if none does.
+
+    A step of Slurm is not meant: whether a shell in it is one of several is read from Slurm's own variables.
+    """
+    of_slurm = "SLURM_STEP_ID" in environ
+    names = [name for name in _SIZES if not (of_slurm and name.startswith("PMI_"))]
+    return next((name for name in names if _first_number(environ, (name,), 1) > 1), "")
+
+
+def is_place(name: str) -> bool:
+    """Whether a variable tells a rank its place among others."""
+    return _PLACE.fullmatch(name) is not None
+
+
+def is_of_launch(name: str) -> bool:
+    """Whether a launch sets this variable itself: a value of the user's for all ranks would break it."""
+    return name in _OF_THE_LAUNCH or is_place(name)
+
+
+def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment without what makes a process a rank."""
+    return {name: value for name, value in environ.items() if not is_place(name)}
+
+
+def _slurm_sizes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return _SLURM_SIZES if "PMIX_RANK" in environ else ()
+
+
+def _first_number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
+    for name in names:
+        if environ.get(name, "").isdecimal():
+            return int(environ[name])
+    return default
