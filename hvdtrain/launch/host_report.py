@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh
+
 THIS_HOST = ""
 """Stands for the launcher's own host among the names of hosts."""
 
@@ -42,53 +44,32 @@ def from_line(line: str) -> HostReport | None:
         return None
 
 
-# What ssh says -> what it means. {host}, {said}.
-_SSH_PROBLEMS = (
-    (
-        r"could not resolve hostname",
-        "its name is not known here: look for a typing error, or add it to DNS or /etc/hosts",
-    ),
-    (
-        r"permission denied|too many authentication failures",
-        "it refuses your ssh key ({said}): add your public key to ~/.ssh/authorized_keys there, "
-        "or name the right key with --ssh-identity-file; `ssh -o BatchMode=yes {host} true` "
-        "must work without a question",
-    ),
-    (
-        r"host key verification failed|remote host identification has changed",
-        "its host key is not the known one ({said}): remove the old one with "
-        "`ssh-keygen -R {host}` if the host was set up anew",
-    ),
-    (
-        r"connection refused",
-        "no ssh server answers there ({said}): start sshd, or give its port with --ssh-port",
-    ),
-    (
-        r"timed out|no route to host|network is unreachable|host is down",
-        "it cannot be reached ({said}): is it running, and in this network?",
-    ),
-    (r"identity file .* not accessible", "{said}: give the right file with --ssh-identity-file"),
-)
 _NO_PYTHON = re.compile(r"no such file or directory|not found|permission denied", re.IGNORECASE)
 _NO_MODULE = re.compile(r"No module named '?(?P<name>[\w.]+)")
 
 
-def ssh_problem(host: str, exit_code: int, stderr: str, python: str) -> str:
+def ssh_problem(
+    host: str,
+    exit_code: int,
+    stderr: str,
+    python: str,
+    port: int | None = None,
+    identity_file: str | None = None,
+) -> str:
     """Why a host did not report, and what to do.
 
     Args:
         host: its name.
-        exit_code: of ssh: 255 is ssh's own failure, others are the remote command's.
+        exit_code: of ssh.
         stderr: what ssh and the remote command said.
         python: the interpreter that the ranks are to run with.
+        port, identity_file: that ssh was given.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = lines[-1] if lines else f"exit code {exit_code}, without a word"
-    if exit_code == 255:
-        for pattern, text in _SSH_PROBLEMS:
-            if re.search(pattern, stderr, re.IGNORECASE):
-                return f"host {host}: {text.format(host=host, said=said)}"
-        return f"host {host}: ssh failed: {said}"
+    if exit_code == SSH_FAILED:
+        error = explain_ssh(host, stderr, port, identity_file)
+        return f"host {host}: {error.cause}: {error.fix}"
     if exit_code in (126, 127) and _NO_PYTHON.search(stderr):
         return (
             f"host {host}: there is no Python at {python}: every host needs the same environment at "

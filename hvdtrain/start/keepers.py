@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.launch.host_report import HostReport, differences, from_line, late, ssh_problem
+from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.start.keeper import BEAT_SECONDS, GRACE_SECONDS
 
 CONNECT_SECONDS = 10
@@ -21,7 +22,6 @@ _SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"),
     *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
 )
-SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,10 @@ class Keepers:
         except subprocess.TimeoutExpired:
             return late(host, self._reach.seconds)
         text = stderr.decode(errors="replace")
-        return ssh_problem(host, process.returncode, text, self._reach.python)
+        reach = self._reach
+        return ssh_problem(
+            host, process.returncode, text, reach.python, reach.port, reach.identity_file
+        )
 
     def warn(self) -> None:
         """Warn the ranks of all other hosts."""

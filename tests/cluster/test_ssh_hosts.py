@@ -101,7 +101,7 @@ PROBLEMS = {
     "nobody there": ("node1:1,nowhere:1", (), "host nowhere: it cannot be reached ("),
     "wrong key": ("locked:1,node2:1", (), "host locked: it refuses your ssh key ("),
     "no Python": ("node1:1,bare:1", (), f"host bare: there is no Python at {sys.executable}: "),
-    "no such name": ("node1:1,nohost:1", (), "host nohost: its name is not known here: "),
+    "no such name": ("node1:1,nohost:1", (), "host nohost: its name is not known here ("),
     "wrong interface": (
         "node1:1,node2:1",
         ("--network-interfaces", "ib7"),

@@ -35,12 +35,17 @@ def test_reports_travel_as_one_line() -> None:
     [
         (255, "ssh: Could not resolve hostname a: Name or service not known", "is not known here"),
         (255, "u@a: Permission denied (publickey).", "refuses your ssh key (u@a: Permission"),
-        (255, "Host key verification failed.", "ssh-keygen -R a"),
+        (255, "Host key verification failed.", "log in once by hand: ssh a"),
         (255, "ssh: connect to host a port 22: Connection refused", "start sshd"),
         (255, "ssh: connect to host a port 22: Connection timed out", "cannot be reached"),
         (255, "ssh: connect to host a port 22: No route to host", "cannot be reached"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key for a has changed and "
+            "you have requested strict checking.\nHost key verification failed.",
+            "its host key has changed (Host key for a has changed and you have requested"),
+        (255, "Warning: Identity file k not accessible: No such file or directory.\nu@a: Permission "
+            "denied (publickey).", "the identity file is not there"),
         (255, "kex_exchange_identification: bad", "ssh failed: kex_exchange_identification: bad"),
-        (255, "", "ssh failed: exit code 255, without a word"),
+        (255, "", "ssh failed: it says nothing"),
         (127, "env: '/v/python': No such file or directory", "there is no Python at /v/python"),
         (127, "bash: line 1: env: command not found", "there is no Python at /v/python"),
         (1, "/v/python: Error while finding module specification\nModuleNotFoundError: "

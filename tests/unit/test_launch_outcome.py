@@ -86,6 +86,25 @@ def test_what_only_the_launcher_saw(code: int, launcher: str, expected: Outcome)
     assert judge(code, launcher=launcher) == expected
 
 
+def test_an_ssh_error_is_named_not_what_mpirun_says_about_it() -> None:
+    """As ssh and Open MPI 4.1.8 print it where a host was installed anew."""
+    at = "@" * 59
+    prose = "\n".join(f"* reason {number} that mpirun thinks of" for number in range(30))
+    said = (
+        f"{at}\n@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\n{at}\n"
+        "IT IS POSSIBLE THAT SOMEONE IS DOING SOMETHING NASTY!\n"
+        "Host key for node2 has changed and you have requested strict checking.\n"
+        f"Host key verification failed.\nORTE was unable to reliably start daemons:\n{prose}\n"
+    )
+    found = judge(1, launcher=said)
+    assert found.exit_code == 1
+    assert found.message.startswith(
+        "host node2: its host key has changed (Host key for node2 has changed"
+    )
+    assert "ssh-keygen -R node2" in found.message
+    assert "mpirun thinks" not in found.message
+
+
 def test_what_the_starter_says_of_other_hosts() -> None:
     said = "noise\nhvdtrain: host b: it cannot be reached\nhvdtrain: host c: no Python\n"
     assert judge(1, launcher=said) == Outcome(1, "host b: it cannot be reached\nhost c: no Python")

@@ -10,6 +10,7 @@ from pathlib import Path
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.process import Ending
+from hvdtrain.launch.ssh_errors import ssh_error_in
 from hvdtrain.worker.failure import Failure
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
@@ -69,6 +70,8 @@ def outcome_of(
     code = _code_of(ending)
     if members != RANKS and not launcher_text.strip():
         return Outcome(code, f"{_only(members)} {how_it_ended(code)}\n{logs}")
+    if broken := ssh_error_in(launcher_text):
+        return Outcome(code, f"{broken}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = "horovodrun" if members == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher

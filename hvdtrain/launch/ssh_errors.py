@@ -1,0 +1,129 @@
+"""What ssh's error messages mean and what to do about each: one catalogue for the launcher and the doctor."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+SSH_FAILED = 255
+"""ssh's exit code for its own failures; any other is the remote command's."""
+SSH_PORT = 22
+
+
+@dataclass(frozen=True)
+class SshError:
+    """Why ssh failed.
+
+    Attributes:
+        cause: in words for the user, with ssh's own line in parentheses.
+        fix: what to do.
+    """
+
+    cause: str
+    fix: str
+
+
+# A pattern, the cause and the fix; the first that fits, since ssh says several of these at once. {login} is the
+# command that logs in there, {known} the host's name in known_hosts, {options} ssh's options for port and key.
+_CATALOGUE = (
+    (
+        r"remote host identification has changed|host key for \S+ has changed",
+        "its host key has changed",
+        "if the host was installed anew, run ssh-keygen -R {known}, and log in once: {login}; "
+        "if not, another machine answers in its place",
+    ),
+    (
+        r"host key verification failed|no \S+ host key is known for",
+        "its host key is not in known_hosts",
+        "compare the key, and log in once by hand: {login}",
+    ),
+    (
+        r"unprotected private key file",
+        "ssh refuses a key file that others can read",
+        "chmod 600 {key}",
+    ),
+    (
+        r"identity file .* not accessible",
+        "the identity file is not there",
+        "give the right file with --ssh-identity-file",
+    ),
+    (
+        r"permission denied \(|too many authentication failures",
+        "it refuses your ssh key",
+        "ssh-copy-id{options} {host}, or name the right key with --ssh-identity-file; "
+        "ssh -o BatchMode=yes{options} {host} true must work without a question",
+    ),
+    (
+        r"connection refused",
+        "no ssh server answers there on port {port}",
+        "start sshd there (systemctl start ssh), or give its port with --ssh-port",
+    ),
+    (
+        r"timed out|no route to host|network is unreachable|host is down",
+        "it cannot be reached",
+        "is it up and in this network? ping {host}; a firewall may drop port {port}: "
+        "open it, or give another with --ssh-port",
+    ),
+    (
+        r"could not resolve hostname",
+        "its name is not known here",
+        "correct the name, or add it to DNS or /etc/hosts",
+    ),
+)
+# Where ssh itself names the host.
+_NAMED = re.compile(
+    r"connect to host (\S+) port|could not resolve hostname (\S+):|\S+@(\S+): permission denied|"
+    r"host key for (\S+) has changed|host key is known for (\S+) and",
+    re.IGNORECASE,
+)
+
+
+def explain_ssh(
+    host: str, said: str, port: int | None = None, identity_file: object | None = None
+) -> SshError:
+    """What ssh's standard error says, when its exit code is SSH_FAILED."""
+    options = f" -p {port}" if port is not None else ""
+    with_key = f" -i {identity_file}" if identity_file is not None else ""
+    words = {
+        "host": host,
+        "port": port or SSH_PORT,
+        "options": with_key + options,
+        "login": f"ssh{options} {host}",
+        "known": host if port in (None, SSH_PORT) else shlex.quote(f"[{host}]:{port}"),
+        "key": identity_file or "~/.ssh/id_*",
+    }
+    for line, cause, fix in _known_errors(said):
+        return SshError(f"{cause.format(**words)} ({line})", fix.format(**words))
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    last = lines[-1] if lines else "it says nothing"
+    return SshError(f"ssh failed: {last}", f"log in by hand: ssh -v{options} {host}")
+
+
+def ssh_error_in(launcher_text: str) -> str:
+    """The error of an ssh that a launcher started, from all that the launcher printed; empty if there is none.
+
+    mpirun adds a page of its own about what may have been wrong.
+    """
+    for line, _, _ in _known_errors(launcher_text):
+        if named := _NAMED.search(line):
+            host = next(filter(None, named.groups()))
+            error = explain_ssh(host, line)
+            return f"host {host}: {error.cause}: {error.fix}"
+    return ""
+
+
+def is_unknown_key(said: str) -> bool:
+    """Whether ssh refused only because it has never seen the host's key."""
+    lower = said.lower()
+    return "host key verification failed" in lower and "has changed" not in lower
+
+
+def _known_errors(said: str) -> Iterator[tuple[str, str, str]]:
+    """(ssh's line, cause, fix) of each error of the catalogue, the most telling one first."""
+    for pattern, cause, fix in _CATALOGUE:
+        lines = [line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)]
+        if lines:
+            said_by_name = [line for line in lines if _NAMED.search(line)]
+            yield (said_by_name or lines)[-1].strip(" @\t\r"), cause, fix
