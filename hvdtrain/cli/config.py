@@ -162,7 +162,11 @@ def _yaml(value: Any) -> str:
 
 def _configurable(ctx: click.Context) -> dict[str, click.Parameter]:
     parameters = ctx.command.get_params(ctx)
-    found = {one.name: one for one in parameters if one.name and one.name not in NOT_IN_FILES}
+    found = {
+        one.name: one
+        for one in parameters
+        if one.name and one.name not in NOT_IN_FILES and not getattr(one, "hidden", False)
+    }
     order = [
         "script",
         "arguments",
@@ -241,7 +245,9 @@ def _typed(value: Any, parameter: click.Parameter) -> Any:
         if not all(_is_integer(slots) for slots in value.values()):
             raise _WrongType("give each host its slots, such as {node1: 4, node2: 4}")
         return ",".join(f"{name}:{slots}" for name, slots in value.items())
-    if kind in (HOSTS, NAMES) and isinstance(value, list):
+    if kind is NAMES:
+        return [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
+    if kind is HOSTS and isinstance(value, list):
         return ",".join(_text(item) for item in value)
     if isinstance(kind, click.types.BoolParamType):
         return _checked(value, isinstance(value, bool), "give true or false")

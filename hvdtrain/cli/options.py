@@ -6,8 +6,10 @@ and help stand in one place.
 
 from __future__ import annotations
 
+import shlex
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -22,18 +24,6 @@ from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
 
 # Fields whose command line has one more choice, which is made before there is a plan.
 _WITH_AUTO = {"controller", "launcher"}
-# horovodrun's name for what is called otherwise here.
-_HOROVODRUNS = {
-    "--gloo": "--controller gloo",
-    "--mpi": "--controller mpi",
-    "--stall-check-warning-time-seconds": "--stall-warning-seconds",
-    "--stall-check-shutdown-time-seconds": "--stall-shutdown-seconds",
-    "--config-file": "--config",
-    "--network-interface": "--network-interfaces",
-    "--log-hide-timestamp": "--log-without-timestamp",
-    "--no-log-hide-timestamp": "--log-with-timestamp",
-    "--check-build": "hvdtrain doctor",
-}
 _WORKERS = (
     "Number of workers of --strategy parameter-server, beside the chief, which runs SCRIPT.  "
     "[default: all slots of the hosts that the servers leave]"
@@ -45,27 +35,41 @@ _SERVERS = (
 
 
 class GroupedOption(click.Option):
-    """An option that knows its section of --help. It may be set by HVDTRAIN_<NAME> too."""
+    """An option that knows its section of --help, and has names that --help does not show.
 
-    def __init__(self, *args: Any, group: str, environment: str = "", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    Each of the others that is a long one may be set by a variable too, HVDTRAIN_<NAME>.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        group: str,
+        environment: str = "",
+        aliases: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__([*names, *aliases], **kwargs)
         self.group = group
-        own = f"HVDTRAIN_{(self.name or '').upper()}"
-        self.envvar = [own, environment] if environment else [own]
+        self._aliases = {name for alias in aliases for name in alias.split("/")}
+        fields = [str(self.name), *(name[2:] for name in self.shown if name.startswith("--"))]
+        own = dict.fromkeys(f"HVDTRAIN_{one.replace('-', '_').upper()}" for one in fields)
+        self.envvar = [*own, *([environment] if environment else [])]
+
+    @property
+    def shown(self) -> list[str]:
+        """Its names in --help."""
+        return [name for name in self.opts if name not in self._aliases]
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        other = copy(self)
+        other.opts = self.shown
+        other.secondary_opts = [one for one in self.secondary_opts if one not in self._aliases]
+        return super(GroupedOption, other).get_help_record(ctx)
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section, and which knows horovodrun's names."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            name = error.option_name
-            if name not in _HOROVODRUNS:
-                raise
-            message = f"No such option '{name}'. Did you mean '{_HOROVODRUNS[name]}'?"
-            raise click.NoSuchOption(name, message, None, error.ctx) from None
+    """A command whose --help shows its options by section."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
@@ -97,6 +101,16 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
+class Variables(Parsed):
+    """Environment variables. HVDTRAIN_ENV has them as words of a shell: A=1 'B=x y'."""
+
+    def split_envvar_value(self, rv: str) -> Sequence[str]:
+        try:
+            return shlex.split(rv)
+        except ValueError as error:
+            raise UsageError(f"HVDTRAIN_ENV: {str(error).lower()}") from None
+
+
 def expanded(text: str) -> Path:
     """A path, with ~ for the home folder: files and variables are not expanded by a shell."""
     return Path(text).expanduser()
@@ -105,13 +119,14 @@ def expanded(text: str) -> Path:
 PATH = Parsed("path", Path, expanded)
 HOSTS = Parsed("hosts", tuple, parse_hosts)
 NAMES = Parsed("names", tuple, lambda text: tuple(name.strip() for name in text.split(",")))
-VARIABLE = Parsed("variable", EnvVar, parse_variable)
+VARIABLE = Variables("variable", EnvVar, parse_variable)
 
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add the options of every field of `LaunchPlan`."""
     for setting in reversed(settings_of(LaunchPlan)):
-        command = _click_option(setting)(command)
+        for option in reversed(_click_options(setting)):
+            command = option(command)
     return command
 
 
@@ -138,7 +153,8 @@ def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _click_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _click_options(setting: Setting) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """The option, and a flag for each choice of its that has one."""
     about = setting.option
     details: dict[str, Any] = {
         "cls": GroupedOption,
@@ -158,7 +174,26 @@ def _click_option(setting: Setting) -> Callable[[Callable[..., Any]], Callable[.
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     else:
         details |= _type(setting)
-    return click.option(*names, setting.field, **details)
+    if not isinstance(details.get("type"), click.Choice):
+        return [click.option(*names, setting.field, aliases=about.aliases, **details)]
+    flags = [
+        click.option(
+            name,
+            setting.field,
+            flag_value=name.removeprefix("--"),
+            hidden=True,
+            help=f"{setting.name} {name.removeprefix('--')}",
+        )
+        for name in about.aliases
+    ]
+    return [click.option(*names, setting.field, **details), *flags]
+
+
+def _all_names(
+    _: click.Context, __: click.Parameter, values: Sequence[tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Those of an option that was given several times."""
+    return tuple(name for names in values for name in names)
 
 
 def _help(setting: Setting) -> str:
@@ -173,9 +208,11 @@ def _type(setting: Setting) -> dict[str, Any]:
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Literal:
         auto = ("auto",) if setting.field in _WITH_AUTO else ()
-        return {"type": click.Choice([*auto, *get_args(kind)])}
+        return {"type": click.Choice([*auto, *get_args(kind)], case_sensitive=False)}
     if kind == tuple[EnvVar, ...]:
         return {"type": VARIABLE, "multiple": True}
+    if kind == tuple[str, ...]:
+        return {"type": NAMES, "multiple": True, "callback": _all_names}
     if kind == tuple[int, int]:
         return {"type": int, "nargs": 2}
     return {
@@ -185,6 +222,5 @@ def _type(setting: Setting) -> dict[str, Any]:
             str: str,
             Path: PATH,
             tuple[Host, ...]: HOSTS,
-            tuple[str, ...]: NAMES,
         }[kind]
     }

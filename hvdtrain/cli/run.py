@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +31,7 @@ from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import program_of
+from hvdtrain.launch.rules import fitting_stall_times
 from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.slurm.srun import (
@@ -44,11 +45,23 @@ from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
 
 
+def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    """Callback of a flag: `hvdtrain WORD` is what runs."""
+
+    def call(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+        if wanted and not ctx.resilient_parsing:
+            from hvdtrain.cli import main
+
+            main.main([word], prog_name="hvdtrain")
+
+    return call
+
+
 @click.command(cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
 @strategy_options
 @click.option(
-    "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts",
+    "--hostfile", type=PATH, metavar="FILE", cls=GroupedOption, group="hosts", aliases=["-hostfile"],
     help="File with a line 'NAME slots=N' for each host, instead of --hosts.",
 )  # fmt: skip
 @click.option(
@@ -74,7 +87,7 @@ from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_
 )  # fmt: skip
 @click.option(
     "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
-    is_eager=True, callback=load_config,
+    is_eager=True, callback=load_config, aliases=["--config-file"],
     help="YAML file with options under their names here, script and arguments, or in the layout of "
     "horovodrun --config-file. The command line and HVDTRAIN_<NAME> variables go before it.",
 )  # fmt: skip
@@ -85,6 +98,14 @@ from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_
 @click.option(
     "--dry-run", is_flag=True, cls=GroupedOption, group="about",
     help="Print the command, and do not run it.",
+)  # fmt: skip
+@click.option(
+    "--check-build", "-cb", is_flag=True, hidden=True, is_eager=True, expose_value=False,
+    callback=_call("doctor"), help="hvdtrain doctor",
+)  # fmt: skip
+@click.option(
+    "--version", "-v", is_flag=True, hidden=True, is_eager=True, expose_value=False,
+    callback=_call("--version"), help="hvdtrain --version",
 )  # fmt: skip
 @click.argument("script", type=PATH)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -220,6 +241,7 @@ def plan_of(
         values["hosts"] = read_hostfile(hostfile)
     elastic = bool({"host_discovery_script", "min_np", "max_np"} & values.keys())
     _choose_place(values, elastic, allocation)
+    _choose_stall_times(values)
     engine, wanted = find_engine(), values["controller"]
     if elastic and wanted == "auto":
         wanted = "gloo"
@@ -262,6 +284,19 @@ def _choose_place(values: dict[str, Any], elastic: bool, allocation: Allocation 
     local = allocation is not None and {host.name for host in hosts} == {allocation.this_node}
     if values["launcher"] == "horovodrun" and local and not own_hosts:
         del values["hosts"]  # This machine; its name need not resolve here.
+
+
+def _choose_stall_times(values: dict[str, Any]) -> None:
+    """Make the time to the job's end longer than that to the warning, and say so."""
+    warning, shutdown = values["stall_warning_seconds"], values["stall_shutdown_seconds"]
+    times = fitting_stall_times(warning, shutdown)
+    if values["stall_check"] and times != (warning, shutdown):
+        click.echo(
+            f"--stall-shutdown-seconds {shutdown} is not longer than --stall-warning-seconds {warning}: "
+            f"taking {times[1]} and {times[0]}",
+            err=True,
+        )
+        values["stall_warning_seconds"], values["stall_shutdown_seconds"] = times
 
 
 def _number_of_ranks(values: dict[str, Any]) -> int:

@@ -184,6 +184,7 @@ class Knobs:
             "stall",
             "Warn when some workers wait this long for the others.",
             flag="--stall-check-warning-time-seconds",
+            aliases=("--stall-check-warning-time-seconds",),
             environment="HOROVOD_STALL_CHECK_TIME_SECONDS",
             metavar="SECONDS",
             least=1,
@@ -195,6 +196,7 @@ class Knobs:
             "stall",
             "End the job after this; 0: never.",
             flag="--stall-check-shutdown-time-seconds",
+            aliases=("--stall-check-shutdown-time-seconds",),
             environment="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
             metavar="SECONDS",
             least=0,
@@ -292,5 +294,6 @@ class Knobs:
             flag="--log-with-timestamp",
             off="--log-without-timestamp",
             names=("--log-with-timestamp/--log-without-timestamp",),
+            aliases=("--no-log-hide-timestamp/--log-hide-timestamp",),
         ),
     ] = None

@@ -49,6 +49,8 @@ class Option:
         off: horovodrun's flag that switches it off; empty if there is none.
         names: its names at the command line if they are not just --field-name; messages use the
             first. `--on/--off` names a switch.
+        aliases: more names, of horovodrun, torchrun and accelerate, which --help does not show. For a
+            choice, `--VALUE` makes it.
         metavar: what stands for the value in --help, mostly its unit.
         least, most: bounds of a number, both included.
         needs: without which the option has no effect, and is refused.
@@ -63,6 +65,7 @@ class Option:
     flag: str = ""
     off: str = ""
     names: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     metavar: str | None = None
     least: float | None = None
     most: float | None = None

@@ -8,8 +8,7 @@ see `options` for what stands at each field. Left out of horovodrun's options, o
   comments and blank lines.
 - `--config-file`: read by `config`; horovodrun's reader ignores unknown keys.
 - `--prefix-output-with-timestamp`: `output` does it; mpirun's stamps may stand inside lines.
-- `--network-interface`, `--log-hide-timestamp`, `--no-log-hide-timestamp`: deprecated names.
-- `--check-build`, `--version`: `hvdtrain doctor` and `hvdtrain --version`.
+- `--check-build`, `--version`: of the command, which calls `hvdtrain doctor` and `hvdtrain --version`.
 """
 
 import sys
@@ -53,6 +52,10 @@ class LaunchPlan(Knobs):
             "Number of workers; when elastic, the number to start with.",
             flag="-np",
             names=("-np", "--num-proc"),
+            aliases=(
+                *("-n", "--gpus", "--nproc-per-node", "--nproc_per_node"),
+                *("--num-processes", "--num_processes"),
+            ),
             metavar="N",
             least=1,
             unset="all slots of the hosts",
@@ -63,6 +66,7 @@ class LaunchPlan(Knobs):
         Option(
             "basic",
             "What the workers coordinate through; auto: MPI if Horovod was built with it, else Gloo.",
+            aliases=("--gloo", "--mpi"),
         ),
     ]
     launcher: Annotated[
@@ -117,6 +121,7 @@ class LaunchPlan(Knobs):
             "hosts",
             "Network interfaces to communicate over, such as eth0. Gloo takes one of them.",
             flag="--network-interfaces",
+            aliases=("--network-interface",),
             metavar="NAME,...",
             unset="found by trying",
         ),
@@ -183,6 +188,7 @@ class LaunchPlan(Knobs):
             "elastic",
             "Workers on a host that --host-discovery-script prints without slots.",
             flag="--slots-per-host",
+            aliases=("--slots",),
             metavar="N",
             least=1,
             needs=("discovery",),

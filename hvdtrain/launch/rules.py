@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.options import Need, Setting, settings_of
 
@@ -178,6 +179,19 @@ def _check_numbers_of_workers(plan: LaunchPlan) -> None:
             "elastic training (--min-np, --max-np) needs --host-discovery-script, or at least two "
             "hosts with -H: Horovod gives up a whole host when a worker on it fails"
         )
+
+
+def fitting_stall_times(warning: int, shutdown: int) -> tuple[int, int]:
+    """The times of the stall check (seconds), such that the warning comes before the end.
+
+    The one that was asked for stays; of both it is that of the end, so that no job waits longer.
+    """
+    if not 0 < shutdown <= warning:
+        return warning, shutdown
+    if shutdown == STALL_SHUTDOWN_SECONDS:
+        return warning, warning + STALL_SHUTDOWN_SECONDS - STALL_WARNING_SECONDS
+    shutdown = max(shutdown, 2)
+    return shutdown // 2, shutdown
 
 
 def _check_times(plan: LaunchPlan) -> None:

@@ -1,6 +1,8 @@
 """`hvdtrain` and `hvdtrain run`: what is refused, how it is said, and that help is cheap."""
 
+import importlib
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -65,8 +67,6 @@ def test_the_options_of_run_are_these() -> None:
             ["-np", "2", "--dryrun", "train.py"],
             "No such option '--dryrun'. Did you mean '--dry-run'?",
         ),
-        (["-np", "2", "--gloo", "train.py"], "Did you mean '--controller gloo'?"),
-        (["-np", "2", "--config-file", "x", "train.py"], "Did you mean '--config'?"),
         (["-np", "2", "--env", "A B", "train.py"], "Invalid value for '--env': 'A B' is no name"),
         (["-np", "2", "--env", "NOT_HERE", "train.py"], "--env NOT_HERE: there is no such varia"),
         (["-np", "2", "--controller", "gluu", "train.py"], "'gluu' is not one of"),
@@ -74,7 +74,6 @@ def test_the_options_of_run_are_these() -> None:
         (["-H", "a", "train.py"], "cannot read 'a' in the hosts"),
         (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "give one of them"),
         (["--hostfile", "hostfile", "train.py"], "hostfile, line 2: cannot read 'b slots'"),
-        (["-np", "2", "--stall-shutdown-seconds", "9", "train.py"], "must be longer than"),
         (
             ["-np", "2", f"--env={STALL}=600", "--stall-shutdown-seconds=90", "train.py"],
             f"--env {STALL}=600 and --stall-shutdown-seconds 90 set the same, and differ",
@@ -184,6 +183,62 @@ def test_a_variable_for_the_workers_is_not_overruled_by_a_default(
     shown = CliRunner().invoke(main, words, env=exported).stdout
     source = "run.yaml" if seconds == "800" else "command line"
     assert f"\nstall-shutdown-seconds: {seconds}  # {source}\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        (["--stall-warning-seconds", "60"], (60, 90)),
+        (["--stall-shutdown-seconds", "9"], (4, 9)),
+        (["--stall-warning-seconds", "30", "--stall-shutdown-seconds", "30"], (15, 30)),
+        (["--stall-warning-seconds", "1", "--stall-shutdown-seconds", "1"], (1, 2)),
+        ([f"--env={STALL}=20"], (10, 20)),
+    ],
+)
+def test_stall_times_that_exclude_each_other_are_adjusted(
+    folder: Path, given: list[str], taken: tuple[int, int]
+) -> None:
+    result = call("run", "--dry-run", "-np", "2", *given, "train.py")
+    assert f"--stall-check-warning-time-seconds {taken[0]} " in result.stdout
+    assert f"--stall-check-shutdown-time-seconds {taken[1]} " in result.stdout
+    assert result.stderr.endswith(f": taking {taken[1]} and {taken[0]}\n")
+    assert result.stderr.count("\n") == 1
+    never = call("run", "--dry-run", "-np", "2", "--no-stall-check", *given[:0], "train.py")
+    assert never.stderr == ""
+
+
+def test_variables_for_the_workers_in_a_variable_are_words_of_a_shell(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HVDTRAIN_ENV", "A=1 'B=x y' C=\"it's\"")
+    printed = call("run", "--dry-run", "-np", "1", "train.py").stdout
+    assert shlex.split(printed)[1:].index("C=it's") == shlex.split(printed)[1:].index("B=x y") + 1
+    monkeypatch.setenv("HVDTRAIN_ENV", "'A=1")
+    wrong = call("run", "--dry-run", "-np", "1", "train.py")
+    assert (wrong.exit_code, wrong.stderr) == (2, "Error: HVDTRAIN_ENV: no closing quotation\n")
+
+
+@pytest.mark.parametrize("name", ["HVDTRAIN_NP", "HVDTRAIN_NUM_PROC"])
+def test_each_long_name_is_a_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "3")
+    result = call("run", "--dry-run", "train.py")
+    assert " -np 3 " in result.stdout
+    assert result.stderr == ""
+
+
+@pytest.mark.parametrize("names", [["--version", "-v"], ["--check-build", "-cb"]])
+def test_horovodruns_questions(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
+    for module in ("version", "doctor"):
+        importlib.import_module(f"hvdtrain.cli.{module}")
+    monkeypatch.setattr(sys.modules["hvdtrain.cli.version"], "version_text", lambda _: "hvdtrain")
+    doctor = sys.modules["hvdtrain.cli.doctor"].doctor  # type: ignore[attr-defined]
+    monkeypatch.setattr(doctor, "callback", lambda **_: click.echo("examined"))
+    for name in names:
+        result = call("run", name)
+        assert result.exit_code == 0
+        assert result.stdout == ("hvdtrain\n" if "version" in names[0] else "examined\n")
 
 
 def test_a_wrong_command_gets_a_hint() -> None:
