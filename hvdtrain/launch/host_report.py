@@ -121,12 +121,36 @@ def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport])
     )
 
 
+NO_COMMON_INTERFACE = (
+    "the hosts are not reached over a network interface of the same name on each: give one that every host has, and "
+    "that connects them, with --network-interfaces"
+)
+
+
 def common_interface(own: HostReport, others: Sequence[HostReport]) -> str:
-    """The interface over which ssh reaches every host, if it has the same name everywhere; else
-    empty, and Horovod must look itself."""
+    """The interface over which ssh reaches every host, if it has the same name everywhere; else the only one that all
+    hosts have with an address of their own, or empty."""
     names = {_interface_of(report.interfaces, report.reached) for report in others}
     names |= {_interface_of(own.interfaces, report.origin) for report in others}
+    if len(names) != 1:
+        names = _on_every_host([own.interfaces, *(report.interfaces for report in others)])
     return names.pop() if len(names) == 1 else ""
+
+
+def loopback_interfaces(own: HostReport) -> set[str]:
+    """The interfaces with the address 127.0.0.1."""
+    return {name for name, has in own.interfaces.items() if "127.0.0.1" in has}
+
+
+def _on_every_host(hosts: Sequence[Interfaces]) -> set[str]:
+    """Names that all hosts have, with different addresses: a bridge for containers has the same on each."""
+    common = set.intersection(*(set(interfaces) for interfaces in hosts))
+    return {
+        name
+        for name in common
+        if all(interfaces[name] for interfaces in hosts)
+        and len({interfaces[name][0] for interfaces in hosts}) == len(hosts)
+    }
 
 
 def _interface_of(interfaces: Interfaces, address: str) -> str:

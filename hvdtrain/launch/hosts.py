@@ -25,7 +25,7 @@ class Host:
     slots: int
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name) or self.name.startswith("-"):
+        if not is_host_name(self.name):
             raise UsageError(
                 f"{self.name!r} is no host name: use letters, digits, '.', '_' and '-' "
                 "(Horovod takes no IPv6 addresses; give the host a name)"
@@ -37,6 +37,11 @@ class Host:
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"
+
+
+def is_host_name(text: str) -> bool:
+    """Whether Horovod, ssh and a shell take `text` for the name of a host."""
+    return bool(_NAME.fullmatch(text)) and not text.startswith("-")
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.variables import EnvVar, is_name
 from hvdtrain.strategy_names import REPLICAS, STRATEGY
 
 OWN_NAMES = frozenset({LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL})
@@ -107,8 +107,14 @@ def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, st
     return {
         name: value
         for name, value in environ.items()
-        if name in wanted or name in NAMES or is_of(name, PREFIXES)
+        # Other names are nothing to a shell, which some of the ways to another host lead through.
+        if is_name(name) and (name in wanted or name in NAMES or is_of(name, PREFIXES))
     }
+
+
+def acts_at_start(name: str) -> bool:
+    """Whether a variable must be there when a rank's process starts: Python and the C library read it then."""
+    return name in NAMES or name.startswith(("PYTHON", "LC_", "MALLOC_"))
 
 
 def is_of(name: str, prefixes: tuple[str, ...]) -> bool:

@@ -28,7 +28,7 @@ class EnvVar:
         return self.name if self.value is None else f"{self.name}={self.value}"
 
     def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
+        if not is_name(self.name):
             raise UsageError(
                 f"{self.name!r} is no name of an environment variable: use letters, digits and '_'"
             )
@@ -36,6 +36,11 @@ class EnvVar:
             raise UsageError(f"{self.name} is set by the launch, for each rank: leave it out")
         if self.value is not None and "\0" in self.value:
             raise UsageError(f"the value of {self.name} contains a NUL byte")
+
+
+def is_name(text: str) -> bool:
+    """Whether a shell takes `text` for the name of a variable. The environment may hold others."""
+    return bool(_NAME.fullmatch(text))
 
 
 def parse_variable(text: str) -> EnvVar:

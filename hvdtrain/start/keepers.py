@@ -13,15 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdtrain.launch.host_report import HostReport, differences, from_line, late, ssh_problem
+from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
 from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.start.keeper import BEAT_SECONDS, GRACE_SECONDS
 
 CONNECT_SECONDS = 10
-# What Horovod gives its own ssh; and a connection that broke is noticed within 30 s.
-_SSH = (
-    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no"),
-    *("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"),
-)
 
 
 @dataclass(frozen=True)
@@ -49,10 +45,9 @@ def keeper_argv(
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
     remote = ["env", *settings, reach.python, "-m", module, launch_id]
     return [
-        *_SSH,
+        *("ssh", "-T", *BATCH, *ALIVE, *unseen_keys(host, reach.port, reach.identity_file)),
         *("-o", f"ConnectTimeout={max(1, int(min(CONNECT_SECONDS, reach.seconds - 1)))}"),
-        *(["-p", str(reach.port)] if reach.port is not None else []),
-        *(["-i", reach.identity_file] if reach.identity_file is not None else []),
+        *where(reach.port, reach.identity_file),
         *(host, shlex.join(remote)),
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import codecs
+import contextlib
 import functools
 import os
 import re
@@ -12,30 +12,38 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, LAUNCH_ID
+from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.engine import find_engine
-from hvdtrain.launch.host_report import THIS_HOST, HostReport, common_interface, missing_interfaces
-from hvdtrain.launch.passing import looks_secret, travelling
+from hvdtrain.launch.host_report import (
+    NO_COMMON_INTERFACE,
+    THIS_HOST,
+    HostReport,
+    common_interface,
+    loopback_interfaces,
+    missing_interfaces,
+)
+from hvdtrain.launch.passing import acts_at_start, looks_secret, travelling
 from hvdtrain.launch.variables import without_value
+from hvdtrain.start.elastic_hosts import ElasticHosts, ElasticKeepers, FitHosts
 from hvdtrain.start.horovods import (
-    gloo_run,
-    horovod_env,
     horovod_hosts,
+    horovods_exportable,
     launch,
     network,
-    safe_shell_exec,
+    replace_functions,
 )
 from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach, keeper_argv, missing_program
+from hvdtrain.start.keepers import Keepers, Reach, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
 """Horovod's default for --start-timeout."""
+ELASTIC_SECONDS = 600
+"""Horovod's default for --elastic-timeout."""
 _PATH_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
@@ -51,17 +59,27 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
     reach = _reach(parsed)
-    if missing := missing_program(keeper_argv(host, launch_id, reach) for host in remote):
+    if missing := missing_program([["ssh"]] if remote else []):
         print(f"hvdtrain: {missing}", file=sys.stderr)
         return EXIT_FAILURE
-    with Keepers(remote, launch_id, reach) as keepers:
-        problems = _prepare(parsed, remote, keepers, asked)
+    elastic = ElasticKeepers(launch_id, reach) if _is_elastic(parsed) else None
+    with elastic or Keepers(remote, launch_id, reach) as keepers:
+        problems = [] if elastic else _prepare(parsed, remote, keepers, asked)
         if problems:
             for line in "\n".join(problems).splitlines():
                 print(f"hvdtrain: {line}", file=sys.stderr)
             return EXIT_FAILURE
-        _teach_horovod(parsed, asked, checked=bool(remote))
-        return supervise(lambda: _run_horovod(parsed), launch_id, keepers)
+        hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
+        replace_functions(
+            parsed,
+            find_engine().built,
+            functools.partial(in_command_line, parsed, asked),
+            hosts.interfaces if hosts else lambda: parsed.nics,
+            (lambda found: FitHosts(found, hosts)) if hosts else None,
+        )
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        return supervise(lambda: _run_horovod(parsed, hosts), launch_id, keepers)
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,7 +104,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
-    """The hosts that need a keeper. Those of an elastic job come and go: it has none."""
+    """The hosts that need a keeper from the beginning. Those of an elastic job come and go."""
     if _is_elastic(arguments) or not arguments.hosts:
         return []
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
@@ -109,23 +127,38 @@ def _reach(arguments: argparse.Namespace) -> Reach:
     )
 
 
+def in_command_line(arguments: argparse.Namespace, asked: Collection[str], name: str) -> bool:
+    """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
+
+    Over Gloo the others are brought to other hosts by their keepers, and here each rank inherits them.
+    """
+    if not _travels(asked, name):
+        return False
+    if not arguments.use_gloo:
+        return True
+    if looks_secret(name, os.environ.get(name, "")):
+        return False
+    return name not in asked or acts_at_start(name)
+
+
+def _travels(asked: Collection[str], name: str) -> bool:
+    return bool(travelling({name: ""}, asked)) and (name in asked or horovods_exportable(name))
+
+
 def _prepare(
-    arguments: argparse.Namespace, remote: Sequence[str], keepers: Keepers, asked: Iterable[str]
+    arguments: argparse.Namespace,
+    remote: Sequence[str],
+    keepers: Keepers,
+    asked: Collection[str],
 ) -> list[str]:
     """Ask the other hosts, and settle what depends on them; returns what is wrong."""
-    if _is_elastic(arguments):
-        return []
     own = own_report()
     if not remote:
         wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
-        arguments.nics = None  # Ranks of one host meet on its loopback interface.
+        # Ranks of one host meet on its loopback interface.
+        arguments.nics = loopback_interfaces(own)
         return [wrong] if wrong else []
-    secrets = {
-        name: value
-        for name, value in travelling(os.environ, asked).items()
-        if arguments.use_gloo and looks_secret(name, value)
-    }
-    reports, problems = keepers.reports(secrets, own)
+    reports, problems = keepers.reports(_brought(arguments, asked), own)
     if problems:
         return problems
     if arguments.nics:
@@ -134,12 +167,34 @@ def _prepare(
             return [wrong]
     elif interface := common_interface(own, list(reports.values())):
         arguments.nics = {interface}
+    elif arguments.use_gloo:
+        return [NO_COMMON_INTERFACE]
     if not arguments.use_gloo:
         prefix = _mpi_prefix()
         if prefix and "--prefix" not in (arguments.mpi_args or ""):
             # ssh starts with a bare PATH, in which the other hosts' mpirun is not found.
             arguments.mpi_args = f"{arguments.mpi_args or ''} --prefix {shlex.quote(prefix)}"
     return []
+
+
+def _elastic_hosts(
+    arguments: argparse.Namespace, keepers: ElasticKeepers, asked: Collection[str]
+) -> ElasticHosts:
+    return ElasticHosts(
+        keepers,
+        _brought(arguments, asked),
+        arguments.nics,
+        arguments.elastic_timeout or ELASTIC_SECONDS,
+    )
+
+
+def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str, str]:
+    """The variables that keepers bring to the ranks of their hosts."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if _travels(asked, name) and not in_command_line(arguments, asked, name)
+    }
 
 
 def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostReport]:
@@ -156,54 +211,15 @@ def _mpi_prefix() -> str:
     return str(prefix) if prefix and (prefix / "bin" / "orted").exists() else ""
 
 
-def _teach_horovod(arguments: argparse.Namespace, asked: frozenset[str], checked: bool) -> None:
-    """Answer Horovod's questions, in this process only."""
-    built = find_engine().built
-    launch.mpi_built = lambda verbose=False: "mpi" in built
-    launch.gloo_built = lambda verbose=False: "gloo" in built
-    launch.parse_args = lambda: arguments
-    if checked:
-        launch._check_all_hosts_ssh_successful = lambda *_, **__: True
-
-    # The logarithm of (size - 1): --output-filename fails with one rank.
-    pad_rank = gloo_run._pad_rank
-    gloo_run._pad_rank = lambda rank, size: pad_rank(rank, max(size, 2))
-
-    # An elastic job waits for a second host before it looks for interfaces, also where there is
-    # none: ten minutes, on one machine.
-    gloo_run._get_min_start_hosts = lambda settings: (
-        1 if settings.nics or not _discovered_elsewhere(settings) else 2
-    )
-
-    exportable = horovod_env.is_exportable
-
-    def may_travel(name: str) -> bool:
-        if arguments.use_gloo and looks_secret(name, os.environ.get(name, "")):
-            return False
-        return name in asked or (exportable(name) and bool(travelling({name: ""}, ())))
-
-    horovod_env.is_exportable = may_travel
-
-    # A rank may print any bytes; a strict decoder would end the thread that reads them.
-    lenient = functools.partial(codecs.getincrementaldecoder("utf8"), errors="surrogateescape")
-    safe_shell_exec.codecs = SimpleNamespace(getincrementaldecoder=lambda name: lenient)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-
-
-def _discovered_elsewhere(settings: Any) -> list[str]:
-    """The other hosts that an elastic job has now; `settings` are Horovod's."""
-    remote: list[str] = network.filter_local_addresses(
-        list(settings.discovery.find_available_hosts_and_slots())
-    )
-    return remote
-
-
-def _run_horovod(arguments: argparse.Namespace) -> int:
+def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:
     """Horovod's launcher; over MPI this process becomes mpirun."""
     try:
-        launch.run_commandline()
+        with hosts or contextlib.nullcontext():
+            launch.run_commandline()
         return 0
+    except HvdtrainError as error:
+        print(f"hvdtrain: {error}", file=sys.stderr)
+        return error.exit_code
     except Exception as error:
         if arguments.verbose:
             traceback.print_exc()

@@ -13,23 +13,34 @@ The exit code is srun's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from types import FrameType
 
 from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE
-from hvdtrain.launch.slurm.task import RENDEZVOUS_PORT, environment_of_srun
+from hvdtrain.errors import EngineError
+from hvdtrain.launch.slurm.task import (
+    RENDEZVOUS_ADDRESS,
+    RENDEZVOUS_PORT,
+    environment_of_srun,
+)
 from hvdtrain.launch.variables import without_value
 from hvdtrain.signals import ending_signals
+from hvdtrain.start.keeper import own_report
+from hvdtrain.start.rendezvous import Rendezvous
 from hvdtrain.start.task import INTERFACE
+
+LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
@@ -44,11 +55,12 @@ def main() -> None:
     set_env_from_args(environment, options)
     environment |= interfaces(options)
     if options.use_gloo:
-        environment |= {
-            "HOROVOD_CONTROLLER": "gloo",
-            "HOROVOD_CPU_OPERATIONS": "gloo",
-            RENDEZVOUS_PORT: str(_start_rendezvous(options.hosts, options.num_proc)),
-        }
+        environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+        try:
+            environment |= _start_rendezvous(options)
+        except EngineError as error:
+            print(f"hvdtrain: {error}", file=sys.stderr)
+            sys.exit(error.exit_code)
     sys.exit(_run(options.command, environment))
 
 
@@ -63,12 +75,38 @@ def interfaces(options: Namespace) -> dict[str, str]:
     return {"OMPI_MCA_btl_tcp_if_include": every, "NCCL_SOCKET_IFNAME": every}
 
 
-def _start_rendezvous(hosts: str, np: int) -> int:
-    """Start Horovod's server, at which ranks learn each other's addresses; return its port."""
-    server = RendezvousServer()
-    port: int = server.start()
-    server.init(get_host_assignments(parse_hosts(hosts), np))
-    return port
+def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
+    """The address of this machine at which the ranks of all nodes reach it.
+
+    Raises:
+        EngineError: its network does not tell.
+    """
+    wanted = own_report().interfaces if options.nics else {}
+    for name in sorted(options.nics or ()):
+        if addresses := wanted.get(name):
+            return addresses[0]
+    nodes = [host.hostname for host in parse_hosts(options.hosts)]
+    elsewhere = [node for node in nodes if node != environ.get("SLURMD_NODENAME")]
+    if not elsewhere:
+        return LOOPBACK
+    for name in (elsewhere[0], socket.gethostname()):
+        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.connect((name, 9))  # Sends nothing: it asks the kernel for the route.
+            address = str(probe.getsockname()[0])
+            return address
+    raise EngineError(
+        f"neither node {elsewhere[0]} nor this machine's own name has an address here: name the network that the "
+        "nodes share with --network-interfaces"
+    )
+
+
+def _start_rendezvous(options: Namespace) -> dict[str, str]:
+    """Start the server at which ranks learn each other's addresses; return what tells them where it is."""
+    address = rendezvous_address(options, os.environ)
+    server = Rendezvous(lambda: address)
+    port = server.start()
+    server.init(get_host_assignments(parse_hosts(options.hosts), options.num_proc))
+    return {RENDEZVOUS_ADDRESS: address, RENDEZVOUS_PORT: str(port)}
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> int:

@@ -10,6 +10,7 @@ from hvdtrain.launch.host_report import (
     common_interface,
     differences,
     from_line,
+    loopback_interfaces,
     missing_interfaces,
     ssh_problem,
 )
@@ -87,7 +88,17 @@ def test_the_interface_that_ssh_uses_everywhere() -> None:
     assert common_interface(HERE, [THERE, THERE]) == "eth0"
     renamed = replace(THERE, interfaces={"ens3": ["10.0.0.2"]})
     assert common_interface(HERE, [THERE, renamed]) == ""
-    # Through a gateway that translates addresses.
-    assert common_interface(HERE, [replace(THERE, reached="172.17.0.2")]) == ""
-    assert common_interface(HERE, [replace(THERE, origin="172.17.0.2")]) == ""
-    assert common_interface(HERE, [replace(THERE, reached="", origin="")]) == ""
+
+
+def test_the_only_interface_that_all_hosts_have() -> None:
+    """Where ssh does not tell: through a gateway that translates addresses, or over another network on some hosts."""
+    for unknown in ({"reached": "172.17.0.2"}, {"origin": "172.17.0.2"}, {"reached": ""}):
+        assert common_interface(HERE, [replace(THERE, **unknown)]) == "eth0"
+    two = replace(THERE, reached="", interfaces={"eth0": ["10.0.0.2"], "ib0": ["10.1.0.2"]})
+    assert common_interface(HERE, [two]) == "", "one of two is for the user to choose"
+    bridge = replace(HERE, interfaces={"docker0": ["172.17.0.1"], "lo": ["127.0.0.1"]})
+    assert common_interface(bridge, [replace(bridge, reached="")]) == "", "the same address on each"
+
+
+def test_the_loopback() -> None:
+    assert loopback_interfaces(HERE) == {"lo"}

@@ -19,6 +19,7 @@ from hvdtrain.worker.delivery import delivered
 
 # The last argument is the remote command; the one before it the host.
 SSH = """#!/bin/sh
+[ "$1" != -G ] || { echo "stricthostkeychecking ask"; exit; }
 for argument; do host=$command; command=$argument; done
 case $host in
     refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;

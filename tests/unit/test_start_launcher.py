@@ -1,5 +1,6 @@
 """What is told to Horovod's launcher in place of its questions."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.start import launcher
-from hvdtrain.start.launcher import exit_code_of, launch_ranks, own_arguments, split_arguments
+from hvdtrain.start.launcher import (
+    exit_code_of,
+    in_command_line,
+    launch_ranks,
+    own_arguments,
+    split_arguments,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -49,49 +56,91 @@ def test_the_exit_code_of_the_rank_that_ended_first() -> None:
 
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])
-def test_what_horovod_is_told(controller: str) -> None:
-    """In a process of its own, for Horovod's modules are changed there."""
-    code = f"""
+def test_what_goes_by_the_ranks_command(controller: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over Gloo values stand there, over MPI names. What is asked for is shown nowhere, unless it must be there when
+    the rank's interpreter starts."""
+    names = ["PATH", "WANTED", "WANTED_KEY", "TF_TOKEN", "UNWANTED", "OLDPWD", "TF_A;touch x;B"]
+    names += ["CUDA_VISIBLE_DEVICES", "NCCL_DEBUG", "PYTHONHASHSEED", "TF_WANTED"]
+    for name in names:
+        monkeypatch.setitem(os.environ, name, "1x")
+    arguments = argparse.Namespace(use_gloo=controller == "gloo")
+    asked = {"WANTED", "WANTED_KEY", "TF_WANTED", "PYTHONHASHSEED", "TF_A;touch x;B"}
+    shown = [name for name in names if in_command_line(arguments, asked, name)]
+    by_name = ["WANTED", "WANTED_KEY", "TF_TOKEN", "TF_WANTED"] if controller == "mpi" else []
+    assert sorted(shown) == sorted(["PATH", "PYTHONHASHSEED", "NCCL_DEBUG", *by_name])
+    brought = set(names) & launcher._brought(arguments, asked).keys()
+    hidden = {"WANTED", "WANTED_KEY", "TF_TOKEN", "TF_WANTED"}
+    assert brought == (hidden if controller == "gloo" else set())
+
+
+# In a process of its own, for Horovod's modules are changed there.
+REPLACED = """
 import argparse, json, os, sys
-from hvdtrain.start import launcher
-from hvdtrain.start.horovods import horovod_env, launch
-arguments = argparse.Namespace(use_gloo={controller == "gloo"})
-launcher._teach_horovod(arguments, frozenset({{"WANTED", "WANTED_KEY"}}), checked=True)
-print(json.dumps({{
-    "travels": [name for name in sys.argv[1:] if horovod_env.is_exportable(name)],
+from hvdtrain.start import horovods
+from hvdtrain.start.horovods import *
+from horovod.runner import gloo_run, launch
+from horovod.runner.common.util import env, safe_shell_exec
+from horovod.runner.driver import driver_service
+from horovod.runner.util.remote import get_remote_command
+arguments = argparse.Namespace()
+replace_functions(arguments, {"mpi"}, {"A"}.__contains__, lambda: {"lo"})
+"""
+
+
+def replaced(code: str, **environ: str) -> bytes:
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED + code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environ},
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_horovod_is_told() -> None:
+    told = json.loads(
+        replaced("""
+server = gloo_run.RendezvousServer(0)
+print(json.dumps({
+    "shown": [name for name in "AB" if env.is_exportable(name)],
     "built": [launch.mpi_built(), launch.gloo_built(verbose=True)],
     "ssh": launch._check_all_hosts_ssh_successful(["nowhere"], None, None, fn_cache=None),
-    "heavy": sorted({{"tensorflow", "setuptools"}} & set(sys.modules)),
-}}))
-"""
-    names = ["PATH", "WANTED", "WANTED_KEY", "TF_TOKEN", "UNWANTED", "OLDPWD"]
-    names += ["CUDA_VISIBLE_DEVICES", "NCCL_DEBUG"]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *names],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
+    "interfaces": list(driver_service.get_common_interfaces(None, ["nowhere"])),
+    "listens": [server.start() > 0, server._httpd.server_address[0]],
+    "arguments": launch.parse_args() is arguments,
+    "heavy": sorted({"tensorflow", "setuptools"} & set(sys.modules)),
+}))
+""")
     )
-    told = json.loads(done.stdout)
-    secrets = [] if controller == "gloo" else ["WANTED_KEY", "TF_TOKEN"]
-    assert sorted(told["travels"]) == sorted(["PATH", "WANTED", "NCCL_DEBUG", *secrets])
-    assert (told["built"], told["ssh"], told["heavy"]) == ([True, True], True, [])
+    assert told == {
+        "shown": ["A"],
+        "built": [True, False],
+        "ssh": True,
+        "interfaces": ["lo"],
+        "listens": [True, "127.0.0.1"],
+        "arguments": True,
+        "heavy": [],
+    }
+
+
+def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/sh\necho "stricthostkeychecking $CHECKING"\n')
+    ssh.chmod(0o755)
+    code = "print(get_remote_command(\"'a b'\", 'node1', 2222, '/my key'), end='')"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    unsure = replaced(code, PATH=path, CHECKING="ask").decode()
+    assert unsure.startswith("ssh -o BatchMode=yes ")
+    assert " -o StrictHostKeyChecking=accept-new " in unsure
+    assert unsure.endswith(" -p 2222 -i '/my key' node1 'a b'")
+    for set_by_user in ("true", "false", "accept-new"):
+        assert "StrictHostKey" not in replaced(code, PATH=path, CHECKING=set_by_user).decode()
 
 
 def test_any_bytes_of_a_rank_come_through() -> None:
     """A strict decoder would raise at a character that is cut, and the output would stop there."""
     code = """
-import argparse
-from hvdtrain.start import launcher
-from hvdtrain.start.horovods import safe_shell_exec
-launcher._teach_horovod(argparse.Namespace(use_gloo=True), frozenset(), checked=False)
+sys.stdout.reconfigure(errors="surrogateescape")
 raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == b"[0]<stdout>:a\xffb\n[0]<stdout>:c\xc3"
+    assert replaced(code) == b"[0]<stdout>:a\xffb\n[0]<stdout>:c\xc3"

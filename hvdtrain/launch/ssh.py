@@ -1,0 +1,48 @@
+"""How ssh reaches another host, for a launch and for the doctor alike: as the user's own configuration of ssh says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+BATCH = ("-o", "BatchMode=yes")
+"""No question to the user: nobody answers it."""
+ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
+"""A connection that broke is noticed within 30 s."""
+ACCEPT_NEW = ("-o", "StrictHostKeyChecking=accept-new")
+"""A key that was never seen is accepted and remembered; one that has changed is refused."""
+_ASK_SECONDS = 10
+
+
+def where(port: int | None, identity_file: object | None) -> list[str]:
+    """The port and the key; None leaves it to ssh and its configuration."""
+    return [
+        *(["-p", str(port)] if port is not None else []),
+        *(["-i", str(identity_file)] if identity_file is not None else []),
+    ]
+
+
+def unseen_keys(
+    host: str,
+    port: int | None = None,
+    identity_file: object | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """ACCEPT_NEW if the user's configuration leaves it open what to do about a key that was never seen; else nothing.
+
+    ssh itself would ask. A configuration that says `yes`, `no` or `accept-new` is followed.
+    """
+    command = ["ssh", "-G", *where(port, identity_file), host]
+    try:
+        said = subprocess.run(
+            command,
+            env=os.environ if environ is None else environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_ASK_SECONDS,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return ACCEPT_NEW if "stricthostkeychecking ask" in said.splitlines() else ()

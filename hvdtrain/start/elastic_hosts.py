@@ -1,0 +1,228 @@
+"""The hosts of an elastic job, which come and go: each is asked before it is used, as the hosts of any other job are.
+
+Horovod starts workers on whatever the discovery script prints. A host that cannot be reached then looks like a worker
+that failed, and the whole job is reset for it. Here a host counts only from when its keeper has reported (see
+`keepers`), and no longer than that lives; what is wrong is said once, and it is asked again after a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from hvdtrain.errors import EngineError, HvdtrainError
+from hvdtrain.launch.host_report import (
+    NO_COMMON_INTERFACE,
+    HostReport,
+    common_interface,
+    loopback_interfaces,
+    missing_interfaces,
+)
+from hvdtrain.launch.hosts import is_host_name
+from hvdtrain.start.horovods import network
+from hvdtrain.start.keeper import own_report
+from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.task import interface_to
+
+AGAIN_SECONDS = 30.0
+"""After which a host that was left out is asked again."""
+TICK_SECONDS = 1.0
+
+
+class Discovery(Protocol):
+    """As Horovod has it."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Host -> slots, of those that there are now."""
+        ...
+
+
+class ElasticKeepers(Keepers):
+    """Stands for them in the process that watches over the launcher, and passes a warning on to `ElasticHosts`."""
+
+    def __init__(self, launch_id: str, reach: Reach) -> None:
+        super().__init__((), launch_id, reach)
+        self.launch_id = launch_id
+        self.reach = reach
+        self.warnings, self._warn = os.pipe()
+
+    def warn(self) -> None:
+        """Warn the ranks of all other hosts."""
+        os.write(self._warn, b"\n")
+
+
+class ElasticHosts:
+    """The hosts that are fit for the job, in the launcher's process. Use as a context manager.
+
+    Args:
+        stand_in: what passes warnings on.
+        variables: to bring to the ranks on other hosts.
+        wanted: the interfaces to use; None finds one.
+        seconds: for the first hosts to be there.
+    """
+
+    def __init__(
+        self,
+        stand_in: ElasticKeepers,
+        variables: Mapping[str, str],
+        wanted: set[str] | None,
+        seconds: float,
+    ) -> None:
+        self._launch_id = stand_in.launch_id
+        self._reach = stand_in.reach
+        self._warnings = stand_in.warnings
+        self._variables = variables
+        self._wanted = wanted
+        self._seconds = seconds
+        self._own = own_report()
+        self._here: dict[str, bool] = {}
+        self._keepers: dict[str, Keepers] = {}
+        self._reports: dict[str, HostReport] = {}
+        self._asked: dict[str, float] = {}
+        self._said: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._first = threading.Event()
+
+    def __enter__(self) -> ElasticHosts:
+        for loop in (self._beat, self._pass_warnings):
+            threading.Thread(target=loop, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            keepers, self._keepers = list(self._keepers.values()), {}
+        for one in keepers:
+            one.end()
+        for one in keepers:
+            one.__exit__()
+
+    def fit(self, found: Mapping[str, int]) -> dict[str, int]:
+        """Host -> slots, of those hosts in `found` that can run ranks now. Waits only for the very first hosts."""
+        new = [name for name in found if name not in self._here]
+        elsewhere = set(network.filter_local_addresses(new)) if new else set()
+        self._here |= {name: name not in elsewhere for name in new}
+        self._leave([name for name in list(self._keepers) if name not in found])
+        now = time.monotonic()
+        threads = []
+        for name in found:
+            again = self._asked.get(name, -AGAIN_SECONDS) + AGAIN_SECONDS
+            if not self._here[name] and name not in self._keepers and now >= again:
+                self._asked[name] = now + self._reach.seconds
+                threads.append(threading.Thread(target=self._ask, args=(name,), daemon=True))
+                threads[-1].start()
+        if not self._first.is_set():
+            for thread in threads:
+                thread.join()
+            if found:
+                self._first.set()
+        return {name: n for name, n in found.items() if self._here[name] or name in self._keepers}
+
+    def interfaces(self) -> set[str]:
+        """Those over which the job communicates, settled by the first hosts.
+
+        Raises:
+            EngineError: these have none in common, or there are none.
+        """
+        if not self._first.wait(self._seconds):
+            raise EngineError(f"no hosts were found within {self._seconds:g} s")
+        self._wanted = self._wanted or self._common()
+        return self._wanted
+
+    def give_up(self) -> None:
+        """Wait for the first hosts no longer."""
+        self._first.set()
+
+    def _common(self) -> set[str]:
+        elsewhere = [name for name, here in self._here.items() if not here]
+        if not elsewhere:
+            return loopback_interfaces(self._own)
+        reports = list(self._reports.values())
+        name = common_interface(self._own, reports) if reports else self._towards(elsewhere)
+        if not name:
+            raise EngineError(NO_COMMON_INTERFACE)
+        return {name}
+
+    def _towards(self, hosts: Sequence[str]) -> str:
+        """The interface by which hosts would be reached, of which none answers yet."""
+        for address in filter(None, map(network.resolve_host_address, hosts)):
+            with contextlib.suppress(OSError):
+                if name := interface_to(address):
+                    return name
+        return ""
+
+    def _ask(self, name: str) -> None:
+        """Take a host in, or say why it is left out."""
+        try:
+            if not is_host_name(name):
+                raise HvdtrainError(f"{name!r} is no name of a host")
+            keepers = Keepers([name], self._launch_id, self._reach)
+        except (HvdtrainError, OSError) as error:
+            self._leave_out(name, str(error))
+            return
+        reports, problems = keepers.reports(self._variables, self._own)
+        if not problems and self._wanted:
+            problems = [missing_interfaces(sorted(self._wanted), reports)]
+        if any(problems):
+            self._leave_out(name, "\n".join(problems))
+            keepers.__exit__()
+            return
+        with self._lock:
+            self._keepers[name], self._reports[name] = keepers, reports[name]
+            self._said.pop(name, None)
+
+    def _leave_out(self, name: str, problem: str) -> None:
+        """Until it is asked again; the same problem is said once."""
+        self._asked[name] = time.monotonic()
+        if self._said.get(name) != problem:
+            self._said[name] = problem
+            for line in [*problem.splitlines(), f"host {name} is left out until it can run ranks"]:
+                print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
+
+    def _leave(self, names: Sequence[str]) -> None:
+        """End what runs on hosts that are no longer the job's."""
+        for name in names:
+            with self._lock:
+                keepers = self._keepers.pop(name, None)
+                self._reports.pop(name, None)
+                self._asked.pop(name, None)
+            if keepers is not None:
+                threading.Thread(target=keepers.__exit__, daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(TICK_SECONDS)
+            with self._lock:
+                present = dict(self._keepers)
+            for name, keepers in present.items():
+                keepers.beat()
+                if keepers.lost():
+                    self._leave([name])
+                    self._leave_out(name, f"the connection to host {name} broke")
+
+    def _pass_warnings(self) -> None:
+        while os.read(self._warnings, 1):
+            with self._lock:
+                present = list(self._keepers.values())
+            for keepers in present:
+                keepers.warn()
+
+
+class FitHosts:
+    """Horovod's discovery, less the hosts that cannot run ranks."""
+
+    def __init__(self, found: Discovery, hosts: ElasticHosts) -> None:
+        self._found = found
+        self._hosts = hosts
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        try:
+            found = self._found.find_available_hosts_and_slots()
+        except Exception:
+            self._hosts.give_up()  # Horovod goes on if hosts were found before, else it says so and ends.
+            raise
+        return self._hosts.fit(found)
