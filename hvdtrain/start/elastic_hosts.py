@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from hvdtrain.launch.hosts import is_host_name
 from hvdtrain.start.horovods import network
 from hvdtrain.start.keeper import own_report
 from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.rendezvous import say
 from hvdtrain.start.task import interface_to
 
 AGAIN_SECONDS = 30.0
@@ -181,7 +181,7 @@ class ElasticHosts:
         if self._said.get(name) != problem:
             self._said[name] = problem
             for line in [*problem.splitlines(), f"host {name} is left out until it can run ranks"]:
-                print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
+                say(line)
 
     def _leave(self, names: Sequence[str]) -> None:
         """End what runs on hosts that are no longer the job's."""

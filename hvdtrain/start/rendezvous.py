@@ -37,6 +37,8 @@ from horovod.runner.http.http_server import (
 )
 from horovod.runner.util.threads import in_thread
 
+from hvdtrain.start.task import marked
+
 FORBIDDEN = 403
 LONGEST_BODY = 16 << 20
 """Bytes. A rank PUTs about 150 for each of the others."""
@@ -221,7 +223,13 @@ def _is_interface(name: object, several: object) -> bool:
     )  # fmt: skip
 
 
+def say(text: str) -> None:
+    """Tell the user now: what a launcher prints unmarked is shown only when the job has failed."""
+    mark = marked(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
+    sys.stderr.buffer.write(mark)
+    sys.stderr.buffer.flush()
+
+
 def _log_refusal(peer: str, what: str, reason: str) -> None:
     """One line, also where a stranger wrote what it quotes."""
-    line = f"hvdtrain: refused {what[:80]} from {peer}: {reason}"
-    print(ascii(line)[1:-1], file=sys.stderr, flush=True)
+    say(ascii(f"refused {what[:80]} from {peer}: {reason[:200]}")[1:-1])

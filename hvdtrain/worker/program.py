@@ -26,7 +26,7 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAU
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.rank_variables import rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
-from hvdtrain.worker import orphan, unreduced, warning
+from hvdtrain.worker import notifications, orphan, unreduced, warning
 from hvdtrain.worker.delivery import delivered
 from hvdtrain.worker.failure import Failure, is_secondary
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
@@ -48,6 +48,7 @@ def main() -> None:
     _take_delivery()
     if LAUNCH_ID in os.environ and "HOROVOD_ELASTIC" in os.environ:
         orphan.end_when_orphaned()
+        notifications.listen_at_interface()
     os.environ.update(rank_environment(os.environ, available_cores()))
     if kind == PROGRAM:
         _become(words)

@@ -23,6 +23,8 @@ from typing import Any
 import pytest
 
 START_SECONDS = 20
+_LISTEN = "0A"
+"""The state of a socket in /proc/net/tcp."""
 _PROGRAMS = {
     "ip": "iproute2",
     "unshare": "util-linux",
@@ -73,6 +75,16 @@ class NamespaceHost:
                 if line and (entry / "ns/pid").readlink() == space:
                     found[int(entry.name)] = line
         return found
+
+    def listeners(self) -> set[int]:
+        """The TCP ports at which something listens on every interface of the host."""
+        ports = set()
+        for version in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{self.pid}/net/{version}").read_text().splitlines()[1:]:
+                (address, port), state = line.split()[1].split(":"), line.split()[3]
+                if state == _LISTEN and not int(address, 16):
+                    ports.add(int(port, 16))
+        return ports
 
     def left(self, seconds: float = 0) -> list[str]:
         """What still runs there beside sshd, after waiting up to `seconds` for it to end."""

@@ -214,7 +214,7 @@ def test_variables_warning_and_ctrl_c(
 
     shown = b"\n".join(sampler.seen)
     assert b"hvdtrain.worker" in shown and b"ssh" in shown
-    for value in (b"token-2", b"token-3", b"unwanted-4", b"key-5"):
+    for value in (b"wanted-1", b"token-2", b"token-3", b"unwanted-4", b"key-5"):
         assert value not in shown
 
 

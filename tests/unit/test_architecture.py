@@ -125,6 +125,31 @@ def test_one_room_talks_to_horovod() -> None:
     assert "collectives/communicator.py" in callers
 
 
+def replaced_in_horovod(path: Path) -> set[str]:
+    """What a file assigns to in Horovod's modules."""
+    tree = list(ast.walk(ast.parse(path.read_text())))
+    modules = {
+        alias.asname or alias.name
+        for node in tree
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horovod")
+        for alias in node.names
+    }
+    return {
+        ast.unparse(target)
+        for node in tree
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) in modules
+    }
+
+
+def test_what_is_replaced_in_horovod_stands_in_one_file() -> None:
+    """That of the launcher; a rank replaces how its notification service listens."""
+    found = {str(p.relative_to(PACKAGE)): names for p in FILES if (names := replaced_in_horovod(p))}
+    assert found.keys() == {"start/horovods.py", "worker/notifications.py"}
+    assert found["worker/notifications.py"] == {"network.find_port"}
+
+
 def test_the_launch_wing_loads_nothing_heavy() -> None:
     """Every module of the launch wing and the command line, imported in one fresh process."""
     modules = [

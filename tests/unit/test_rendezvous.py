@@ -133,7 +133,10 @@ def test_requests_of_no_worker(
     assert ask(port, "PUT", "/a/b", b"", **{"Content-Length": str(1 << 40)})[0] == 403
     with pytest.raises((http.client.HTTPException, ConnectionError)):
         ask(port, "GET", "/a/b/c/d")
-    assert "hvdtrain: refused a request from 127.0.0.1: ValueError\n" in capfd.readouterr().err
+    assert (
+        "[0]<stderr>:hvdtrain: refused a request from 127.0.0.1: ValueError\n"
+        in capfd.readouterr().err
+    )
 
 
 def test_it_listens_at_its_address_alone(port: int) -> None:

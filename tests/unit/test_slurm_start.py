@@ -10,9 +10,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from hvdtrain.errors import EngineError
+from hvdtrain.start.srun import rendezvous_address
 
 SRUN = """\
 #!{python}
@@ -67,11 +71,31 @@ def test_over_gloo_srun_gets_a_rendezvous_and_horovods_settings(tmp_path: Path) 
     assert environment["HOROVOD_GLOO_IFACE"] == environment["NCCL_SOCKET_IFNAME"] == "eth7"
     assert (environment["DATA"], environment["SLURM_JOB_ID"]) == ("/d", "7")
     assert "UNASKED" not in environment
-    # Horovod's server answers there: nothing is known under this name yet.
-    url = f"http://127.0.0.1:{environment['HOROVOD_GLOO_RENDEZVOUS_PORT']}/global/0"
+    # The rendezvous answers there: nothing is known under this name yet.
+    address, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    url = f"http://{address}:{port}/global/0"
     with pytest.raises(urllib.error.HTTPError, match="404"):
         urllib.request.urlopen(url, timeout=5)
     assert process.wait(60) == 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "interfaces", "expected"),
+    [
+        ("n1:2", {}, "127.0.0.1"),  # The only node is this one.
+        ("n1:2,127.0.0.3:2", {}, "127.0.0.1"),  # By the route to the first of the others.
+        ("n1:2,127.0.0.3:2", {"lo", "ib7"}, "127.0.0.1"),
+    ],
+)
+def test_where_the_rendezvous_is(hosts: str, interfaces: set[str], expected: str) -> None:
+    options = Namespace(hosts=hosts, nics=interfaces)
+    assert rendezvous_address(options, {"SLURMD_NODENAME": "n1"}) == expected
+
+
+def test_a_machine_whose_network_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "also-unknown.invalid")
+    with pytest.raises(EngineError, match=r"neither node unknown\.invalid .* --network-interfaces"):
+        rendezvous_address(Namespace(hosts="unknown.invalid:1", nics=None), {})
 
 
 def test_over_mpi_there_is_no_rendezvous(tmp_path: Path) -> None:
