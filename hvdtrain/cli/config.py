@@ -45,12 +45,6 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
     return path
 
 
-def texts_of(path: Path, command: click.Command) -> dict[str, str]:
-    """What a file says for a command: field -> the value as a text. Raises UsageError."""
-    entries = _entries(path, _configurable(click.Context(command)))
-    return {field: str(entry.value) for field, entry in entries.items()}
-
-
 def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str, Entry]:
     return read_config(
         path, {name: field for field, one in parameters.items() for name in _key_names(one)}

@@ -7,15 +7,14 @@ import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from hvdtrain.cli.config import texts_of
-from hvdtrain.cli.options import expanded
-from hvdtrain.cli.run import print_command, run
+from hvdtrain.cli.run import print_command
+from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.command import (
     CPU_IMAGE,
@@ -47,65 +46,7 @@ _FILES = {
 CAP_SYS_RESOURCE = 24
 
 
-@dataclass(frozen=True)
-class RunPart:
-    """The part of the command line that is `hvdtrain run`'s.
-
-    Attributes:
-        words: as they were written.
-        options: names of the options among them -> the value, if they have one.
-        script: the training script, if it is there (a configuration file may name it).
-    """
-
-    words: tuple[str, ...]
-    options: dict[str, str]
-    script: str | None
-
-
-def split(words: Sequence[str], own: click.Command) -> tuple[list[str], RunPart]:
-    """Part the command line: options of `own` before the script, and `hvdtrain run`'s.
-
-    Options of both may be mixed; what follows the script is the script's own. What neither knows goes to
-    `hvdtrain run`, which says so.
-    """
-    mine, theirs = _options_of(own), _options_of(run)
-    own_words: list[str] = []
-    run_words: list[str] = []
-    seen: dict[str, str] = {}
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, equals, value = rest[0].partition("=")
-        option = mine.get(name) or theirs.get(name)
-        # A flag, and an option with `=`, is one word.
-        length = 1 if option is None or option.is_flag or equals else 1 + option.nargs
-        (own_words if name in mine else run_words).extend(rest[:length])
-        if option is not None and option.name and name in theirs:
-            seen[option.name] = value if equals else "".join(rest[1:2] if length > 1 else [])
-        rest = rest[length:]
-    script = next((word for word in rest if word != "--"), None)
-    return own_words, RunPart((*run_words, *rest), seen, script)
-
-
-def _options_of(command: click.Command) -> dict[str, click.Option]:
-    options = [one for one in command.params if isinstance(one, click.Option)]
-    known = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
-    if command is not run:
-        known |= dict.fromkeys(("-h", "--help"), click.Option(["--help"], is_flag=True))
-    return known
-
-
-class TwoCommands(click.Command):
-    """Takes the options of `hvdtrain run` as well, unread."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        own_words, ctx.obj = split(args, self)
-        return super().parse_args(ctx, own_words)
-
-    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
-        return ["[OPTIONS]", "[OPTIONS OF hvdtrain run]", "SCRIPT", "[ARGUMENTS]..."]
-
-
-@click.command(cls=TwoCommands)
+@click.command(cls=ThroughRun)
 @click.option(
     "--image", metavar="IMAGE",
     help=f"Image to run, made from docker/Dockerfile.* or on top of one.  [default: {GPU_IMAGE} with GPUs, else "
@@ -165,12 +106,14 @@ def docker(
     `hvdtrain docker --ssh-keys FOLDER -H node1:4,node2:4 SCRIPT`.
     """
     part: RunPart = ctx.obj
+    if sshd and part.words:
+        raise UsageError(f"--sshd runs no script: leave {' '.join(part.words)} out")
     if gpus == "auto":
         gpus = "all" if Path("/proc/driver/nvidia/version").exists() else "none"
     names = passed_names(os.environ, env)
-    said = _settings(part, names)
-    several_hosts = sshd or bool(_OF_SEVERAL_HOSTS & said.keys())
-    command = SSHD if sshd else _run_command(part, said, env, ssh_port if several_hosts else None)
+    said = {} if sshd else _settings(part.read(ctx), names)
+    several_hosts = sshd or any(said.get(name) for name in _OF_SEVERAL_HOSTS)
+    command = SSHD if sshd else _run_command(part, env, ssh_port if several_hosts else None)
     container = Container(
         image=image or (CPU_IMAGE if gpus == "none" else GPU_IMAGE),
         command=command,
@@ -182,10 +125,8 @@ def docker(
     )
     found = _engine(engine, dry_run)
     machine = _machine(found)
-    if sshd and part.words:
-        raise UsageError(f"--sshd runs no script: leave {' '.join(part.words)} out")
     if not sshd:
-        _check_paths(part, said, container, machine)
+        _check_paths(said, container, machine)
     argv = docker_argv(container, machine)
     if dry_run:
         print_command(argv)
@@ -197,37 +138,34 @@ def docker(
     os.execvp(argv[0], argv)
 
 
-def _settings(part: RunPart, names: Sequence[str]) -> dict[str, str]:
-    """What `hvdtrain run` will go by: its options, else HVDTRAIN_<NAME> of those that it gets, else a file's."""
-    variables = {one.name: f"HVDTRAIN_{one.name.upper()}" for one in run.params if one.name}
-    by_variable = {
-        option: os.environ[name]
-        for option, name in variables.items()
-        if name in names and os.environ[name]
-    }
-    said = by_variable | part.options
-    return (texts_of(expanded(said["config"]), run) if "config" in said else {}) | said
+def _settings(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
+    """The options that `hvdtrain run` goes by in the container, which has only these variables of ours."""
+
+    def is_here(name: str) -> bool:
+        by_variable = ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+        return not by_variable or f"HVDTRAIN_{name.upper()}" in names
+
+    return {name: value for name, value in ctx.params.items() if is_here(name)}
 
 
-def _run_command(
-    part: RunPart, settings: Mapping[str, str], env: Sequence[str], ssh_port: int | None
-) -> tuple[str, ...]:
-    if part.script is None and "config" not in settings:
-        raise UsageError("which script? hvdtrain docker -np 4 train.py")
+def _run_command(part: RunPart, env: Sequence[str], ssh_port: int | None) -> tuple[str, ...]:
     port = ("--ssh-port", str(ssh_port)) if ssh_port is not None else ()
     names = (word for name in env for word in ("--env", name))
     return ("hvdtrain", "run", *port, *names, *part.words)
 
 
-def _check_paths(
-    part: RunPart, settings: Mapping[str, str], container: Container, machine: Machine
-) -> None:
+def _check_paths(said: Mapping[str, Any], container: Container, machine: Machine) -> None:
     """Raises UsageError if the script, or a file that an option names, is not there, or not in the container."""
-    files = [settings[name] for name in sorted(_FILES & settings.keys())]
-    script = part.script or settings.get("script")
-    check_reachable(map(Path, (*files, *([script] if script else []))), container, machine)
-    if part.script is not None and not (machine.folder / part.script).is_file():
-        raise UsageError(f"no such script: {part.script} (in {machine.folder})")
+    files = [said[name] for name in sorted(_FILES) if said.get(name)]
+    script: Path = said["script"]
+    # Any other word may be a program of the image.
+    is_file = script.suffix == ".py" or len(script.parts) > 1 or script.is_file()
+    if said["module"] or not is_file:
+        check_reachable(files, container, machine)
+        return
+    check_reachable([*files, script], container, machine)
+    if not (machine.folder / script).is_file():
+        raise UsageError(f"no such script: {script} (in {machine.folder})")
 
 
 def _engine(wanted: str, dry_run: bool) -> ContainerEngine:

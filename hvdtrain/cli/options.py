@@ -69,19 +69,24 @@ class GroupedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section."""
+    """A command whose --help shows its options by section, those without one first."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
-        for group, title in GROUPS.items():
+        for group, title in {"own": "Options", **GROUPS}.items():
             rows = [
-                row
-                for one in options
-                if getattr(one, "group", "about") == group and (row := one.get_help_record(ctx))
+                row for one in options if _group(one) == group and (row := one.get_help_record(ctx))
             ]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def _group(option: click.Option) -> str:
+    """The section of an option in --help."""
+    if isinstance(option, GroupedOption):
+        return option.group
+    return "about" if option.name == "help" else "own"
 
 
 class Parsed(click.ParamType):

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hvdtrain.cli.concealment import conceal_secrets
-from hvdtrain.cli.options import PATH, VARIABLE
+from hvdtrain.cli.concealment import conceal_secrets, without_values
+from hvdtrain.cli.options import PATH
+from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.passing import variable_to_pass
+from hvdtrain.launch.options import settings_of
+from hvdtrain.launch.passing import MASK, masked, variable_to_pass
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import program_of
+from hvdtrain.launch.rules import check_bounds, check_script
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 from hvdtrain.launch.variables import EnvVar
@@ -24,7 +33,7 @@ FOLDER = Path(".hvdtrain/jobs")
 _ASIDE = "such as --sbatch=--constraint=a100"
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command(cls=ThroughRun)
 @click.option("-N", "--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
 @click.option(
     "--tasks-per-node", "--ntasks-per-node", "tasks_per_node", type=int, metavar="N",
@@ -66,15 +75,6 @@ _ASIDE = "such as --sbatch=--constraint=a100"
     help="Back into the queue when the time is over before the training; the script finds the "
     "number of restarts in SLURM_RESTART_COUNT.",
 )  # fmt: skip
-@click.option("--strategy", metavar="NAME", help="As for hvdtrain run.")
-@click.option("--workers", type=int, metavar="N", help="As for hvdtrain run.")
-@click.option("--ps", type=int, metavar="N", help="As for hvdtrain run.")
-@click.option("--container", metavar="IMAGE", help="As for hvdtrain run.")
-@click.option("--config", type=PATH, metavar="FILE", help="Configuration for hvdtrain run.")
-@click.option(
-    "--env", type=VARIABLE, multiple=True, metavar="NAME[=VALUE]",
-    help="An environment variable for the workers on all nodes; again for each.",
-)  # fmt: skip
 @click.option(
     "--script-file", type=PATH, metavar="FILE",
     help="Where to write the batch script.  [default: .hvdtrain/jobs/NAME-TIME.sbatch]",
@@ -83,30 +83,26 @@ _ASIDE = "such as --sbatch=--constraint=a100"
 @click.option(
     "--dry-run", is_flag=True, help="Print the batch script and the command, and submit nothing."
 )
-@click.argument("script", type=PATH)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def submit(
-    script: Path,
-    arguments: tuple[str, ...],
-    script_file: Path | None,
-    wait: bool,
-    dry_run: bool,
-    **asked: Any,
+    ctx: click.Context, script_file: Path | None, wait: bool, dry_run: bool, **asked: Any
 ) -> None:
     """Run SCRIPT as a Slurm job: write a batch script and submit it.
 
-    What follows SCRIPT is the script's own. The job runs `hvdtrain run SCRIPT`, which starts a
-    worker for each task of the job. Standard output gets the job's number alone.
+    What follows SCRIPT is the script's own. The job runs `hvdtrain run`, with its options as they are given
+    here; it starts a worker for each task of the job. Standard output gets the job's number alone.
     """
+    part: RunPart = ctx.obj
+    values = part.read(ctx).params
     if not dry_run:
-        conceal_secrets(asked["env"], arguments)
-    request = request_of(script, arguments, **asked)
-    text = batch_script(request)
+        conceal_secrets(values["env"], part.program[1:])
+    check_run(values)
+    request = request_of(_command(part, values["env"]), _name(values), **asked)
     path = script_file or _new_file(request.job_name)
     if dry_run:
-        click.echo(f"{text}\n# {shlex.join(sbatch_argv(path))}")
+        _print(request, path)
         return
-    _write(path, text, replacing=script_file is not None)
+    _write(path, batch_script(request), replacing=script_file is not None)
     _make_folder(Path(request.output).parent)
     job_id = submit_job(path)
     click.echo(job_id)
@@ -116,15 +112,9 @@ def submit(
 
 
 def request_of(
-    script: Path,
-    arguments: tuple[str, ...],
+    command: tuple[str, ...],
+    name: str,
     *,
-    config: Path | None,
-    strategy: str | None,
-    workers: int | None,
-    ps: int | None,
-    container: str | None,
-    env: tuple[EnvVar, ...],
     time_limit: str | None,
     job_name: str | None,
     output: str | None,
@@ -133,24 +123,13 @@ def request_of(
     requeue: bool,
     **resources: Any,
 ) -> JobRequest:
-    """The job that the options ask for. Raises UsageError."""
-    if not script.is_file():
-        raise UsageError(f"no such script: {script} (in {Path.cwd()})")
-    if config is not None and not config.is_file():
-        raise UsageError(f"--config: there is no file {config}")
+    """The job that the options ask for; `name` is its name by default. Raises UsageError."""
     if requeue and warning_seconds is None:
         warning_seconds = default_warning(time_limit)
-    options = ["--config", str(config)] if config else []
-    options += ["--container", container] if container else []
-    options += _strategy(strategy, workers, ps, container)
-    # A secret travels in the job's environment, not in a file.
-    for variable in map(variable_to_pass, env):
-        options += ["--env", str(variable)]
-    options += ["--"] if str(script).startswith("-") else []
     pattern = "%x-%A_%a.out" if array else "%x-%j.out"
     return JobRequest(
-        command=(*_hvdtrain(), "run", *options, str(script), *arguments),
-        job_name=job_name or script.stem,
+        command=command,
+        job_name=job_name or name,
         output=output or str(FOLDER / pattern),
         time=time_limit,
         array=array,
@@ -160,20 +139,42 @@ def request_of(
     )
 
 
-def _strategy(
-    strategy: str | None, workers: int | None, ps: int | None, container: str | None
-) -> list[str]:
-    """The options of `hvdtrain run`; what it would refuse is refused before the job waits."""
-    name = choose_strategy(strategy).name if strategy else HOROVOD
-    for option, number in (("--workers", workers), ("--ps", ps)):
+def _command(part: RunPart, variables: Iterable[EnvVar]) -> tuple[str, ...]:
+    """The `hvdtrain run` of the job. A secret travels in the job's environment, not in a file."""
+    secrets = [one.name for one in map(variable_to_pass, variables) if one.value is None]
+    words = without_values(part.words, secrets, len(part.program))
+    return (*_hvdtrain(), "run", *words)
+
+
+def _name(values: Mapping[str, Any]) -> str:
+    """Of what runs."""
+    program = program_of(values["script"], values["arguments"], module=values["module"])
+    name = program.name.name if program.kind == "module" else program.name.stem
+    return name or "job"
+
+
+def check_run(values: Mapping[str, Any]) -> None:
+    """Raise UsageError for what `hvdtrain run` would refuse wherever it runs, before the job waits."""
+    program = program_of(values["script"], values["arguments"], module=values["module"])
+    if program.kind == "script":
+        check_script(program.name)
+    for setting in settings_of(LaunchPlan):
+        check_bounds(setting, values[setting.field])
+    name = choose_strategy(values["strategy"]).name
+    for option, number in (("--workers", values["workers"]), ("--ps", values["ps"])):
         if number is not None and name != PARAMETER_SERVER:
             raise UsageError(f"{option} is for --strategy {PARAMETER_SERVER}")
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: give at least 1")
-    if container is not None and name != HOROVOD:
+    if values["container"] is not None and name != HOROVOD:
         raise UsageError(f"--container has no effect with --strategy {name}: leave it out")
-    given = (("--strategy", strategy), ("--workers", workers), ("--ps", ps))
-    return [word for option, value in given if value is not None for word in (option, str(value))]
+
+
+def _print(request: JobRequest, path: Path) -> None:
+    shown = replace(request, command=tuple(masked(request.command)))
+    click.echo(f"{batch_script(shown)}\n# {shlex.join(sbatch_argv(path))}")
+    if shown != request:
+        click.echo(f"before you submit this, put the secret values where {MASK} is", err=True)
 
 
 def _hvdtrain() -> tuple[str, ...]:
@@ -199,9 +200,12 @@ def _new_file(job_name: str) -> Path:
 
 
 def _write(path: Path, text: str, replacing: bool) -> None:
+    """Write a batch script, which only its owner may read: the script's arguments are in it."""
     _make_folder(path.parent)
     try:
-        with path.open("w" if replacing else "x", encoding="utf-8") as file:
+        if replacing:
+            path.unlink(missing_ok=True)
+        with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
             file.write(text)
     except OSError as error:
         raise UsageError(f"cannot write the batch script {path}: {error.strerror}") from error

@@ -14,10 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdtrain.cli import COMMANDS, main
-from hvdtrain.cli.run import run
 
 REPOSITORY = Path(__file__).parents[2]
-OPTIONS = Path(__file__).parent / "golden" / "run_options.txt"
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 
 
@@ -31,28 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").touch()
     (tmp_path / "hostfile").write_text("a slots=2\nb slots\n")
     return tmp_path
-
-
-def test_the_options_of_run_are_these() -> None:
-    """An option is a promise. If a difference is on purpose, renew the list:
-    HVDTRAIN_RENEW_GOLDEN=1 pytest tests/unit/test_cli_run.py -k options_of_run"""
-    lines = []
-    for parameter in run.params:
-        if isinstance(parameter, click.Argument):
-            lines.append(f"{parameter.human_readable_name} x{parameter.nargs}")
-            continue
-        names = " ".join([*parameter.opts, *parameter.secondary_opts])
-        kind = parameter.type
-        shape = "|".join(kind.choices) if isinstance(kind, click.Choice) else kind.name
-        shape += f" x{parameter.nargs}" if parameter.nargs > 1 else ""
-        default = parameter.to_info_dict()["default"]
-        repeated = ", again and again" if parameter.multiple else ""
-        variables = " ".join(parameter.envvar or ())
-        lines.append(f"{names} [{shape}{repeated}] default {default} from {variables}")
-    listed = "\n".join(lines) + "\n"
-    if os.environ.get("HVDTRAIN_RENEW_GOLDEN"):
-        OPTIONS.write_text(listed)
-    assert listed == OPTIONS.read_text(), test_the_options_of_run_are_these.__doc__
 
 
 @pytest.mark.parametrize(

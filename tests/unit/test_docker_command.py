@@ -12,8 +12,6 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.cli.docker import docker as command
-from hvdtrain.cli.docker import split
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.container.command import Container, Machine, docker_argv, passed_names
 from hvdtrain.launch.container.engine import ContainerEngine, check_gpus, read_info
@@ -131,30 +129,6 @@ def test_variables_by_name() -> None:
         passed_names(environ, ("OTHER",))
 
 
-@pytest.mark.parametrize(
-    ("line", "own", "run", "script"),
-    [
-        ("-np 4 train.py", "", "-np 4 train.py", "train.py"),
-        ("--image a:b -np 4 --shm-size=1g t.py -x 1", "--image a:b --shm-size=1g", "-np 4 t.py -x 1", "t.py"),
-        ("-np 2 --dry-run t.py --dry-run --image x", "--dry-run", "-np 2 t.py --dry-run --image x", "t.py"),
-        ("--all-ranks --gpus 2 -H a:1,b:1 t.py", "--gpus 2", "--all-ranks -H a:1,b:1 t.py", "t.py"),
-        ("--config=run.yaml --docker-arg=--cpus=2", "--docker-arg=--cpus=2", "--config=run.yaml", None),
-        ("--unknown --env A -- t.py", "--env A", "--unknown -- t.py", "t.py"),
-        ("--help", "--help", "", None),
-    ],
-)  # fmt: skip
-def test_the_two_parts_of_the_line(line: str, own: str, run: str, script: str | None) -> None:
-    own_words, part = split(line.split(), command)
-    assert (" ".join(own_words), " ".join(part.words), part.script) == (own, run, script)
-
-
-def test_the_options_are_these() -> None:
-    """Each is a promise: none comes or goes by accident."""
-    assert " ".join(name for one in command.params for name in one.opts) == (
-        "--image --engine --gpus --shm-size --volume --env --user --ssh-keys --ssh-port --sshd --docker-arg --dry-run"
-    )
-
-
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script, where programs are found only in `bin`."""
@@ -191,7 +165,7 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "s3cret" not in text
     assert f" --volume {work}:{work} --volume {keys}:/run/hvdtrain/ssh:ro " in text
     assert text.endswith(
-        " --env SECRET hvdtrain:cpu hvdtrain run --ssh-port 2300 --env SECRET -H a:2,b:2 train.py --lr 1\n"
+        " --env SECRET hvdtrain:cpu hvdtrain run --ssh-port 2300 --env SECRET --hosts a:2,b:2 train.py --lr 1\n"
     )
     code, text = call("--dry-run", "--engine", "docker", "train.py", "--api-key", "s3cret")
     assert code == 0
@@ -213,7 +187,7 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--config", "files.yaml"], "/t/t.json is not in the container"),
         (["--config", "hosts.yaml", "train.py"], "several hosts need keys"),
         (["--config", "none.yaml", "train.py"], "cannot read the configuration none.yaml"),
-        (["-np", "2"], "which script?"),
+        (["-np", "2"], "Missing argument 'SCRIPT'"),
         (["-H", "a:1,b:1", "train.py"], "several hosts need keys"),
         (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd runs no script: leave train.py out"),
         (["--env", "A=1", "train.py"], "--env A: give a name only"),

