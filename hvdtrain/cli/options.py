@@ -75,18 +75,19 @@ class SectionedCommand(click.Command):
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
         for group, title in {"own": "Options", **GROUPS}.items():
             rows = [
-                row for one in options if _group(one) == group and (row := one.get_help_record(ctx))
+                row
+                for one in options
+                if self._group(ctx, one) == group and (row := one.get_help_record(ctx))
             ]
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
 
-
-def _group(option: click.Option) -> str:
-    """The section of an option in --help."""
-    if isinstance(option, GroupedOption):
-        return option.group
-    return "about" if option.name == "help" else "own"
+    def _group(self, ctx: click.Context, option: click.Option) -> str:
+        """The section of an option in --help."""
+        if isinstance(option, GroupedOption):
+            return option.group
+        return "about" if option is self.get_help_option(ctx) else "own"
 
 
 class Parsed(click.ParamType):

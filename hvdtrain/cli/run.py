@@ -25,6 +25,7 @@ from hvdtrain.cli.options import (
 )
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import launch_command, with_settings
+from hvdtrain.launch.cores import usable_cores
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
 from hvdtrain.launch.hosts import read_hostfile
 from hvdtrain.launch.nested import check_started_once
@@ -41,8 +42,12 @@ from hvdtrain.launch.slurm.srun import (
     srun_command,
     used_hosts,
 )
+from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
+
+# Of a machine without GPUs, if nobody said how many.
+_MOST_WORKERS_OF_CORES = 8
 
 
 def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
@@ -306,4 +311,23 @@ def _number_of_ranks(values: dict[str, Any]) -> int:
         return sum(host.slots for host in values["hosts"])
     if "min_np" in values:
         return int(values["min_np"])
-    raise UsageError("how many workers? Give -np N, or the hosts with their slots")
+    if "host_discovery_script" in values:
+        raise UsageError("how many workers to start with? Give -np N")
+    number, reason = workers_here(len(visible_gpus(os.environ)), usable_cores)
+    click.echo(f"-np {number}: {reason}", err=True)
+    return number
+
+
+def workers_here(gpus: int, cores: Callable[[], int]) -> tuple[int, str]:
+    """The number of workers for this machine, and why.
+
+    A worker a core was faster than one worker with several, for networks of all but the widest layers; with many
+    cores it would be many copies of model and TensorFlow, and small shares of the batch.
+    """
+    if gpus:
+        return gpus, f"one worker for each GPU here ({gpus})"
+    found = cores()
+    number = min(found, _MOST_WORKERS_OF_CORES)
+    if number == found:
+        return number, f"there is no GPU here; one worker for each core ({found})"
+    return number, f"there is no GPU here; the {found} cores are shared by {number} workers"

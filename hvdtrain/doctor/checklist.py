@@ -22,8 +22,9 @@ from hvdtrain.doctor.memory import look_at_limits, look_at_shared_memory
 from hvdtrain.doctor.own_name import OWN_NAME, look_at_own_name
 from hvdtrain.doctor.slurm import look_at_slurm
 from hvdtrain.doctor.ssh import Ssh
-from hvdtrain.doctor.threads import cgroup_quota, look_at_threads
+from hvdtrain.doctor.threads import look_at_threads
 from hvdtrain.doctor.versions import look_at_versions
+from hvdtrain.launch.cores import cgroup_quota
 from hvdtrain.launch.engine import Controller
 from hvdtrain.worker.rank_environment import available_cores
 

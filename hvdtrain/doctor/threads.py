@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from hvdtrain.doctor.finding import Finding, fail, ok, warn
 
@@ -52,48 +51,3 @@ def settings_finding(environ: Mapping[str, str], cores: int) -> Finding:
     if any(int(value) > cores for value in given.values()):
         return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
     return ok(name, seen)
-
-
-def cgroup_quota(root: Path, own: Path) -> float | None:
-    """Cores' worth of time that the control groups of this process grant: the least on the way to the root.
-
-    Args:
-        root: /sys/fs/cgroup.
-        own: /proc/self/cgroup.
-    """
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return None
-    found = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, read = root, _read_v2
-        elif "cpu" in controllers.split(","):
-            base, read = root / "cpu", _read_v1
-        else:
-            continue
-        # In a container the path may be that of the host, where the file is that of the root.
-        folder = base / path.lstrip("/")
-        for place in (folder, *folder.parents):
-            if place.is_relative_to(base) and (quota := read(place)) is not None:
-                found.append(quota)
-    return min(found, default=None)
-
-
-def _read_v2(folder: Path) -> float | None:
-    try:
-        granted, period = (folder / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return None
-    return None if granted == "max" else int(granted) / int(period)
-
-
-def _read_v1(folder: Path) -> float | None:
-    try:
-        granted = int((folder / "cpu.cfs_quota_us").read_text())
-        period = int((folder / "cpu.cfs_period_us").read_text())
-    except (OSError, ValueError):
-        return None
-    return None if granted < 0 else granted / period

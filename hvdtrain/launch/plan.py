@@ -58,7 +58,7 @@ class LaunchPlan(Knobs):
             ),
             metavar="N",
             least=1,
-            unset="all slots of the hosts",
+            unset="all slots of the hosts or the job; else a worker a GPU, or a core, at most 8",
         ),
     ]
     controller: Annotated[

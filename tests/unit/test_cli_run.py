@@ -37,7 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
         (["-np", "0", "train.py"], "-np 0: give at least 1"),
         (["-np", "two", "train.py"], "'two' is not a valid integer"),
-        (["train.py"], "how many workers? Give -np N"),
+        (
+            ["--host-discovery-script", "x", "train.py"],
+            "how many workers to start with? Give -np N",
+        ),
         (["-np", "2"], "Missing argument 'SCRIPT'"),
         (
             ["-np", "2", "--dryrun", "train.py"],
@@ -192,6 +195,25 @@ def test_variables_for_the_workers_in_a_variable_are_words_of_a_shell(
     monkeypatch.setenv("HVDTRAIN_ENV", "'A=1")
     wrong = call("run", "--dry-run", "-np", "1", "train.py")
     assert (wrong.exit_code, wrong.stderr) == (2, "Error: HVDTRAIN_ENV: no closing quotation\n")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "number", "reason"),
+    [
+        (4, 64, 4, "one worker for each GPU here (4)"),
+        (0, 2, 2, "there is no GPU here; one worker for each core (2)"),
+        (0, 64, 8, "there is no GPU here; the 64 cores are shared by 8 workers"),
+    ],
+)
+def test_without_numbers_it_takes_what_is_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, number: int, reason: str
+) -> None:
+    module = sys.modules["hvdtrain.cli.run"]
+    monkeypatch.setattr(module, "visible_gpus", lambda _: ("0",) * gpus)
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    result = call("run", "--dry-run", "train.py")
+    assert f" -np {number} " in result.stdout
+    assert result.stderr == f"-np {number}: {reason}\n"
 
 
 @pytest.mark.parametrize("name", ["HVDTRAIN_NP", "HVDTRAIN_NUM_PROC"])

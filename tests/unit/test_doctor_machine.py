@@ -17,7 +17,8 @@ from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.memory import MEGABYTE, look_at_limits, look_at_shared_memory
 from hvdtrain.doctor.own_name import look_at_own_name
 from hvdtrain.doctor.slurm import look_at_slurm
-from hvdtrain.doctor.threads import cgroup_quota, look_at_threads
+from hvdtrain.doctor.threads import look_at_threads
+from hvdtrain.launch.cores import cgroup_quota, physical_cores
 
 
 def statuses(findings: Any) -> list[str]:
@@ -252,3 +253,13 @@ def test_gpus_in_containers(tmp_path: Path) -> None:
     (tmp_path / "c/cdi").mkdir(parents=True)
     (tmp_path / "c/cdi/nvidia.yaml").touch()
     assert containers(tmp_path / "c", podman="echo 4.3.1", **smi)[1].status == "ok"
+
+
+def test_physical_cores(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert physical_cores({0, 2}, tmp_path) == 1
+    assert physical_cores({3, 7, 8}, tmp_path) == 3, "7 and 8 tell nothing"

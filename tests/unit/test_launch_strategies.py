@@ -122,7 +122,11 @@ def test_the_gpus_that_a_program_may_use(
 
 
 def test_without_nvidias_program_there_is_no_gpu(tmp_path: Path) -> None:
-    assert visible_gpus(path_with(tmp_path, {})) == ()
+    assert visible_gpus(path_with(tmp_path, {}), tmp_path) == ()
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert visible_gpus(path_with(tmp_path, {}), tmp_path) == ("0", "1")
 
 
 def test_where_a_tpu_is(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 _SECONDS = 20
 """nvidia-smi takes seconds where the driver is not kept loaded."""
 _TPU_NAME = "TPU_NAME"
+_GPU_FILES = "dev/nvidia[0-9]*"
 # The device files of a TPU's chips: accelerators of the host's, or VFIO groups.
 _TPU_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
 
 
-def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
     """The NVIDIA GPUs that a program may use here, as CUDA_VISIBLE_DEVICES names them.
 
     As in CUDA, its list ends at the first entry that names none.
@@ -23,7 +24,7 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and not _entries(chosen):
         return ()
-    count = _count_gpus(environ)
+    count = _count_gpus(environ, root)
     if chosen is None:
         return tuple(map(str, range(count)))
     return _entries(chosen)[:count]
@@ -51,10 +52,10 @@ def _entries(chosen: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _count_gpus(environ: Mapping[str, str]) -> int:
+def _count_gpus(environ: Mapping[str, str], root: Path) -> int:
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
     if program is None:
-        return 0
+        return len(list(root.glob(_GPU_FILES)))
     try:
         said = subprocess.run(
             [program, "--list-gpus"], capture_output=True, text=True, timeout=_SECONDS
