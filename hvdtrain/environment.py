@@ -32,3 +32,6 @@ EXIT_SIGNAL_BASE = 128
 
 RANK_CORES = "HVDTRAIN_RANK_CORES"
 """The cores of this rank alone, where the launcher knows them (srun, which may have bound it to them)."""
+
+FORWARD = "HVDTRAIN_FORWARD"
+"""Names, with commas between, of the variables that --env asked to travel to the ranks on all hosts."""

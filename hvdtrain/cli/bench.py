@@ -21,8 +21,9 @@ from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import StartPass, measure_startup, median
-from hvdtrain.launch.command import launch_command
+from hvdtrain.launch.command import this_site
 from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
+from hvdtrain.launch.launchers import horovodrun
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.bounded import ending_commands
 
@@ -316,14 +317,15 @@ def _again(context: click.Context) -> str:
 
 def _launcher(controller: str) -> tuple[Launch, str]:
     """Return what composes the argv of a script on so many ranks, and the controller that it takes."""
-    engine, mpirun = find_engine(), find_mpirun()
-    chosen = choose_controller(controller, engine.built, mpirun)
+    engine, site = find_engine(), this_site()
+    chosen = choose_controller(controller, engine.built, site.mpirun)
 
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         if np == 1:
             return [sys.executable, str(script), *arguments]
         plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
-        return launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
+        prepared = horovodrun.prepare(plan, site)
+        return prepared.with_settings(prepared.argv)
 
     return launch, chosen
 

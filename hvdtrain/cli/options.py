@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 import click
+from click.shell_completion import CompletionItem
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, parse_hosts
+from hvdtrain.launch.launchers import LAUNCHERS, launcher_names
 from hvdtrain.launch.options import GROUPS, Setting, settings_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
@@ -117,6 +119,29 @@ class Variables(Parsed):
             raise UsageError(f"HVDTRAIN_ENV: {str(error).lower()}") from None
 
 
+class LauncherChoice(click.Choice[str]):
+    """The name of a launcher. Those of other distributions are looked for only when they are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__(["auto", *LAUNCHERS])
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in self.choices:
+            return value
+        return self._of_all().convert(value, param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        return self._of_all().get_metavar(param, ctx)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return self._of_all().shell_complete(ctx, param, incomplete)
+
+    def _of_all(self) -> click.Choice[str]:
+        return click.Choice(["auto", *launcher_names()])
+
+
 def expanded(text: str) -> Path:
     """A path, with ~ for the home folder: files and variables are not expanded by a shell."""
     return Path(text).expanduser()
@@ -125,6 +150,7 @@ def expanded(text: str) -> Path:
 PATH = Parsed("path", Path, expanded)
 HOSTS = Parsed("hosts", tuple, parse_hosts)
 NAMES = Parsed("names", tuple, lambda text: tuple(name.strip() for name in text.split(",")))
+LAUNCHER = LauncherChoice()
 VARIABLE = Variables("variable", EnvVar, parse_variable)
 
 
@@ -215,6 +241,8 @@ def _type(setting: Setting) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         auto = ("auto",) if setting.field in _WITH_AUTO else ()
         return {"type": click.Choice([*auto, *get_args(kind)], case_sensitive=False)}
+    if setting.field == "launcher":
+        return {"type": LAUNCHER}
     if kind == tuple[EnvVar, ...]:
         return {"type": VARIABLE, "multiple": True}
     if kind == tuple[str, ...]:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -24,10 +24,12 @@ from hvdtrain.cli.options import (
     strategy_options,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import launch_command, with_settings
+from hvdtrain.launch.command import Prepared, Site, this_site
 from hvdtrain.launch.cores import usable_cores
-from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
+from hvdtrain.launch.engine import choose_controller, find_engine
 from hvdtrain.launch.hosts import read_hostfile
+from hvdtrain.launch.launchers import find_launcher
+from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
 from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
@@ -35,16 +37,9 @@ from hvdtrain.launch.program import program_of
 from hvdtrain.launch.rules import fitting_stall_times
 from hvdtrain.launch.running.session import View, run_launch
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
-from hvdtrain.launch.slurm.srun import (
-    Container,
-    choose_launcher,
-    choose_srun_controller,
-    srun_command,
-    used_hosts,
-)
 from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.variables import EnvVar
-from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, STRATEGY, choose_strategy
+from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, choose_strategy
 
 # Of a machine without GPUs, if nobody said how many.
 _MOST_WORKERS_OF_CORES = 8
@@ -164,36 +159,22 @@ def run(
         from hvdtrain.cli.run_strategy import other_launch
 
         env = tuple(map(variable_to_pass, values["env"]))
-        argv, members = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
-        if dry_run:
-            print_command(argv, left_out)
-            return
-        _run_command(argv, view, members=members)
+        launch = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
+        _print_or_run(launch, view, dry_run, left_out)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
         if number is not None:
             raise UsageError(
                 f"{name} is for --strategy {PARAMETER_SERVER}; Horovod's workers: -np N"
             )
-    mpirun = find_mpirun()
     if container is not None:
         values["launcher"] = _launcher_of_containers(values["launcher"])
     own_hosts = any(values.get(name) for name in ("hosts", "hostfile", "host_discovery_script"))
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
-    plan = plan_of(values, mpirun, allocation)
-    if plan.launcher == "srun" and allocation is not None:
-        box = None if container is None else Container(container, str(Path.cwd()))
-        argv = srun_command(plan, allocation, box)
-    else:
-        argv = launch_command(plan, path=os.environ.get("PATH", ""), mpirun=mpirun)
-    if os.environ.get(STRATEGY, HOROVOD) != HOROVOD:
-        # The ranks' Trainer reads it; --strategy says otherwise.
-        argv = with_settings({STRATEGY: HOROVOD}, argv)
-    if dry_run:
-        print_command(argv, left_out)
-        return
-    _run_command(argv, view, elastic=plan.elastic)
+    site = this_site(allocation, container)
+    plan = plan_of(values, site)
+    _print_or_run(find_launcher(plan.launcher)(plan, site), view, dry_run, left_out)
 
 
 def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
@@ -218,25 +199,33 @@ def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
         click.echo(f"before you paste this, put the secret values where {MASK} is", err=True)
 
 
-def _run_command(argv: Sequence[str], view: View, **launch: Any) -> NoReturn:
-    """Run the command, and exit as it does."""
+def _print_or_run(launch: Prepared, view: View, dry_run: bool, left_out: Sequence[str]) -> None:
+    """Print the command, or run it and exit as it does."""
+    if dry_run:
+        print_command(launch.typed, left_out)
+        if launch.lacks:
+            click.echo(launch.lacks, err=True)
+        return
     if view.verbose:
-        click.echo(shlex.join(masked(argv)), err=True)
-    sys.exit(run_launch(argv, view, **launch))
+        click.echo(shlex.join(masked(launch.typed)), err=True)
+    environ = launch.environment(os.environ)
+    sys.exit(
+        run_launch(
+            launch.argv, view, environ=environ, elastic=launch.elastic, members=launch.members
+        )
+    )
 
 
 def _launcher_of_containers(wanted: str) -> str:
-    if wanted == "horovodrun":
+    if wanted not in {"auto", "srun"}:
         raise UsageError(
-            "--container is for workers that srun starts: leave out --launcher horovodrun; "
+            f"--container is for workers that srun starts: leave out --launcher {wanted}; "
             "on one machine, hvdtrain docker runs them in a container"
         )
     return "srun"
 
 
-def plan_of(
-    values: dict[str, Any], mpirun: str | None, allocation: Allocation | None
-) -> LaunchPlan:
+def plan_of(values: dict[str, Any], site: Site) -> LaunchPlan:
     """The plan that the options `values` ask for, here. Raises UsageError."""
     values = {name: value for name, value in values.items() if value is not None}
     hostfile = values.pop("hostfile", None)
@@ -245,9 +234,9 @@ def plan_of(
             raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
         values["hosts"] = read_hostfile(hostfile)
     elastic = bool({"host_discovery_script", "min_np", "max_np"} & values.keys())
-    _choose_place(values, elastic, allocation)
+    _choose_place(values, elastic, site.allocation)
     _choose_stall_times(values)
-    engine, wanted = find_engine(), values["controller"]
+    engine, wanted, mpirun = find_engine(), values["controller"], site.mpirun
     if elastic and wanted == "auto":
         wanted = "gloo"
     if values["launcher"] == "srun":

@@ -10,23 +10,22 @@ import click
 from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Prepared, this_site
 from hvdtrain.launch.hosts import Host, read_hostfile
-from hvdtrain.launch.options import settings_of
-from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import check_bounds, check_script, check_variables
-from hvdtrain.launch.running.members import ALONE, Members
-from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
-from hvdtrain.launch.slurm.srun import choose_launcher
-from hvdtrain.launch.strategies.one_process import check_here, one_process_command
-from hvdtrain.launch.strategies.script import Script
-from hvdtrain.launch.strategies.servers import (
+from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
+from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
+from hvdtrain.launch.launchers.parameter_servers import (
     ServerPlan,
     Ssh,
     number_of_workers,
     roomy,
-    server_command,
 )
+from hvdtrain.launch.launchers.srun import choose_launcher
+from hvdtrain.launch.options import settings_of
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program, program_of
+from hvdtrain.launch.rules import check_bounds, check_script, check_variables
+from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
@@ -57,8 +56,8 @@ def other_launch(
     workers: int | None,
     ps: int | None,
     values: dict[str, Any],
-) -> tuple[list[str], Members]:
-    """The command, and its processes. Raises UsageError.
+) -> Prepared:
+    """The launch. Raises UsageError.
 
     Args:
         values: of the options of `hvdtrain run`.
@@ -76,14 +75,14 @@ def other_launch(
         if setting.field in allowed:
             check_bounds(setting, values.get(setting.field))
     check_variables(values["env"])
-    script = Script(program, values["env"])
     if not servers:
         replicas = values.get("np")
         if not ctx.params["dry_run"]:
             check_here(strategy, replicas, os.environ)
-        return one_process_command(strategy, script, replicas, os.environ), ALONE
-    plan = _server_plan(workers, 1 if ps is None else ps, values)
-    return server_command(plan, script), plan.members
+        plan = OneProcessPlan(strategy, program, values["env"], replicas)
+        return one_process.prepare(plan, this_site())
+    servers_plan = _server_plan(program, workers, 1 if ps is None else ps, values)
+    return parameter_servers.prepare(servers_plan, this_site())
 
 
 def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
@@ -111,7 +110,9 @@ def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
     return void
 
 
-def _server_plan(workers: int | None, servers: int, values: dict[str, Any]) -> ServerPlan:
+def _server_plan(
+    program: Program, workers: int | None, servers: int, values: dict[str, Any]
+) -> ServerPlan:
     hosts: tuple[Host, ...] = values.get("hosts") or ()
     hostfile: Path | None = values.get("hostfile")
     if hostfile is not None:
@@ -125,12 +126,18 @@ def _server_plan(workers: int | None, servers: int, values: dict[str, Any]) -> S
         hosts = _of_job(allocation, wanted)
     workers = number_of_workers(workers, servers, hosts)
     launcher = choose_launcher(values["launcher"], allocation, hosts)
+    if launcher not in LAUNCHERS:
+        raise UsageError(
+            f"--launcher {launcher} starts Horovod's workers: leave it out, and ssh reaches the hosts"
+        )
     if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
         hosts, launcher = (), "horovodrun"  # This machine; its name need not resolve here.
     key = values.get("ssh_identity_file")
     if key is not None and not key.is_file():
         raise UsageError(f"--ssh-identity-file: there is no file {key}")
     return ServerPlan(
+        program=program,
+        env=values["env"],
         workers=workers,
         servers=servers,
         hosts=hosts,

@@ -1,62 +1,122 @@
-"""LaunchPlan -> the whole command that runs it. What is printed is what runs.
+"""What a launcher is told, and what it answers: where the launch starts, and the command that starts its processes.
 
-The command is `hvdtrain.start.horovodrun`, Horovod's own launcher in a process that knows what
-Horovod was built with and which variables may travel.
+What is printed is what runs. Only the first words may differ: a program of hvdtrain's may stand in for the one that a
+user has, and takes the very same arguments.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from hvdtrain.launch import program
-from hvdtrain.launch.horovodrun import horovodrun_options
+from hvdtrain.launch.engine import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.running.members import RANKS, Members
+from hvdtrain.launch.slurm.allocation import Allocation
+from hvdtrain.launch.variables import EnvVar
+from hvdtrain.rank_variables import CONTROLLER
+from hvdtrain.strategy_names import HOROVOD, STRATEGY
 
 
-def launch_command(plan: LaunchPlan, *, path: str, mpirun: str | None) -> list[str]:
-    """`env NAME=VALUE... python -m hvdtrain.start.horovodrun --env NAME... -- OPTIONS COMMAND`.
+@dataclass(frozen=True)
+class Site:
+    """Where a launch starts.
 
-    Args:
-        plan: what to launch. A secret in `plan.env` has no value: it is in the environment.
-        path: the user's PATH.
-        mpirun: the mpirun to use, absolute.
+    Attributes:
+        environ: of the process that starts it.
+        folder: the current one, absolute.
+        horovodrun: how to call the horovodrun of this Python.
+        mpirun: the mpirun to use, absolute; None if there is none.
+        allocation: the nodes of the Slurm job that this is in, if it is to be used.
+        image: that the ranks are to run in, by a launcher that can.
     """
-    settings = {
-        **_launcher_settings(plan, path, mpirun),
-        **{one.name: one.value for one in plan.env if one.value is not None},
-    }
-    command = [
-        *(sys.executable, "-m", "hvdtrain.start.horovodrun"),
-        *(part for one in plan.env for part in ("--env", one.name)),
-        "--",
-        *horovodrun_options(plan),
-        *rank_command(plan),
-    ]
-    return with_settings(settings, command)
+
+    environ: Mapping[str, str] = field(repr=False)
+    folder: str = "."
+    horovodrun: str = "horovodrun"
+    mpirun: str | None = None
+    allocation: Allocation | None = None
+    image: str | None = None
 
 
-def with_settings(settings: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-    """`argv` as a command that sets these variables as well."""
-    words = [f"{name}={value}" for name, value in settings.items()]
-    return ["env", *words, *(argv[1:] if argv[0] == "env" else argv)] if words else list(argv)
+def this_site(allocation: Allocation | None = None, image: str | None = None) -> Site:
+    """Where this process is."""
+    own = Path(sys.executable).with_name("horovodrun")
+    found = shutil.which("horovodrun")
+    elsewhere = own.exists() and not (found and Path(found).samefile(own))
+    return Site(
+        environ=dict(os.environ),
+        folder=str(Path.cwd()),
+        horovodrun=str(own) if elsewhere else "horovodrun",
+        mpirun=find_mpirun(),
+        allocation=allocation,
+        image=image,
+    )
 
 
-def rank_command(plan: LaunchPlan) -> list[str]:
-    """What each rank runs."""
-    return program.rank_command(plan.program)
+@dataclass(frozen=True)
+class Prepared:
+    """A launch that is ready to start.
+
+    Attributes:
+        words: the command, as a user would type it.
+        settings: variables to set for it beside those that there are; None takes one away.
+        stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
+        for_stand_in: variables for `stand_in` alone.
+        lacks: what a user who pastes the command must know, in one line.
+        members: what its processes are called.
+        elastic: whether the others go on without a rank that fails.
+    """
+
+    words: tuple[str, ...]
+    settings: Mapping[str, str | None] = field(default_factory=dict)
+    stand_in: tuple[str, ...] = ()
+    for_stand_in: Mapping[str, str] = field(default_factory=dict)
+    lacks: str = ""
+    members: Members = RANKS
+    elastic: bool = False
+
+    @property
+    def argv(self) -> list[str]:
+        """What is started."""
+        return [*self.stand_in, *self.words[1:]] if self.stand_in else list(self.words)
+
+    @property
+    def typed(self) -> list[str]:
+        """The command as a user can type it, which sets the variables as well."""
+        return self.with_settings(self.words)
+
+    def with_settings(self, argv: Sequence[str]) -> list[str]:
+        """`argv` as a command that sets the variables, too."""
+        changes = self.settings.items()
+        unset = [word for name, value in changes if value is None for word in ("-u", name)]
+        values = [f"{name}={value}" for name, value in changes if value is not None]
+        return [*(["env", *unset, *values] if changes else []), *argv]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ` with what is set for what is started."""
+        changed = {**environ, **self.settings, **self.for_stand_in}
+        return {name: value for name, value in changed.items() if value is not None}
 
 
-def _launcher_settings(plan: LaunchPlan, path: str, mpirun: str | None) -> dict[str, str]:
-    """What the launcher's environment needs beyond the user's own."""
-    settings = {}
-    if plan.controller == "mpi":
-        # A rank that waits for a message polls; where ranks fill the cores, it polls on a core that
-        # another one needs (see `hvdtrain.runtime` for the figures).
-        settings["OMPI_MCA_mpi_yield_when_idle"] = "1"
-        # horovodrun takes mpirun from PATH, which lacks it when the environment is not activated.
-        if mpirun and str(Path(mpirun).parent) not in path.split(os.pathsep):
-            settings["PATH"] = f"{Path(mpirun).parent}{os.pathsep}{path}"
-    return settings
+def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that a launcher sets for every rank.
+
+    A secret has its value in `environ` and none here. What was exported for launches of another kind does not reach the
+    ranks.
+    """
+    settings: dict[str, str | None] = {}
+    if environ.get(STRATEGY, HOROVOD) != HOROVOD:
+        settings[STRATEGY] = HOROVOD
+    if environ.get(CONTROLLER, plan.controller).lower() != plan.controller:
+        settings[CONTROLLER] = None
+    return settings | values_of(plan.env)
+
+
+def values_of(variables: Sequence[EnvVar]) -> dict[str, str]:
+    """Those of the variables whose values a command may show."""
+    return {one.name: one.value for one in variables if one.value is not None}

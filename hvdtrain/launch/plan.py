@@ -14,7 +14,7 @@ see `options` for what stands at each field. Left out of horovodrun's options, o
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
@@ -23,8 +23,7 @@ from hvdtrain.launch.options import Option
 from hvdtrain.launch.program import Kind, Program
 from hvdtrain.launch.rules import check
 from hvdtrain.launch.variables import EnvVar
-
-Launcher = Literal["horovodrun", "srun"]
+from hvdtrain.rank_variables import CONTROLLER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,10 +66,11 @@ class LaunchPlan(Knobs):
             "basic",
             "What the workers coordinate through; auto: MPI if Horovod was built with it, else Gloo.",
             aliases=("--gloo", "--mpi"),
+            environment=CONTROLLER,
         ),
     ]
     launcher: Annotated[
-        Launcher,
+        str,
         Option(
             "basic",
             "What starts the workers; auto: srun in a Slurm job of several nodes, else horovodrun.",

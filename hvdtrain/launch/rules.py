@@ -76,7 +76,7 @@ CONDITIONS: dict[Need, Condition] = {
     "horovodrun": Condition(
         ("launcher",),
         lambda plan: plan.launcher == "horovodrun",
-        "srun starts the workers; leave it out, or add --launcher horovodrun",
+        "another launcher starts the workers; leave it out, or add --launcher horovodrun",
     ),
 }
 # Of these only one can be given. (A hostfile is read before there is a plan.)

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hvdtrain.environment import FORWARD
 from hvdtrain.errors import UsageError
 from hvdtrain.rank_variables import is_of_launch
 
@@ -41,6 +42,11 @@ class EnvVar:
 def is_name(text: str) -> bool:
     """Whether a shell takes `text` for the name of a variable. The environment may hold others."""
     return bool(_NAME.fullmatch(text))
+
+
+def forwarded(environ: Mapping[str, str]) -> frozenset[str]:
+    """The names that `--env` asked for, as a launch tells the program that it starts."""
+    return frozenset(filter(None, environ.get(FORWARD, "").split(",")))
 
 
 def parse_variable(text: str) -> EnvVar:

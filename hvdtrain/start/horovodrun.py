@@ -1,12 +1,12 @@
 """Horovod's own launcher, told what horovodrun would have to ask, and watched over:
 
-    python -m hvdtrain.start.horovodrun [--env NAME]... -- OPTIONS COMMAND...
+    python -m hvdtrain.start.horovodrun OPTIONS COMMAND...
 
-takes the options of horovodrun. What is different:
+takes the arguments of horovodrun, and stands in for it. What is different:
 
 - What Horovod was built with is read off its extension; horovodrun imports TensorFlow to ask (3 to
   4 seconds).
-- Only a named set of environment variables and what `--env` names go to other hosts (see
+- Only a named set of environment variables, and those that HVDTRAIN_FORWARD names, go to other hosts (see
   `hvdtrain.launch.passing`), and no value that looks secret stands in a command line; horovodrun
   puts every variable there.
 - Each of the other hosts is asked once, all at a time, whether it can run ranks (`keepers`); this

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, FORWARD, LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.engine import find_engine
 from hvdtrain.launch.host_report import (
@@ -27,7 +27,7 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.passing import acts_at_start, looks_secret, travelling
-from hvdtrain.launch.variables import without_value
+from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.start.elastic_hosts import ElasticHosts, ElasticKeepers, FitHosts
 from hvdtrain.start.horovods import (
     horovod_hosts,
@@ -48,13 +48,13 @@ _PATH_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
-    """Launch with the arguments of `hvdtrain.start.horovodrun`; returns the exit code."""
-    own, horovods = split_arguments(arguments)
-    asked = own_arguments(own)
+    """Launch with the arguments of horovodrun; returns the exit code."""
+    asked = forwarded(os.environ)
+    os.environ.pop(FORWARD, None)
     if missing := without_value(asked, os.environ):
         print(f"hvdtrain: {missing}", file=sys.stderr)
         return EXIT_USAGE
-    sys.argv = ["horovodrun", *horovods]
+    sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
@@ -80,21 +80,6 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         return supervise(lambda: _run_horovod(parsed, hosts), launch_id, keepers)
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and after the first `--`."""
-    if "--" not in arguments:
-        sys.exit("usage: python -m hvdtrain.start.horovodrun [--env NAME]... -- OPTIONS COMMAND...")
-    at = list(arguments).index("--")
-    return list(arguments[:at]), list(arguments[at + 1 :])
-
-
-def own_arguments(arguments: Sequence[str]) -> frozenset[str]:
-    """The names that `--env` asks for."""
-    parser = argparse.ArgumentParser(prog="hvdtrain.start.horovodrun")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME")
-    return frozenset(parser.parse_args(arguments).env)
 
 
 def exit_code_of(error: Exception) -> int:

@@ -1,6 +1,6 @@
 """Ranks by srun, with all that horovodrun would tell them:
 
-    python -m hvdtrain.start.srun [--env NAME]... -- OPTIONS srun SRUN-OPTIONS COMMAND...
+    python -m hvdtrain.start.srun OPTIONS srun SRUN-OPTIONS COMMAND...
 
 takes the options of horovodrun and leaves to srun what they say about hosts and ssh. Over Gloo,
 Horovod's rendezvous server runs in this process, at which the ranks find each other. The ranks get
@@ -34,7 +34,7 @@ from hvdtrain.launch.slurm.task import (
     RENDEZVOUS_PORT,
     environment_of_srun,
 )
-from hvdtrain.launch.variables import without_value
+from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.keeper import own_report
 from hvdtrain.start.rendezvous import Rendezvous
@@ -44,12 +44,11 @@ LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
-    split = sys.argv.index("--")
-    asked = sys.argv[2:split:2]
+    asked = forwarded(os.environ)
     if missing := without_value(asked, os.environ):
         print(f"hvdtrain: {missing}", file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    sys.argv = ["horovodrun", *sys.argv[split + 1 :]]
+    sys.argv[0] = "horovodrun"
     options = launch.parse_args()
     environment = environment_of_srun(dict(os.environ), asked)
     set_env_from_args(environment, options)

@@ -113,7 +113,7 @@ def test_a_machine_without_it_is_told_at_once(
     strategy: str, lacks: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", path_with(folder / "bin", {})["PATH"])
-    monkeypatch.setattr("hvdtrain.launch.strategies.one_process.tpu_here", lambda environ: "")
+    monkeypatch.setattr("hvdtrain.launch.launchers.one_process.tpu_here", lambda environ: "")
     result = call("run", "--strategy", strategy, "train.py")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith(f"Error: strategy {strategy} needs")
@@ -171,7 +171,7 @@ def test_horovods_ranks_do_not_get_another_strategy_from_the_environment(
     words = ["run", "--dry-run", "--strategy", "horovod", "-np", "1"]
     for more in ([], ["--env", "A=b"]):
         printed = shlex.split(call(*words, *more, "train.py").stdout)
-        assert printed[:2] == ["env", "HVDTRAIN_STRATEGY=horovod"]
+        assert "HVDTRAIN_STRATEGY=horovod" in printed[: printed.index("horovodrun")]
         assert ("A=b" in printed, printed.count("env")) == (bool(more), 1)
 
 

@@ -93,7 +93,7 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
     assert printed.endswith("hvdtrain.worker train.py --lr 0.10 --fast no --epochs 5\n")
     assert "-np 4 --gloo -H a:2,b:2 --network-interfaces eth0,ib0 " in printed
     assert printed.startswith("env A=1.10 ON=yes ")
-    assert "--env A --env ON --env FROM_HERE -- " in printed
+    assert printed.startswith("env A=1.10 ON=yes horovodrun -np 4 ")
     assert " --tcp " in printed
     other = call("--config", "run.yaml", "--dry-run", "train.py", "--epochs", "9", FROM_HERE="x")
     assert other.stdout.endswith("hvdtrain.worker train.py --epochs 9\n")
@@ -201,8 +201,8 @@ def test_horovods_own_layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         hosts = ["-H", "a:1,b:1"]
         printed = call("--config", "mine.yaml", *hosts, "--dry-run", "train.py")
         assert printed.exit_code == 0, printed.stderr
-        words = printed.stdout.split(" -- ")[1].split()
-        monkeypatch.setattr(sys, "argv", ["horovodrun", *words])
+        words = printed.stdout.split()
+        monkeypatch.setattr(sys, "argv", words[words.index("horovodrun") :])
         mine |= config_parser.set_env_from_args({}, horovod_launch.parse_args())
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "--config-file", "run.yaml", "x"])
     theirs = config_parser.set_env_from_args({}, horovod_launch.parse_args())
@@ -268,11 +268,12 @@ def test_secrets_are_not_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "env: {API_TOKEN: null, A: open}" in result.stdout
     printed = call("--dry-run", *args)
     assert "hush" not in printed.output
-    assert "--env API_TOKEN" in printed.stdout
+    assert " A=open " in printed.stdout
+    assert "before you paste this, set API_TOKEN" in printed.stderr
 
 
 # What decides over other options, and what comes in several forms, has its tests above.
-DECIDING = {"controller", "autotune", "env", "host_discovery_script", "torus_allreduce"}
+DECIDING = {"controller", "launcher", "autotune", "env", "host_discovery_script", "torus_allreduce"}
 SETTINGS = [setting for setting in settings_of(LaunchPlan) if setting.field not in DECIDING]
 TEXT = st.text(
     st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=9

@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.launch.command import launch_command
+from hvdtrain.launch.command import Site
 from hvdtrain.launch.engine import built_controllers, choose_controller
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.launchers.horovodrun import prepare
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
 
-STARTER = (sys.executable, "-m", "hvdtrain.start.horovodrun")
+STAND_IN = [sys.executable, "-m", "hvdtrain.start.horovodrun"]
+SITE = Site({"PATH": "/bin"}, horovodrun="/venv/bin/horovodrun", mpirun="/bin/mpirun")
 
 
 @pytest.fixture
@@ -106,7 +108,10 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
         ({"thread_affinity": 0}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
         ({"thread_affinity": 0, "hosts": HOSTS}, "--env HOROVOD_THREAD_AFFINITY=0,1"),
         *(
-            ({name: value, "launcher": "srun", "controller": "mpi"}, "srun starts the workers")
+            (
+                {name: value, "launcher": "srun", "controller": "mpi"},
+                "another launcher starts the workers",
+            )
             for name, value in {
                 "output_filename": Path("o"),
                 "disable_cache": True,
@@ -202,12 +207,14 @@ def test_stalls_may_be_left_alone(script: Path) -> None:
 
 
 def test_the_smallest_command(script: Path) -> None:
-    argv = launch_command(plan_of(script), path="/bin", mpirun=None)
-    assert argv == [
-        *(*STARTER, "--", "-np", "2", "--gloo"),
+    launch = prepare(plan_of(script), SITE)
+    assert launch.typed == [
+        *("/venv/bin/horovodrun", "-np", "2", "--gloo"),
         *("--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "50"),
         *(sys.executable, "-m", "hvdtrain.worker", str(script)),
     ]
+    assert launch.argv == [*STAND_IN, *launch.typed[1:]]
+    assert launch.environment({"A": "1"}) == {"A": "1"}
 
 
 def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
@@ -229,25 +236,44 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
         env=(EnvVar("A", "1"), EnvVar("B"), EnvVar("C", "x y")),
         verbose=True,
     )
-    assert launch_command(plan, path="/bin", mpirun="/bin/mpirun") == [
-        *("env", "OMPI_MCA_mpi_yield_when_idle=1", "A=1", "C=x y", *STARTER),
-        *("--env", "A", "--env", "B", "--env", "C", "--"),
+    launch = prepare(plan, SITE)
+    assert launch.typed == [
+        *("env", "OMPI_MCA_mpi_yield_when_idle=1", "A=1", "C=x y", "/venv/bin/horovodrun"),
         *("-np", "3", "--mpi", "--verbose", "-H", "a:1,b:2"),
         *("--network-interfaces", "eth0,ib0", "--start-timeout", "60"),
         *("--ssh-port", "2222", "--ssh-identity-file", str(key)),
         *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "0"),
         *("/usr/bin/python3", "-m", "hvdtrain.worker", str(script), "--epochs", "2", "a; rm -rf b"),
     ]
+    # No value stands in the command line of what runs.
+    assert launch.argv == [*STAND_IN, *launch.typed[5:]]
+    assert launch.environment({"B": "hush", "C": "old"}) == {
+        **{"A": "1", "B": "hush", "C": "x y", "OMPI_MCA_mpi_yield_when_idle": "1"},
+        "HVDTRAIN_FORWARD": "A,B,C",
+    }
 
 
 def test_mpirun_is_found_without_activating_its_environment(script: Path) -> None:
     plan = plan_of(script, controller="mpi")
     mpirun = "/venv/bin/mpirun"
-    outside = launch_command(plan, path="/usr/bin:/bin", mpirun=mpirun)
-    inside = launch_command(plan, path="/venv/bin:/usr/bin", mpirun=mpirun)
-    assert "PATH=/venv/bin:/usr/bin:/bin" in outside
-    assert not any(part.startswith("PATH=") for part in inside)
-    assert launch_command(plan_of(script), path="/usr/bin", mpirun=mpirun)[0] == sys.executable
+    outside = prepare(plan, Site({"PATH": "/usr/bin:/bin"}, mpirun=mpirun))
+    inside = prepare(plan, Site({"PATH": "/venv/bin:/usr/bin"}, mpirun=mpirun))
+    assert outside.settings["PATH"] == "/venv/bin:/usr/bin:/bin"
+    assert "PATH" not in inside.settings
+    assert not prepare(plan_of(script), Site({}, mpirun=mpirun)).settings
+
+
+@pytest.mark.parametrize("exported", ["gloo", "MPI", "mpi"])
+def test_what_was_exported_for_another_launch_is_taken_away(script: Path, exported: str) -> None:
+    """Ranks that mpirun starts would wait for Gloo's rendezvous."""
+    site = Site({"HOROVOD_CONTROLLER": exported, "HVDTRAIN_STRATEGY": "tpu", "A": "b"})
+    launch = prepare(plan_of(script, controller="mpi"), site)
+    words = ["env", "-u", "HOROVOD_CONTROLLER"] if exported == "gloo" else ["env"]
+    assert launch.typed[: len(words)] == words
+    assert "HVDTRAIN_STRATEGY=horovod" in launch.typed
+    left = launch.environment(site.environ)
+    assert left.get("HOROVOD_CONTROLLER") == (None if exported == "gloo" else exported)
+    assert left["A"] == "b"
 
 
 def test_what_an_extension_was_built_with(tmp_path: Path) -> None:

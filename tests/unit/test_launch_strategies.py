@@ -9,33 +9,35 @@ import pytest
 from fake_programs import path_with
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Site
 from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.launchers import one_process, parameter_servers
+from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
+from hvdtrain.launch.launchers.parameter_servers import ServerPlan, Ssh, number_of_workers, roomy
 from hvdtrain.launch.program import Program
+from hvdtrain.launch.running.members import ALONE
 from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
-from hvdtrain.launch.strategies.one_process import check_here, one_process_command
-from hvdtrain.launch.strategies.script import Script
-from hvdtrain.launch.strategies.servers import (
-    ServerPlan,
-    Ssh,
-    number_of_workers,
-    roomy,
-    server_command,
-)
 from hvdtrain.launch.variables import EnvVar
 
-SCRIPT = Script(
-    Program(Path("train.py"), ("--epochs", "3")), (EnvVar("A", "b c"), EnvVar("API_KEY"))
-)
+PROGRAM = Program(Path("train.py"), ("--epochs", "3"))
+ENV = (EnvVar("A", "b c"), EnvVar("API_KEY"))
 WORKER = [sys.executable, "-m", "hvdtrain.worker", "train.py", "--epochs", "3"]
 
 
 def test_one_process() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "HOROVOD_RANK": "1", "HOME": "/"}
-    assert one_process_command("tpu", SCRIPT, None, {}) == [
+    tpu = one_process.prepare(OneProcessPlan("tpu", PROGRAM, ENV), Site({}))
+    assert (tpu.argv, tpu.members) == (WORKER, ALONE)
+    assert tpu.typed == [
         *("env", "HVDTRAIN_STRATEGY=tpu", "A=b c"),
         *WORKER,
     ]
-    assert one_process_command("central-storage", SCRIPT, 4, environ) == [
+    central = one_process.prepare(OneProcessPlan("central-storage", PROGRAM, ENV, 4), Site(environ))
+    assert central.environment(environ) == {
+        **{"HVDTRAIN_STRATEGY": "central-storage", "HVDTRAIN_REPLICAS": "4", "A": "b c"},
+        "HOME": "/",
+    }
+    assert central.typed == [
         *("env", "-u", "HOROVOD_RANK", "-u", "OMPI_COMM_WORLD_RANK"),
         *("HVDTRAIN_STRATEGY=central-storage", "HVDTRAIN_REPLICAS=4", "A=b c"),
         *WORKER,
@@ -43,8 +45,8 @@ def test_one_process() -> None:
 
 
 def test_servers_on_this_machine() -> None:
-    plain = Script(Program(Path("train.py")))
-    assert server_command(ServerPlan(workers=3, servers=2), plain) == [
+    plan = ServerPlan(program=Program(Path("train.py")), workers=3, servers=2)
+    assert parameter_servers.prepare(plan, Site({})).typed == [
         *(sys.executable, "-m", "hvdtrain.start.parameter_servers", "--workers", "3", "--ps", "2"),
         *("--", sys.executable, "-m", "hvdtrain.worker", "train.py"),
     ]
@@ -52,6 +54,8 @@ def test_servers_on_this_machine() -> None:
 
 def test_servers_on_hosts_with_all_options() -> None:
     plan = ServerPlan(
+        program=PROGRAM,
+        env=ENV,
         workers=3,
         servers=1,
         hosts=parse_hosts("a:2,b:2"),
@@ -59,7 +63,7 @@ def test_servers_on_hosts_with_all_options() -> None:
         ssh=Ssh(22, Path("key")),
         start_timeout=9,
     )
-    assert server_command(plan, SCRIPT) == [
+    assert parameter_servers.prepare(plan, Site({})).typed == [
         *("env", "A=b c", sys.executable, "-m", "hvdtrain.start.parameter_servers"),
         *("--workers", "3", "--ps", "1", "--hosts", "a:2,b:2", "--ssh-port", "22"),
         *("--ssh-identity-file", "key", "--start-timeout", "9", "--env", "A", "--env", "API_KEY"),
@@ -78,7 +82,7 @@ def test_servers_on_hosts_with_all_options() -> None:
 )
 def test_numbers_that_cannot_be(workers: int, servers: int, hosts: str, message: str) -> None:
     with pytest.raises(UsageError, match=f"^{message}"):
-        ServerPlan(workers=workers, servers=servers, hosts=parse_hosts(hosts))
+        ServerPlan(program=PROGRAM, workers=workers, servers=servers, hosts=parse_hosts(hosts))
 
 
 def test_the_slots_that_servers_leave_are_the_workers() -> None:

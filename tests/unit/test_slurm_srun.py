@@ -14,18 +14,18 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Site
 from hvdtrain.launch.engine import Engine
 from hvdtrain.launch.hosts import Host, parse_hosts
-from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.slurm.allocation import Allocation
-from hvdtrain.launch.slurm.srun import (
-    Container,
+from hvdtrain.launch.launchers.srun import (
     choose_launcher,
     choose_srun_controller,
+    prepare,
     srun_argv,
-    srun_command,
     used_hosts,
 )
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.slurm.allocation import Allocation
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.start.srun import environment_of_srun
 
@@ -56,7 +56,7 @@ def plan(script: Path, hosts: str, np: int, **more: Any) -> LaunchPlan:
     return LaunchPlan(script=script, hosts=parse_hosts(hosts), np=np, **values | more)
 
 
-COMMON = "--export=ALL --input=none --kill-on-bad-exit=1"
+COMMON = "--export=ALL --input=0 --kill-on-bad-exit=1"
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,11 @@ def test_the_whole_command(script: Path) -> None:
         fusion_threshold_mb=64,
         env=(EnvVar("DATA", "/a b"), EnvVar("API_KEY")),
     )
-    assert shlex.join(srun_command(wanted, allocation())) == (
-        f"env 'DATA=/a b' {sys.executable} -m hvdtrain.start.srun --env DATA --env API_KEY -- "
+    launch = prepare(wanted, Site({}, allocation=allocation()))
+    assert launch.argv == list(launch.words)
+    assert shlex.join(launch.typed) == (
+        "env 'DATA=/a b' HVDTRAIN_FORWARD=DATA,API_KEY "
+        f"{sys.executable} -m hvdtrain.start.srun "
         "-np 4 --gloo -H n1:2,n2:2 --start-timeout 32 --fusion-threshold-mb 64 "
         "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 50 "
         "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block "
@@ -159,12 +162,9 @@ def test_the_whole_command(script: Path) -> None:
     ],
 )
 def test_ranks_in_containers(script: Path, image: str, tail: str) -> None:
-    argv = srun_command(
-        plan(script, "n1:2,n2:2", 4, python="/venv/bin/python"),
-        allocation(),
-        Container(image, "/data"),
-    )
-    assert " ".join(argv).endswith(f"{COMMON} {tail}")
+    site = Site({}, folder="/data", allocation=allocation(), image=image)
+    launch = prepare(plan(script, "n1:2,n2:2", 4, python="/venv/bin/python"), site)
+    assert " ".join(launch.argv).endswith(f"{COMMON} {tail}")
 
 
 ONE = parse_hosts("n1:2")
@@ -232,23 +232,23 @@ SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
 @pytest.mark.parametrize(
     ("environ", "options", "expected"),
     [
-        (JOB, "", "hvdtrain.start.srun -- -np 4 --gloo -H n1:2,n2:2 "),
-        (JOB, "--controller mpi", "hvdtrain.start.srun -- -np 4 --mpi -H n1:2,n2:2 "),
+        (JOB, "", "hvdtrain.start.srun -np 4 --gloo -H n1:2,n2:2 "),
+        (JOB, "--controller mpi", "hvdtrain.start.srun -np 4 --mpi -H n1:2,n2:2 "),
         (JOB, "-np 3", "srun --nodes=2 --ntasks=3 --nodelist=n1,n1,n2 "),
         # All on this node.
-        (JOB, "-np 2 --controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
-        (JOB, "--launcher horovodrun", "hvdtrain.start.horovodrun -- -np 4 --mpi -H n1:2,n2:2 "),
-        (HETEROGENEOUS, "-H n1:2,n2:2", "hvdtrain.start.horovodrun -- -np 4 --mpi -H n1:2,n2:2 "),
-        (JOB, "-H a:1,b:1", "hvdtrain.start.horovodrun -- -np 2 --mpi -H a:1,b:1 "),
+        (JOB, "-np 2 --controller gloo", "horovodrun -np 2 --gloo --stall"),
+        (JOB, "--launcher horovodrun", "horovodrun -np 4 --mpi -H n1:2,n2:2 "),
+        (HETEROGENEOUS, "-H n1:2,n2:2", "horovodrun -np 4 --mpi -H n1:2,n2:2 "),
+        (JOB, "-H a:1,b:1", "horovodrun -np 2 --mpi -H a:1,b:1 "),
         (JOB, "--container x.sif", "apptainer exec --nv "),
-        (SINGLE, "--controller gloo", "hvdtrain.start.horovodrun -- -np 2 --gloo --stall"),
-        (SINGLE, "-np 3 --controller gloo", "hvdtrain.start.horovodrun -- -np 3 --gloo --stall"),
-        (SINGLE, "--launcher srun", "hvdtrain.start.srun -- -np 2 --gloo -H n1:2 "),
-        (SINGLE | {"SLURMD_NODENAME": ""}, "", "hvdtrain.start.srun -- -np 2 --gloo -H n1:2 "),
+        (SINGLE, "--controller gloo", "horovodrun -np 2 --gloo --stall"),
+        (SINGLE, "-np 3 --controller gloo", "horovodrun -np 3 --gloo --stall"),
+        (SINGLE, "--launcher srun", "hvdtrain.start.srun -np 2 --gloo -H n1:2 "),
+        (SINGLE | {"SLURMD_NODENAME": ""}, "", "hvdtrain.start.srun -np 2 --gloo -H n1:2 "),
         (
             JOB,
             "--min-np 2 -np 2 -H a:1,b:1",
-            "hvdtrain.start.horovodrun -- -np 2 --gloo -H a:1,b:1 ",
+            "horovodrun -np 2 --gloo -H a:1,b:1 ",
         ),
     ],
 )
@@ -265,7 +265,7 @@ def test_run_in_a_job(
         if value:
             monkeypatch.setenv(name, value)
     monkeypatch.setattr("hvdtrain.cli.run.find_engine", lambda: Engine(frozenset({"mpi", "gloo"})))
-    monkeypatch.setattr("hvdtrain.cli.run.find_mpirun", lambda: "/usr/bin/mpirun")
+    monkeypatch.setattr("hvdtrain.launch.command.find_mpirun", lambda: "/usr/bin/mpirun")
     result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
     assert result.exit_code == 0, result.output
     assert expected in result.stdout

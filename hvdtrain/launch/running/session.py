@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -40,16 +40,26 @@ class View:
 
 
 def run_launch(
-    argv: Sequence[str], view: View, *, elastic: bool = False, members: Members = RANKS
+    argv: Sequence[str],
+    view: View,
+    *,
+    environ: Mapping[str, str] | None = None,
+    elastic: bool = False,
+    members: Members = RANKS,
 ) -> int:
     """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
 
-    With `elastic` the others go on without a rank that fails, and may come to a good end.
+    Args:
+        argv: the command.
+        view: what the user sees.
+        environ: of the command; None: of this process.
+        elastic: the others go on without a rank that fails, and may come to a good end.
+        members: what its processes are called.
     """
     log_dir = make_log_dir(view.log_dir)
     as_alone = sys.stdout.isatty() and not view.all_ranks
     environment = {
-        **os.environ,
+        **(os.environ if environ is None else environ),
         LOG_DIR: str(log_dir.resolve()),
         TERMINAL: "1" if as_alone else "0",
     }

@@ -1,4 +1,4 @@
-"""LaunchPlan -> the srun that starts its ranks in an allocation. Pure functions.
+"""srun, in a Slurm job: the plan as its options.
 
 srun needs no ssh between the nodes, and what it starts belongs to the job: `scancel` and the time
 limit end it on every node.
@@ -10,12 +10,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hvdtrain.environment import FORWARD
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import rank_command
+from hvdtrain.launch.command import Prepared, Site, rank_settings
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.plan import Launcher, LaunchPlan
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import rank_command
 from hvdtrain.launch.slurm.allocation import Allocation
 
 STEP_SECONDS = 300
@@ -24,26 +26,26 @@ got may still be prepared for it."""
 _PYTHON_OF_IMAGE = "python3"
 
 
-def srun_command(
-    plan: LaunchPlan, allocation: Allocation, container: Container | None = None
-) -> list[str]:
-    """`python -m hvdtrain.start.srun ... -- HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
+def prepare(plan: LaunchPlan, site: Site) -> Prepared:
+    """`python -m hvdtrain.start.srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
 
-    `hvdtrain.start.srun` takes what horovodrun takes, so that all its options mean the same here.
+    `hvdtrain.start.srun` takes what horovodrun takes, so that all its options mean the same here. Over Gloo the ranks
+    meet at it, so that srun alone could not start them.
     """
+    assert site.allocation is not None
+    container = None if site.image is None else Container(site.image, site.folder)
     if container is not None:
         plan = replace(plan, python=_PYTHON_OF_IMAGE)
-    settings = {one.name: one.value for one in plan.env if one.value is not None}
-    return [
-        *(["env"] if settings else []),
-        *(f"{name}={value}" for name, value in settings.items()),
-        *(sys.executable, "-m", "hvdtrain.start.srun"),
-        *(word for one in plan.env for word in ("--env", one.name)),
-        "--",
-        *horovodrun_options(plan),
-        *srun_argv(plan, allocation),
-        *_task_command(plan, container),
-    ]
+    names = {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
+    return Prepared(
+        words=(
+            *(sys.executable, "-m", "hvdtrain.start.srun"),
+            *horovodrun_options(plan),
+            *srun_argv(plan, site.allocation),
+            *_task_command(plan, container),
+        ),
+        settings={**rank_settings(plan, site.environ), **names},
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Container:
 
 def _task_command(plan: LaunchPlan, container: Container | None) -> list[str]:
     """What each task of srun runs, and before it the options of srun that a container needs."""
-    worker = rank_command(plan)
+    worker = rank_command(plan.program)
     if container is None:
         return [plan.python, "-m", "hvdtrain.start.task", *worker]
     if container.is_apptainers:
@@ -99,18 +101,18 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
         # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.srun does.
         f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
         "--export=ALL",
-        "--input=none",
+        "--input=0",  # Rank 0 reads what the launch is given.
         "--kill-on-bad-exit=1",
     ]
 
 
-def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> Launcher:
+def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> str:
     """srun where ranks run on other nodes of an allocation, else horovodrun; or what is wanted.
 
     Raises UsageError if srun is wanted where it cannot work.
     """
-    if wanted == "horovodrun":
-        return "horovodrun"
+    if wanted not in {"auto", "srun"}:
+        return wanted
     if allocation is None:
         if wanted == "srun":
             raise UsageError(

@@ -1,4 +1,4 @@
-"""A launch with parameter servers: what it consists of, and the command that starts it. Pure functions."""
+"""A chief, workers and parameter servers: what such a launch consists of, and the command that starts it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Prepared, Site, values_of
 from hvdtrain.launch.horovodrun import start_timeout
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.program import Program, rank_command
 from hvdtrain.launch.running.members import Members
 from hvdtrain.launch.strategies.roles import cast, place
-from hvdtrain.launch.strategies.script import Script, assignments
+from hvdtrain.launch.variables import EnvVar
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,15 @@ class ServerPlan:
     """A launch with parameter servers. Raises UsageError for one that cannot work.
 
     Attributes:
+        program: what the chief runs.
+        env: variables for all; a secret has no value here, but in the environment.
         hosts: for workers and servers; none: this machine.
         by_srun: whether srun reaches the hosts, which are nodes of this Slurm job; else ssh does.
         start_timeout: seconds within which the hosts must answer; None: more for more hosts.
     """
 
+    program: Program
+    env: tuple[EnvVar, ...] = ()
     workers: int
     servers: int
     hosts: tuple[Host, ...] = ()
@@ -52,9 +58,8 @@ class ServerPlan:
         return Members(tuple(role.name for role in cast(self.workers, self.servers)))
 
 
-def server_command(plan: ServerPlan, script: Script) -> list[str]:
+def prepare(plan: ServerPlan, site: Site) -> Prepared:
     """`[env NAME=VALUE...] python -m hvdtrain.start.parameter_servers OPTIONS -- COMMAND`."""
-    settings = script.values
     options: list[tuple[str, object]] = [
         ("--workers", plan.workers),
         ("--ps", plan.servers),
@@ -62,16 +67,19 @@ def server_command(plan: ServerPlan, script: Script) -> list[str]:
         ("--ssh-port", plan.ssh.port),
         ("--ssh-identity-file", plan.ssh.identity_file),
         ("--start-timeout", start_timeout(plan.start_timeout, len(plan.hosts))),
-        *(("--env", one.name) for one in script.env),
+        *(("--env", one.name) for one in plan.env),
     ]
-    return [
-        *(["env", *assignments(settings)] if settings else []),
-        *(sys.executable, "-m", "hvdtrain.start.parameter_servers"),
-        *(word for name, value in options if value is not None for word in (name, str(value))),
-        *(["--srun"] if plan.by_srun else []),
-        "--",
-        *script.command,
-    ]
+    return Prepared(
+        words=(
+            *(sys.executable, "-m", "hvdtrain.start.parameter_servers"),
+            *(word for name, value in options if value is not None for word in (name, str(value))),
+            *(["--srun"] if plan.by_srun else []),
+            "--",
+            *rank_command(plan.program),
+        ),
+        settings=dict(values_of(plan.env)),
+        members=plan.members,
+    )
 
 
 def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) -> int:

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Prepared, Site, values_of
+from hvdtrain.launch.program import Program, rank_command
+from hvdtrain.launch.running.members import ALONE
 from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
-from hvdtrain.launch.strategies.script import Script, assignments
+from hvdtrain.launch.variables import EnvVar
 from hvdtrain.rank_variables import is_place
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
 
 
-def one_process_command(
-    strategy: str, script: Script, replicas: int | None, environ: Mapping[str, str]
-) -> list[str]:
-    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, for the strategies of one process.
+@dataclass(frozen=True)
+class OneProcessPlan:
+    """A launch of one process.
 
-    Args:
+    Attributes:
+        strategy: tpu or central-storage.
+        program: what it runs.
+        env: variables for it; a secret has no value here, but in the environment.
         replicas: how many are wanted; None: as many as there are devices.
-        environ: where the command runs; what would make a rank of the process is taken out.
     """
+
+    strategy: str
+    program: Program
+    env: tuple[EnvVar, ...] = ()
+    replicas: int | None = None
+
+
+def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
+    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`. What would make a rank of the process is taken away."""
     settings = {
-        STRATEGY: strategy,
-        **({} if replicas is None else {REPLICAS: str(replicas)}),
-        **script.values,
+        **dict.fromkeys(sorted(filter(is_place, site.environ))),
+        STRATEGY: plan.strategy,
+        **({} if plan.replicas is None else {REPLICAS: str(plan.replicas)}),
+        **values_of(plan.env),
     }
-    unset = [word for name in sorted(filter(is_place, environ)) for word in ("-u", name)]
-    return ["env", *unset, *assignments(settings), *script.command]
+    return Prepared(tuple(rank_command(plan.program)), settings, members=ALONE)
 
 
 def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:

@@ -1,0 +1,70 @@
+"""What starts the processes of a launch: one file a launcher, and one line here.
+
+Another distribution adds one by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md): its name
+is what --launcher takes, and it refers to a function `prepare(plan, site) -> Prepared`, loaded when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Prepared, Site
+from hvdtrain.launch.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+Prepare = Callable[[LaunchPlan, Site], Prepared]
+
+LAUNCHERS = {
+    "horovodrun": "hvdtrain.launch.launchers.horovodrun",
+    "srun": "hvdtrain.launch.launchers.srun",
+}
+"""What --launcher takes -> the module whose `prepare` it means. --strategy names the others."""
+GROUP = "hvdtrain.launchers"
+
+
+def launcher_names() -> list[str]:
+    """The launchers that there are here."""
+    return [*LAUNCHERS, *sorted(_entry_points().keys() - LAUNCHERS.keys())]
+
+
+def find_launcher(name: str) -> Prepare:
+    """A launcher's function. Raises UsageError if there is none of this name, or it does not load."""
+    if name in LAUNCHERS:
+        prepare: Prepare = import_module(LAUNCHERS[name]).prepare
+        return prepare
+    entry = _entry_points().get(name)
+    if entry is None:
+        names = launcher_names()
+        close = get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+        raise UsageError(f"--launcher {name}: there is no such launcher here: {hint}")
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise UsageError(
+            f"--launcher {name}: {entry.value} does not load ({type(error).__name__}: {error}): "
+            f"repair {_distribution(entry)}, which brings it, or choose another launcher"
+        ) from error
+    if not callable(found):
+        raise UsageError(
+            f"--launcher {name}: {entry.value} is no function prepare(plan, site): "
+            f"repair {_distribution(entry)}, which brings it"
+        )
+    return cast(Prepare, found)
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    """Those of all installed distributions, by name. Takes some 10 ms, so it is asked for late."""
+    from importlib.metadata import entry_points
+
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _distribution(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else "the distribution"

@@ -1,0 +1,49 @@
+"""horovodrun, on this machine and over ssh: the plan as its options.
+
+Horovod's own launcher is what runs, in a process that knows what Horovod was built with and which variables may travel:
+`hvdtrain.start.horovodrun` takes horovodrun's arguments, and starts the ranks four seconds sooner.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from hvdtrain.environment import FORWARD
+from hvdtrain.launch.command import Prepared, Site, rank_settings
+from hvdtrain.launch.horovodrun import horovodrun_options
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import rank_command
+
+_STAND_IN = (sys.executable, "-m", "hvdtrain.start.horovodrun")
+_WAITS = (
+    "pasted, horovodrun waits until the discovery names two hosts, unless it is given --network-interfaces: "
+    "hvdtrain run does not"
+)
+
+
+def prepare(plan: LaunchPlan, site: Site) -> Prepared:
+    """`horovodrun OPTIONS python -m hvdtrain.worker SCRIPT...`."""
+    return Prepared(
+        words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
+        settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
+        stand_in=_STAND_IN,
+        for_stand_in={FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {},
+        lacks=_WAITS if plan.host_discovery_script and not plan.network_interfaces else "",
+        elastic=plan.elastic,
+    )
+
+
+def _of_mpi(plan: LaunchPlan, site: Site) -> dict[str, str | None]:
+    """What mpirun needs in its environment."""
+    if plan.controller != "mpi":
+        return {}
+    # A rank that waits for a message polls; where ranks fill the cores, it polls on a core that another one needs
+    # (see `hvdtrain.runtime` for the figures).
+    settings: dict[str, str | None] = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    path = site.environ.get("PATH", "")
+    # horovodrun takes mpirun from PATH, which lacks it when the environment is not activated.
+    if site.mpirun and str(Path(site.mpirun).parent) not in path.split(os.pathsep):
+        settings["PATH"] = f"{Path(site.mpirun).parent}{os.pathsep}{path}"
+    return settings
