@@ -12,15 +12,17 @@ from pathlib import Path
 import click
 
 from hvdtrain import __version__
-from hvdtrain.doctor.checklist import JOINT, Wanted, host_probes, joint_probes, local_probes
-from hvdtrain.doctor.examination import examine
-from hvdtrain.doctor.finding import Finding, skip
+from hvdtrain.doctor import horovod, machine, services, software
+from hvdtrain.doctor import hosts as other_hosts
+from hvdtrain.doctor.checks import Options, Result, run_checks, skip
 from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
-from hvdtrain.doctor.ssh import Ssh
 from hvdtrain.environment import EXIT_FAILURE
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import parse_hosts, read_hostfile
 from hvdtrain.launch.running.bounded import ending_commands
+
+PARTS = (software, machine, services, horovod, other_hosts)
+"""What is checked, in the order in which it is shown."""
 
 
 @click.command()
@@ -54,7 +56,7 @@ from hvdtrain.launch.running.bounded import ending_commands
     default=60,
     show_default=True,
     metavar="SECONDS",
-    help="Time for one probe; more is a failure.",
+    help="Time for one check; more is a failure.",
 )
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
 def doctor(
@@ -66,7 +68,7 @@ def doctor(
     timeout: float,
     wants_json: bool,
 ) -> None:
-    """Can this machine train? Probe it, and say the fix for each thing that is wrong.
+    """Can this machine train? Check it, and say the fix for each thing that is wrong.
 
     Software versions, shared memory, limits, threads, Slurm, containers, GPUs, and a real allreduce over Gloo and MPI.
     With --hosts, for each of them: name, ssh, versions, network, clock, and then an allreduce over all.
@@ -76,50 +78,53 @@ def doctor(
 
     --json prints {schema, ok, failures, warnings, seconds, hvdtrain, findings: [{group, name, status, seen, fix}]}.
     """
-    wanted = Wanted(
-        hosts=_names(hosts, hostfile),
-        ssh=Ssh(ssh_port, ssh_identity_file),
-        interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
+    options = Options(
+        environ=os.environ,
         limit=timeout,
+        hosts=_names(hosts, hostfile),
+        interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
     )
     start = time.monotonic()
     wait = Wait(moves=sys.stdout.isatty() and not wants_json)
-    found: list[tuple[str, Finding]] = []
-    # Closed, whatever comes: then no probe starts any more, and those that run can be ended.
-    with ending_commands(), closing(_findings(wanted, wait.draw)) as findings_by_group:
-        for group, finding in findings_by_group:
+    found: list[tuple[str, Result]] = []
+    # Closed, whatever comes: then no check starts any more, and those that run can be ended.
+    with ending_commands(), closing(_results(options, wait.draw)) as results_by_group:
+        for group, result in results_by_group:
             wait.clear()
             if not wants_json:
                 if not found or found[-1][0] != group:
                     click.secho(group, bold=True)
-                for line in lines_of(finding):
+                for line in lines_of(result):
                     click.echo(line)
-            found.append((group, finding))
+            found.append((group, result))
     seconds = time.monotonic() - start
-    findings = [finding for _, finding in found]
+    results = [result for _, result in found]
     if wants_json:
         click.echo(as_json(found, {"hvdtrain": __version__}, seconds))
     else:
-        click.echo(summary(findings, seconds))
-    sys.exit(EXIT_FAILURE if count(findings, "fail") else 0)
+        click.echo(summary(results, seconds))
+    sys.exit(EXIT_FAILURE if count(results, "fail") else 0)
 
 
-def _findings(
-    wanted: Wanted, waiting: Callable[[Sequence[str], float], None]
-) -> Generator[tuple[str, Finding], None, None]:
-    """Group and finding, as they become known; the allreduce over the hosts only if each of them is well."""
+def _results(
+    options: Options, waiting: Callable[[Sequence[str], float], None]
+) -> Generator[tuple[str, Result], None, None]:
+    """Group and result, as they become known; the allreduce over the hosts only if each of them is well."""
     sick = False
-    probes = [*local_probes(wanted, os.environ), *host_probes(wanted, os.environ)]
-    for probe, findings in examine(probes, waiting):
-        for finding in findings:
-            sick |= finding.status == "fail" and probe.group.startswith("Host ")
-            yield probe.group, finding
-    joint = joint_probes(wanted, os.environ) if wanted.hosts else []
-    if joint and sick:
-        yield JOINT, skip("allreduce", "not before each host is well")
+    checks = [check for part in PARTS for check in part.checks(options)]
+    for check, results in run_checks(checks, waiting):
+        for result in results:
+            sick |= result.status == "fail" and check.group.startswith("Host ")
+            yield check.group, result
+    if not options.hosts:
         return
-    for probe, findings in examine(joint, waiting):
-        yield from ((probe.group, finding) for finding in findings)
+    if sick:
+        yield horovod.JOINT, skip("allreduce", "not before each host is well")
+        return
+    for check, results in run_checks(horovod.joint_checks(options), waiting):
+        yield from ((check.group, result) for result in results)
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:

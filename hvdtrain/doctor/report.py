@@ -1,14 +1,15 @@
-"""Findings as lines for a person, or as JSON for a program."""
+"""Results as lines for a person, or as JSON for a program."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
 
 import click
 
-from hvdtrain.doctor.finding import Finding, Status
+from hvdtrain.doctor.checks import Result, Status
 
 SCHEMA = 1
 _NAME_WIDTH = 22
@@ -22,19 +23,19 @@ _WORDS: dict[Status, tuple[str, str]] = {
 }
 
 
-def lines_of(finding: Finding) -> list[str]:
-    """The finding, and below it the fix if there is one."""
-    word, colour = _WORDS[finding.status]
-    mark = click.style(f"{word:<4}", fg=colour, bold=finding.status == "fail")
-    lines = [f"  {mark}  {finding.name:<{_NAME_WIDTH}}  {finding.seen}"]
-    if finding.fix:
-        lines.append(f"{'':{_NAME_WIDTH + 8}}  fix: {finding.fix}")
+def lines_of(result: Result) -> list[str]:
+    """The result, and below it the fix if there is one."""
+    word, colour = _WORDS[result.status]
+    mark = click.style(f"{word:<4}", fg=colour, bold=result.status == "fail")
+    lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {result.seen}"]
+    if result.fix:
+        lines.append(f"{'':{_NAME_WIDTH + 8}}  fix: {result.fix}")
     return lines
 
 
-def summary(findings: Sequence[Finding], seconds: float) -> str:
+def summary(results: Sequence[Result], seconds: float) -> str:
     """`2 failures, 1 warning in 21 s`, or that all is well."""
-    failed, warned = count(findings, "fail"), count(findings, "warn")
+    failed, warned = count(results, "fail"), count(results, "warn")
     parts = [
         f"{number} {word}{'s' * (number != 1)}"
         for number, word in ((failed, "failure"), (warned, "warning"))
@@ -45,42 +46,31 @@ def summary(findings: Sequence[Finding], seconds: float) -> str:
     return click.style(f"{text} ({seconds:.0f} s)", fg=colour, bold=True)
 
 
-def count(findings: Sequence[Finding], status: Status) -> int:
-    return sum(finding.status == status for finding in findings)
+def count(results: Sequence[Result], status: Status) -> int:
+    return sum(result.status == status for result in results)
 
 
-def as_json(
-    grouped: Sequence[tuple[str, Finding]], versions: dict[str, str], seconds: float
-) -> str:
+def as_json(grouped: Sequence[tuple[str, Result]], versions: dict[str, str], seconds: float) -> str:
     """One object: schema, ok, failures, warnings, seconds, hvdtrain, findings.
 
     `findings` is a list of objects with group, name, status (ok, warn, fail, skip), seen and fix ('' if none is
     needed), in the order in which they are shown to a person. `schema` changes when a field changes or goes.
     """
-    findings = [finding for _, finding in grouped]
+    results = [result for _, result in grouped]
     answer = {
         "schema": SCHEMA,
-        "ok": count(findings, "fail") == 0,
-        "failures": count(findings, "fail"),
-        "warnings": count(findings, "warn"),
+        "ok": count(results, "fail") == 0,
+        "failures": count(results, "fail"),
+        "warnings": count(results, "warn"),
         "seconds": round(seconds, 1),
         **versions,
-        "findings": [
-            {
-                "group": group,
-                "name": finding.name,
-                "status": finding.status,
-                "seen": finding.seen,
-                "fix": finding.fix,
-            }
-            for group, finding in grouped
-        ],
+        "findings": [{"group": group, **dataclasses.asdict(result)} for group, result in grouped],
     }
     return json.dumps(answer, indent=2)
 
 
 class Wait:
-    """The moving line that says what is being probed; nothing where there is no terminal."""
+    """The moving line that says what is being checked; nothing where there is no terminal."""
 
     def __init__(self, moves: bool) -> None:
         self._moves = moves

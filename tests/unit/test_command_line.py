@@ -19,7 +19,7 @@ from hvdtrain import __version__
 from hvdtrain import environment as names
 from hvdtrain.cli import COMMANDS, EXIT_CODES, main
 from hvdtrain.cli.version import version_text
-from hvdtrain.doctor import tested
+from hvdtrain.doctor import software
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
@@ -94,7 +94,7 @@ def test_version_is_what_a_bug_report_needs() -> None:
     ]  # fmt: skip
     assert sys.version.split()[0] in values["Python"]
     assert os.uname().release in values["platform"]
-    assert values["Keras"] == tested.version_of("keras")
+    assert values["Keras"] == software.version_of("keras")
     assert imported(done).isdisjoint({"tensorflow", "keras", "horovod", "numpy"})
 
 
@@ -202,7 +202,7 @@ def test_ctrl_c_is_130_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "local_probes", interrupted)
+    monkeypatch.setattr(doctor, "run_checks", interrupted)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == names.EXIT_INTERRUPTED
     assert result.stderr == "\nInterrupted.\n"

@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 from fake_programs import path_with
 
-from hvdtrain.doctor import host_report, hosts
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.hosts import Request, look_at_host
-from hvdtrain.doctor.ssh import Ssh, ssh_finding
+from hvdtrain.doctor import host_probe, hosts
+from hvdtrain.doctor.checks import Options, Result
+from hvdtrain.doctor.hosts import ask, check_host, check_ssh
 from hvdtrain.launch.running.bounded import run
 
 # Runs the last argument, the command line for the other host, with our standard input.
@@ -29,34 +28,34 @@ ADDRESS = {"eth0": "127.0.0.1"}
 
 
 @pytest.fixture
-def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
+def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Result]]:
     """look(ssh's lines, ...) -> findings of a host named node1, which is not this machine."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.9.9.9")
     monkeypatch.setattr(hosts, "is_here", lambda host: False)
-    monkeypatch.setattr(host_report, "interfaces", lambda: ADDRESS)
+    monkeypatch.setattr(host_probe, "interfaces", lambda: ADDRESS)
 
     def findings(
         lines: str, interfaces: tuple[str, ...] = ("eth0",), limit: float = 20, **options: Any
-    ) -> dict[str, Finding]:
+    ) -> dict[str, Result]:
         environ = path_with(tmp_path / "bin", {"ssh": lines})
-        request = Request(Ssh(**options), interfaces, {**os.environ, **environ}, limit)
-        return {finding.name: finding for finding in look_at_host("node1", request)}
+        asked = Options({**os.environ, **environ}, interfaces=interfaces, **options)
+        return {result.name: result for result in check_host("node1", asked, limit)}
 
     return findings
 
 
 def answering(tmp_path: Path, **changed: Any) -> str:
     """A host that answers with these fields instead of its own."""
-    own = host_report.report({"addresses": [], "folder": str(Path.cwd())})
+    own = host_probe.report({"addresses": [], "folder": str(Path.cwd())})
     answer = {**own, "interfaces": {"eth0": "10.9.9.9"}, "reached": ["127.0.0.1"], **changed}
-    (tmp_path / "answer").write_text(host_report.MARKER + json.dumps(answer))
+    (tmp_path / "answer").write_text(host_probe.MARKER + json.dumps(answer))
     return f"{shutil.which('cat')} {tmp_path}/answer"
 
 
 def test_a_host_that_is_well(
-    look: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch
+    look: Callable[..., dict[str, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_report, "interfaces", lambda: {"lo": "127.0.0.1"})
+    monkeypatch.setattr(host_probe, "interfaces", lambda: {"lo": "127.0.0.1"})
     found = look(HERE, interfaces=("lo",))
     assert {name: f.status for name, f in found.items()} == dict.fromkeys(
         ["name", "ssh", "versions", "folder", "network", "clock"], "ok"
@@ -66,10 +65,13 @@ def test_a_host_that_is_well(
 
 
 def test_ssh_is_asked_as_the_user_wants(
-    look: Callable[..., dict[str, Finding]], tmp_path: Path
+    look: Callable[..., dict[str, Result]], tmp_path: Path
 ) -> None:
     look(
-        f'echo "$@" > {tmp_path}/argv; exit 255', port=2222, identity_file=Path("/my key"), limit=8
+        f'echo "$@" > {tmp_path}/argv; exit 255',
+        ssh_port=2222,
+        ssh_identity_file=Path("/my key"),
+        limit=8,
     )
     words = (tmp_path / "argv").read_text()
     assert words.startswith("-o BatchMode=yes -o ConnectTimeout=4 -p 2222 -i /my key node1 ")
@@ -80,18 +82,18 @@ def test_ssh_is_asked_as_the_user_wants(
     [
         (
             "connect to host node1 port 22: Connection refused",
-            "port 22 is closed",
+            "no ssh server answers there on port 22",
             "systemctl start ssh",
         ),
-        ("connect to host node1 port 22: Connection timed out", "no answer", "firewall"),
+        ("connect to host node1 port 22: Connection timed out", "cannot be reached", "firewall"),
         (
             "root@node1: Permission denied (publickey).",
-            "does not accept the key",
+            "it refuses your ssh key",
             "ssh-copy-id node1",
         ),
         (
             "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.",
-            "not the one",
+            "its host key has changed",
             "ssh-keygen -R node1",
         ),
         (
@@ -99,17 +101,17 @@ def test_ssh_is_asked_as_the_user_wants(
             "others can read",
             "chmod 600",
         ),
-        ("connect to host node1 port 22: No route to host", "no way to it", "ping node1"),
+        ("connect to host node1 port 22: No route to host", "cannot be reached", "ping node1"),
         (
             "Could not resolve hostname node1: Name or service not known",
-            "name is unknown",
+            "its name is not known",
             "/etc/hosts",
         ),
         ("Connection closed by remote host", "Connection closed by remote host", "ssh -v node1"),
     ],
 )
 def test_ssh_that_fails(
-    said: str, seen: str, fix: str, look: Callable[..., dict[str, Finding]]
+    said: str, seen: str, fix: str, look: Callable[..., dict[str, Result]]
 ) -> None:
     found = look(f"echo '{said}' >&2; exit 255")
     assert list(found) == ["name", "ssh"]
@@ -119,35 +121,43 @@ def test_ssh_that_fails(
 
 
 def test_an_unknown_host_key_is_no_failure_for_a_launch_accepts_it(
-    look: Callable[..., dict[str, Finding]], monkeypatch: pytest.MonkeyPatch
+    look: Callable[..., dict[str, Result]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_report, "interfaces", lambda: {"lo": "127.0.0.1"})
-    strict = 'case "$*" in *StrictHostKeyChecking=no*) ;; *) echo "$said" >&2; exit 255;; esac'
+    monkeypatch.setattr(host_probe, "interfaces", lambda: {"lo": "127.0.0.1"})
+    strict = (
+        'case "$*" in -G*) echo "$policy"; exit;; *StrictHostKeyChecking=accept-new*) ;; '
+        '*) echo "$said" >&2; exit 255;; esac'
+    )
     said = "said='No ED25519 host key is known.\nHost key verification failed.'"
-    found = look("\n".join([said, strict, HERE]), interfaces=("lo",), port=2222)
+    asks = "policy='stricthostkeychecking ask'"
+    found = look("\n".join([asks, said, strict, HERE]), interfaces=("lo",), ssh_port=2222)
     assert found["ssh"].status == "warn"
     assert "host key is unknown" in found["ssh"].seen
     assert found["ssh"].fix.endswith("ssh -p 2222 node1")
     assert [found[name].status for name in ("versions", "network", "clock")] == ["ok"] * 3
     changed = said.replace("No ED25519 host key is known.", "IDENTIFICATION HAS CHANGED!")
-    assert list(look("\n".join([changed, strict, HERE]))) == ["name", "ssh"], "not asked unseen"
+    assert list(look("\n".join([asks, changed, strict, HERE]))) == ["name", "ssh"], "not accepted"
+    refuses = "policy='stricthostkeychecking true'"
+    found = look("\n".join([refuses, said, strict, HERE]))
+    assert found["ssh"].status == "fail", "as a launch would be"
+    assert "its host key is not in known_hosts" in found["ssh"].seen
 
 
-def test_the_port_is_in_the_fix(look: Callable[..., dict[str, Finding]]) -> None:
+def test_the_port_is_in_the_fix(look: Callable[..., dict[str, Result]]) -> None:
     changed = "echo 'REMOTE HOST IDENTIFICATION HAS CHANGED' >&2; exit 255"
-    fix = look(changed, port=2222)["ssh"].fix
+    fix = look(changed, ssh_port=2222)["ssh"].fix
     assert "ssh-keygen -R '[node1]:2222'" in fix
     assert "ssh -p 2222 node1" in fix
 
 
-def test_ssh_that_hangs(look: Callable[..., dict[str, Finding]]) -> None:
+def test_ssh_that_hangs(look: Callable[..., dict[str, Result]]) -> None:
     found = look("/bin/sleep 60", limit=0.5)
     assert found["ssh"].seen == "took longer than 0.5 s"
     assert "log in by hand: ssh node1" in found["ssh"].fix
 
 
 def test_no_ssh_here() -> None:
-    finding = ssh_finding("node1", Ssh(), None, 1)
+    finding = check_ssh("node1", Options({}), None, 1)
     assert (finding.status, finding.fix) == ("fail", "install openssh-client")
 
 
@@ -157,11 +167,15 @@ def test_a_closed_port_as_the_real_ssh_says_it() -> None:
         sock.bind(
             ("127.0.0.1", 0)
         )  # Bound, and not listening: closed, and nobody takes it meanwhile.
-        ssh = Ssh(port=sock.getsockname()[1])
-        said = ssh.run("127.0.0.1", ["true"], limit=10, environ=os.environ, stdin="")
-    finding = ssh_finding("127.0.0.1", ssh, said, 10)
+        options = Options(os.environ, ssh_port=sock.getsockname()[1])
+        said = ask("127.0.0.1", "{}", options, 10)
+    finding = check_ssh("127.0.0.1", options, said, 10)
     assert finding.status == "fail"
-    assert finding.seen == f"port {ssh.port} is closed (connection refused)"
+    port = options.ssh_port
+    assert finding.seen == (
+        f"no ssh server answers there on port {port} "
+        f"(ssh: connect to host 127.0.0.1 port {port}: Connection refused)"
+    )
 
 
 def test_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +183,7 @@ def test_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
-    (finding,) = look_at_host("nodd1", Request(Ssh(), (), {}, 1))
+    (finding,) = check_host("nodd1", Options({}), 1)
     assert (finding.name, finding.status) == ("name", "fail")
     assert "nodd1 is not known here" in finding.seen
     assert "/etc/hosts" in finding.fix
@@ -177,11 +191,11 @@ def test_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_this_machine_needs_no_ssh(name: str) -> None:
-    found = {f.name: f for f in look_at_host(name, Request(Ssh(), (), {"PATH": "/nowhere"}, 1))}
+    found = {f.name: f for f in check_host(name, Options({"PATH": "/nowhere"}), 1)}
     assert found["ssh"].seen == "not needed: this machine"
 
 
-def test_no_python_there(look: Callable[..., dict[str, Finding]]) -> None:
+def test_no_python_there(look: Callable[..., dict[str, Result]]) -> None:
     found = look(f"echo 'sh: 1: exec: {sys.executable}: not found' >&2; exit 127")
     assert found["ssh"].status == "ok"
     assert found["Python"].status == "fail"
@@ -190,15 +204,15 @@ def test_no_python_there(look: Callable[..., dict[str, Finding]]) -> None:
 
 
 def test_a_login_that_talks_does_no_harm_and_one_that_breaks_is_said(
-    look: Callable[..., dict[str, Finding]],
+    look: Callable[..., dict[str, Result]],
 ) -> None:
     assert look(f"echo Welcome; {HERE}")["versions"].status == "ok"
     broken = look("echo 'Segmentation fault' >&2; exit 139")
     assert (broken["Python"].status, broken["Python"].seen) == ("fail", "Segmentation fault")
 
 
-def test_other_versions_there(look: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
-    own = host_report.report({"addresses": [], "folder": "/"})["versions"]
+def test_other_versions_there(look: Callable[..., dict[str, Result]], tmp_path: Path) -> None:
+    own = host_probe.report({"addresses": [], "folder": "/"})["versions"]
     lines = answering(tmp_path, versions={**own, "keras": "3.9.0", "horovod": None})
     finding = look(lines)["versions"]
     assert finding.status == "fail"
@@ -209,13 +223,13 @@ def test_other_versions_there(look: Callable[..., dict[str, Finding]], tmp_path:
     assert "hvdtrain lies in /opt/elsewhere there" in elsewhere.seen
 
 
-def test_another_folder_there(look: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+def test_another_folder_there(look: Callable[..., dict[str, Result]], tmp_path: Path) -> None:
     finding = look(answering(tmp_path, folder=False))["folder"]
     assert finding.status == "warn"
     assert "a folder that all hosts share" in finding.fix
 
 
-def test_wrong_interface(look: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+def test_wrong_interface(look: Callable[..., dict[str, Result]], tmp_path: Path) -> None:
     finding = look(answering(tmp_path), interfaces=("ib0",))["network"]
     assert finding.status == "fail"
     assert "this machine has no interface ib0 with an address; it has eth0" in finding.seen
@@ -224,7 +238,7 @@ def test_wrong_interface(look: Callable[..., dict[str, Finding]], tmp_path: Path
     assert "node1 has no interface eth0 with an address; it has ens3" in there.seen
 
 
-def test_a_firewall_between_us(look: Callable[..., dict[str, Finding]], tmp_path: Path) -> None:
+def test_a_firewall_between_us(look: Callable[..., dict[str, Result]], tmp_path: Path) -> None:
     finding = look(answering(tmp_path, reached=[]))["network"]
     assert finding.status == "fail"
     assert finding.seen == "it cannot connect to this machine's eth0 127.0.0.1"
@@ -233,9 +247,9 @@ def test_a_firewall_between_us(look: Callable[..., dict[str, Finding]], tmp_path
 
 @pytest.mark.parametrize(("shift", "seen"), [(-300.0, "300 s behind"), (300.0, "300 s ahead")])
 def test_clock(
-    shift: float, seen: str, look: Callable[..., dict[str, Finding]], tmp_path: Path
+    shift: float, seen: str, look: Callable[..., dict[str, Result]], tmp_path: Path
 ) -> None:
-    now = host_report.report({"addresses": [], "folder": "/"})["time"]
+    now = host_probe.report({"addresses": [], "folder": "/"})["time"]
     finding = look(answering(tmp_path, time=now + shift))["clock"]
     assert (finding.status, finding.seen) == ("fail", seen)
     assert "timedatectl set-ntp true" in finding.fix
@@ -246,23 +260,23 @@ def test_clock(
 )
 def test_clock_is_judged_by_what_the_question_took(theirs: float, status: str) -> None:
     """Read at some time between 100 and 102: what it can be ahead or behind at least is what counts."""
-    assert hosts.clock_finding(theirs, 100.0, 102.0).status == status
+    assert hosts.check_clock(theirs, 100.0, 102.0).status == status
 
 
 def test_the_report_reaches_open_ports_only() -> None:
     with hosts.listening(["127.0.0.1"]) as ((address, port),), socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         question = {"addresses": [[address, port]], "folder": "/"}
-        assert host_report.report(question)["reached"] == ["127.0.0.1"]
+        assert host_probe.report(question)["reached"] == ["127.0.0.1"]
         question = {"addresses": [["127.0.0.1", closed.getsockname()[1]]], "folder": "/nowhere"}
-        answer = host_report.report(question)
+        answer = host_probe.report(question)
     assert (answer["reached"], answer["folder"]) == ([], False)
 
 
 def test_the_report_runs_alone_as_a_text_on_standard_input() -> None:
     """As on a host that has nothing of hvdtrain: isolated, without site-packages."""
     question = json.dumps({"addresses": [], "folder": "/"})
-    text = Path(host_report.__file__).read_text()
+    text = Path(host_probe.__file__).read_text()
     argv = [sys.executable, "-I", "-S", "-", question]
     said = run(argv, limit=20, environ={"PATH": "/bin"}, stdin=text)
     assert said is not None

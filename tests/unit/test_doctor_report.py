@@ -1,4 +1,4 @@
-"""How `hvdtrain doctor` runs its probes, and how it shows what they found."""
+"""How `hvdtrain doctor` runs its checks, and how it shows what they found."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
+from click.testing import Result as Called
 from fake_programs import path_with
 
 from hvdtrain.cli import doctor as command
 from hvdtrain.cli import main
-from hvdtrain.doctor import examination
-from hvdtrain.doctor.checklist import Wanted, local_probes
-from hvdtrain.doctor.examination import Probe, examine
-from hvdtrain.doctor.finding import Finding, fail, ok, skip, warn
+from hvdtrain.doctor import checks, horovod
+from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, run_checks, skip, warn
 from hvdtrain.doctor.report import Wait, as_json, lines_of, summary
 from hvdtrain.launch.running.bounded import Ran, end_all, run
 
 ROOT = Path(__file__).parents[2]
 
 
-def probe(
-    look: Callable[[], Sequence[Finding]], name: str = "x", lane: str = "", limit: float = 5
-) -> Probe:
-    return Probe("Group", name, look, limit, lane or name)
+def check(
+    look: Callable[[], Sequence[Result]], name: str = "x", group: str = "Group", limit: float = 5
+) -> Check:
+    return Check(group, name, look, limit)
 
 
 def nothing(names: Sequence[str], seconds: float) -> None:
     pass
 
 
-def test_lanes_run_beside_each_other_and_show_in_order() -> None:
+def test_groups_run_beside_each_other_and_show_in_order() -> None:
     barrier = threading.Barrier(2, timeout=5)
 
-    def look(name: str) -> Callable[[], Sequence[Finding]]:
-        def meet() -> Sequence[Finding]:
+    def look(name: str) -> Callable[[], Sequence[Result]]:
+        def meet() -> Sequence[Result]:
             barrier.wait()
             return [ok(name, "met")]
 
         return meet
 
-    found = list(examine([probe(look("a"), "a"), probe(look("b"), "b")], nothing))
+    found = list(run_checks([check(look("a"), "a", "A"), check(look("b"), "b", "B")], nothing))
     assert [findings[0].name for _, findings in found] == ["a", "b"]
 
 
-def test_one_lane_runs_in_turn() -> None:
+def test_one_group_runs_in_turn() -> None:
     running: list[str] = []
 
-    def look(name: str) -> Callable[[], Sequence[Finding]]:
-        def alone() -> Sequence[Finding]:
+    def look(name: str) -> Callable[[], Sequence[Result]]:
+        def alone() -> Sequence[Result]:
             running.append(name)
             time.sleep(0.05)
             seen = ",".join(running)
@@ -66,42 +66,42 @@ def test_one_lane_runs_in_turn() -> None:
 
         return alone
 
-    probes = [probe(look(name), name, lane="one") for name in "abc"]
-    assert [f[0].seen for _, f in examine(probes, nothing)] == ["a", "b", "c"]
+    wanted = [check(look(name), name) for name in "abc"]
+    assert [f[0].seen for _, f in run_checks(wanted, nothing)] == ["a", "b", "c"]
 
 
-def test_a_line_is_shown_while_later_ones_are_probed() -> None:
+def test_a_line_is_shown_while_later_ones_run() -> None:
     later = threading.Event()
     named: list[Sequence[str]] = []
 
-    def wait() -> Sequence[Finding]:
+    def wait() -> Sequence[Result]:
         later.wait(5)
         return [ok("second", "")]
 
-    probes = [probe(lambda: [ok("first", "")], "first"), probe(wait, "second")]
-    found = examine(probes, lambda names, seconds: (named.append(names), later.set())[0])
+    wanted = [check(lambda: [ok("first", "")], "first", "A"), check(wait, "second", "B")]
+    found = run_checks(wanted, lambda names, seconds: (named.append(names), later.set())[0])
     assert next(found)[0].name == "first"
     assert not later.is_set()
     assert next(found)[0].name == "second"
     assert named[0] == ["second"]
 
 
-def test_a_probe_that_hangs_is_a_red_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "_SPARE_SECONDS", 0)
+def test_a_check_that_hangs_is_a_red_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_SPARE_SECONDS", 0)
     hang = threading.Event()
-    probes = [
-        probe(lambda: [ok("x", str(hang.wait(30)))], "stuck", lane="one", limit=0.2),
-        probe(lambda: [ok("next", "")], "next", lane="one"),
+    wanted = [
+        check(lambda: [ok("x", str(hang.wait(30)))], "stuck", limit=0.2),
+        check(lambda: [ok("next", "")], "next"),
     ]
-    (_, (red,)), (_, (green,)) = examine(probes, nothing)
+    (_, (red,)), (_, (green,)) = run_checks(wanted, nothing)
     hang.set()
     assert (red.name, red.status, red.seen) == ("stuck", "fail", "took longer than 0.2 s")
     assert "--timeout" in red.fix
     assert green.status == "ok"
 
 
-def test_a_probe_that_breaks_is_a_red_line() -> None:
-    ((_, (red,)),) = examine([probe(lambda: [ok("x", str(1 // 0))])], nothing)
+def test_a_check_that_breaks_is_a_red_line() -> None:
+    ((_, (red,)),) = run_checks([check(lambda: [ok("x", str(1 // 0))])], nothing)
     assert red.status == "fail"
     assert "ZeroDivisionError" in red.seen
 
@@ -161,19 +161,20 @@ def test_json_schema_is_stable() -> None:
     }
 
 
-def call(*args: str) -> Result:
+def call(*args: str) -> Called:
     return CliRunner().invoke(main, ["doctor", *args], prog_name="hvdtrain")
 
 
 @pytest.fixture
-def findings(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """The findings of the one probe that the command runs."""
+def findings(monkeypatch: pytest.MonkeyPatch) -> list[Result]:
+    """The results of the one check that the command runs."""
     listed = [ok("first", "good")]
-    monkeypatch.setattr(command, "local_probes", lambda wanted, environ: [probe(lambda: listed)])
+    part = SimpleNamespace(checks=lambda options: [check(lambda: listed)])
+    monkeypatch.setattr(command, "PARTS", [part])
     return listed
 
 
-def test_exit_code_and_output(findings: list[Finding]) -> None:
+def test_exit_code_and_output(findings: list[Result]) -> None:
     good = call()
     assert good.exit_code == 0
     assert good.stdout.splitlines()[0] == "Group"
@@ -187,38 +188,33 @@ def test_exit_code_and_output(findings: list[Finding]) -> None:
     assert (answer.exit_code, json.loads(answer.stdout)["failures"]) == (1, 1)
 
 
-def test_hosts_and_their_joint_allreduce(
-    findings: list[Finding], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_and_their_joint_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:
     states = {"a": ok("ssh", "fine"), "b": ok("ssh", "fine")}
-    seen: list[Wanted] = []
+    seen: list[Options] = []
 
-    def hosts(wanted: Wanted, environ: object) -> list[Probe]:
-        seen.append(wanted)
+    def hosts(options: Options) -> list[Check]:
+        seen.append(options)
         return [
-            Probe(f"Host {name}", name, lambda name=name: [states[name]], 1, name)  # type: ignore[misc]
-            for name in wanted.hosts
+            check(lambda name=name: [states[name]], name, f"Host {name}")  # type: ignore[misc]
+            for name in options.hosts
         ]
 
-    joint = Probe("All hosts", "joint", lambda: [ok("joint", "2 ranks")], 1, "hosts")
-    monkeypatch.setattr(command, "host_probes", hosts)
-    monkeypatch.setattr(command, "joint_probes", lambda wanted, environ: [joint])
+    joint = check(lambda: [ok("joint", "2 ranks")], "joint", "All hosts")
+    monkeypatch.setattr(command, "PARTS", [SimpleNamespace(checks=hosts)])
+    monkeypatch.setattr(horovod, "joint_checks", lambda options: [joint])
     assert "2 ranks" in call("-H", "a:4,b", "--ssh-port", "2222").stdout
-    assert (seen[0].hosts, seen[0].ssh.port) == (("a", "b"), 2222)
+    assert (seen[0].hosts, seen[0].ssh_port) == (("a", "b"), 2222)
     states["b"] = fail("ssh", "closed", "open it")
     result = call("--hosts", "a,b")
     assert result.exit_code == 1
     assert re.search(r"skip  allreduce +not before each host is well", result.stdout)
 
 
-def test_hostfile(findings: list[Finding], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hostfile(findings: list[Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("node1 slots=4 # first\n\nnode2 slots=2\n")
-    monkeypatch.setattr(command, "host_probes", lambda wanted, environ: [])
-    joint = Probe("All hosts", "joint", lambda: [ok("joint", "x")], 1, "hosts")
-    seen: list[Wanted] = []
-    monkeypatch.setattr(
-        command, "joint_probes", lambda wanted, environ: (seen.append(wanted), [joint])[1]
-    )
+    joint = check(lambda: [ok("joint", "x")], "joint", "All hosts")
+    seen: list[Options] = []
+    monkeypatch.setattr(horovod, "joint_checks", lambda options: (seen.append(options), [joint])[1])
     assert call("--hostfile", str(tmp_path / "hosts")).exit_code == 0
     assert seen[0].hosts == ("node1", "node2")
 
@@ -240,8 +236,9 @@ def test_wrong_usage(args: list[str], message: str) -> None:
     assert message in result.stderr
 
 
-def test_every_group_is_probed() -> None:
-    groups = [probe.group for probe in local_probes(Wanted(), os.environ)]
+def test_every_group_is_checked() -> None:
+    options = Options(os.environ)
+    groups = [check.group for part in command.PARTS for check in part.checks(options)]
     assert list(dict.fromkeys(groups)) == ["Software", "Machine", "Slurm", "Containers", "Horovod"]
 
 
@@ -249,8 +246,8 @@ def test_the_doctor_itself_loads_no_tensorflow() -> None:
     code = """
 import sys
 from hvdtrain.cli.doctor import doctor
-from hvdtrain.doctor.versions import look_at_versions
-look_at_versions()
+from hvdtrain.doctor.software import check_versions
+check_versions()
 print(sorted({"tensorflow", "keras", "horovod", "numpy"} & set(sys.modules)))
 """
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -276,17 +273,17 @@ def children() -> str:
     return "".join(path.read_text() for path in Path("/proc/self/task").glob("*/children"))
 
 
-def test_no_probe_starts_once_nobody_listens() -> None:
+def test_no_check_starts_once_nobody_listens() -> None:
     started: list[str] = []
-    first = probe(lambda: [ok("a", "")], "a", lane="one")
+    first = check(lambda: [ok("a", "")], "a")
 
-    def second() -> Sequence[Finding]:
+    def second() -> Sequence[Result]:
         started.append("b")
         return [ok("b", "")]
 
     hold = threading.Event()
-    slow = probe(lambda: [ok("x", str(hold.wait(5)))], "x", lane="one")
-    found = examine([first, slow, probe(second, "b", lane="one")], nothing)
+    slow = check(lambda: [ok("x", str(hold.wait(5)))], "x")
+    found = run_checks([first, slow, check(second, "b")], nothing)
     next(found)
     found.close()  # type: ignore[attr-defined]
     hold.set()
@@ -313,7 +310,7 @@ def test_the_moving_line(
 
 
 def test_colours_on_a_terminal_unless_no_color_is_set(
-    findings: list[Finding], monkeypatch: pytest.MonkeyPatch
+    findings: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shown() -> str:
         # `color` stands for a terminal: what is written there is not stripped.

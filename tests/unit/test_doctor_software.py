@@ -12,12 +12,17 @@ from typing import Any
 import pytest
 from fake_programs import path_with
 
-from hvdtrain.doctor import gpus, tested, versions
-from hvdtrain.doctor.allreduce import allreduce_finding, look_at_local_allreduce, reason
-from hvdtrain.doctor.backend import look_at_backend
-from hvdtrain.doctor.finding import Finding
-from hvdtrain.doctor.horovod import EngineReport, read_report
-from hvdtrain.doctor.nccl_report import readable, report
+from hvdtrain.doctor import horovod, software
+from hvdtrain.doctor.checks import Result
+from hvdtrain.doctor.engine_probe import nccl, readable
+from hvdtrain.doctor.horovod import (
+    Build,
+    allreduce_result,
+    check_loading,
+    check_local_allreduce,
+    reason,
+)
+from hvdtrain.doctor.software import check_backend
 from hvdtrain.install import selftest
 from hvdtrain.install.probe import Missing, TensorFlow
 from hvdtrain.launch.engine import Engine
@@ -49,15 +54,15 @@ def statuses(findings: Any) -> list[str]:
     ],
 )
 def test_range(version: str, text: str, inside: bool) -> None:
-    assert (version in tested.Range(text)) is inside
+    assert (version in software.Range(text)) is inside
 
 
 def test_ranges_are_those_of_setup_cfg() -> None:
     setup = (Path(__file__).parents[2] / "setup.cfg").read_text()
-    assert f"python_requires = {tested.tested_python().text}" in setup
-    assert f"tensorflow-cpu{tested.tested_range('tensorflow-cpu').text}\n" in setup
-    assert f"tensorflow[and-cuda]{tested.tested_range('tensorflow').text}\n" in setup
-    assert f"keras{tested.tested_range('keras').text}\n" in setup
+    assert f"python_requires = {software.tested_python().text}" in setup
+    assert f"tensorflow-cpu{software.tested_range('tensorflow-cpu').text}\n" in setup
+    assert f"tensorflow[and-cuda]{software.tested_range('tensorflow').text}\n" in setup
+    assert f"keras{software.tested_range('keras').text}\n" in setup
 
 
 def test_sources_that_are_not_installed_refuse_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,13 +71,13 @@ def test_sources_that_are_not_installed_refuse_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("importlib.metadata.metadata", unknown)
     monkeypatch.setattr("importlib.metadata.requires", unknown)
-    assert versions.python_finding("3.11.2").status == "ok"
-    assert versions.keras_finding("3.15.0").status == "ok"
+    assert software.check_python("3.11.2").status == "ok"
+    assert software.check_keras("3.15.0").status == "ok"
 
 
 @pytest.mark.parametrize("version", ["3.10.14", "3.14.0"])
 def test_wrong_python(version: str) -> None:
-    finding = versions.python_finding(version)
+    finding = software.check_python(version)
     assert (finding.status, finding.fix) == (
         "fail",
         "make an environment with Python 3.11, 3.12 or 3.13",
@@ -81,7 +86,7 @@ def test_wrong_python(version: str) -> None:
 
 
 def test_tensorflow_that_is_missing_has_the_fix_of_the_installer() -> None:
-    finding = versions.tensorflow_finding(Missing("TensorFlow is not installed in /v: run `x`."))
+    finding = software.check_tensorflow(Missing("TensorFlow is not installed in /v: run `x`."))
     assert (finding.status, finding.seen) == ("fail", "TensorFlow is not installed in /v")
     assert finding.fix == "run `x`."
 
@@ -90,7 +95,7 @@ def test_tensorflow_that_is_missing_has_the_fix_of_the_installer() -> None:
     ("version", "status"), [("2.21.0", "ok"), ("2.21.1", "ok"), ("2.20.0", "fail")]
 )
 def test_tensorflow_of_another_minor_version(version: str, status: str) -> None:
-    assert versions.tensorflow_finding(TensorFlow("tensorflow", version)).status == status
+    assert software.check_tensorflow(TensorFlow("tensorflow", version)).status == status
 
 
 def test_another_tensorflow_earlier_in_the_path_turns_two_lines_red(tmp_path: Path) -> None:
@@ -101,10 +106,10 @@ def test_another_tensorflow_earlier_in_the_path_turns_two_lines_red(tmp_path: Pa
         "Metadata-Version: 2.1\nName: tensorflow-cpu\nVersion: 2.19.0\n"
     )
     code = (
-        "from hvdtrain.doctor import versions as v\n"
+        "from hvdtrain.doctor import software as v\n"
         "v.installed_key = lambda: 'cp311-linux-tensorflow2.21.0-gloo'\n"
         "v.version_of = lambda name: {'keras': '3.15.0', 'horovod': '0.28.1'}[name]\n"
-        "for f in v.look_at_versions(): print(f.name, f.status, f.seen, f.fix, sep='|')"
+        "for f in v.check_versions(): print(f.name, f.status, f.seen, f.fix, sep='|')"
     )
     paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = subprocess.run(
@@ -132,8 +137,8 @@ def test_another_tensorflow_earlier_in_the_path_turns_two_lines_red(tmp_path: Pa
     ("version", "seen"), [(None, "not installed"), ("3.14.0", "3.14.0; tested: >=3.15,<3.16")]
 )
 def test_wrong_keras(version: str | None, seen: str) -> None:
-    finding = versions.keras_finding(version)
-    assert finding == Finding("Keras", "fail", seen, "pip install 'keras>=3.15,<3.16'")
+    finding = software.check_keras(version)
+    assert finding == Result("Keras", "fail", seen, "pip install 'keras>=3.15,<3.16'")
 
 
 @pytest.mark.parametrize(
@@ -144,12 +149,20 @@ def test_wrong_keras(version: str | None, seen: str) -> None:
     ],
 )
 def test_wrong_horovod(version: str | None, seen: str, fix: str) -> None:
-    finding = versions.horovod_finding(version, None, TensorFlow("tensorflow", "2.21.0"))
-    assert finding == Finding("Horovod", "fail", seen, fix)
+    finding = software.check_horovod(version, None, TensorFlow("tensorflow", "2.21.0"))
+    assert finding == Result("Horovod", "fail", seen, fix)
+
+
+@pytest.fixture
+def keras_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Keras's settings in a home folder of the test."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".keras").mkdir()
+    return tmp_path / ".keras/keras.json"
 
 
 @pytest.mark.parametrize(
-    ("environ", "file", "status", "seen"),
+    ("environ", "text", "status", "seen"),
     [
         ({"KERAS_BACKEND": "jax"}, None, "fail", "KERAS_BACKEND is jax"),
         ({}, '{"backend": "torch"}', "fail", "torch, in "),
@@ -157,22 +170,28 @@ def test_wrong_horovod(version: str | None, seen: str, fix: str) -> None:
     ],
 )
 def test_wrong_backend(
-    environ: dict[str, str], file: str | None, status: str, seen: str, tmp_path: Path
+    environ: dict[str, str], text: str | None, status: str, seen: str, keras_json: Path
 ) -> None:
-    if file:
-        (tmp_path / ".keras").mkdir()
-        (tmp_path / ".keras/keras.json").write_text(file)
-    (finding,) = look_at_backend(environ, tmp_path)
+    if text:
+        keras_json.write_text(text)
+    finding = check_backend(environ)
     assert finding.status == status
     assert finding.seen.startswith(seen)
     assert "TF_USE_LEGACY_KERAS" in finding.fix or "KERAS_BACKEND=tensorflow" in finding.fix
 
 
-@pytest.mark.parametrize("text", ["", "no json", "[]", '{"backend": "tensorflow"}'])
-def test_right_backend(text: str, tmp_path: Path) -> None:
-    (tmp_path / ".keras").mkdir()
-    (tmp_path / ".keras/keras.json").write_text(text)
-    assert statuses(look_at_backend({}, tmp_path)) == ["ok"]
+@pytest.mark.parametrize("text", ["", "no json", "{}", '{"backend": "tensorflow"}'])
+def test_right_backend(text: str, keras_json: Path) -> None:
+    keras_json.write_text(text)
+    assert check_backend({}).status == "ok"
+
+
+def test_settings_with_which_keras_does_not_load(keras_json: Path) -> None:
+    keras_json.write_text("[]")
+    assert "Keras does not load" in check_backend({}).seen
+    keras_json.unlink()
+    keras_json.mkdir()
+    assert check_backend({}).status == "fail"
 
 
 # GPUs
@@ -180,15 +199,15 @@ def test_right_backend(text: str, tmp_path: Path) -> None:
 
 SMI = 'echo "0, GPU-aa, NVIDIA H100, 570.1"; echo "1, GPU-bb, NVIDIA H100, 570.1"'
 TWO = [
-    gpus.Gpu("0", "GPU-aa", "NVIDIA H100", "570.1"),
-    gpus.Gpu("1", "GPU-bb", "NVIDIA H100", "570.1"),
+    horovod.Gpu("0", "GPU-aa", "NVIDIA H100", "570.1"),
+    horovod.Gpu("1", "GPU-bb", "NVIDIA H100", "570.1"),
 ]
-CUDA = EngineReport(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=2)
-CPU = EngineReport(mpi=True, gloo=True, nccl=False, tensorflow_cuda=False, gpus=0)
+CUDA = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=2)
+CPU = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=False, gpus=0)
 
 
 def test_gpus_are_listed(tmp_path: Path) -> None:
-    assert gpus.list_gpus(path_with(tmp_path, {"nvidia-smi": SMI}), 10) == TWO
+    assert horovod.list_gpus(path_with(tmp_path, {"nvidia-smi": SMI}), 10) == TWO
 
 
 @pytest.mark.parametrize(
@@ -202,8 +221,8 @@ def test_gpus_are_listed(tmp_path: Path) -> None:
 )
 def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path: Path) -> None:
     environ = path_with(tmp_path, {"nvidia-smi": smi} if smi else {})
-    finding = gpus.list_gpus(environ, 1)
-    assert isinstance(finding, Finding)
+    finding = horovod.list_gpus(environ, 1)
+    assert isinstance(finding, Result)
     assert finding.status == status
     assert seen in finding.seen
     assert fix in finding.fix
@@ -214,37 +233,37 @@ def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path:
     [("0,1", "01"), ("1", "1"), ("GPU-b", "1"), ("0,7,1", "0"), ("-1", ""), ("", "")],
 )
 def test_visible_devices(chosen: str, indices: str) -> None:
-    found = gpus.visible(TWO, {"CUDA_VISIBLE_DEVICES": chosen})
+    found = horovod.visible(TWO, {"CUDA_VISIBLE_DEVICES": chosen})
     assert "".join(gpu.index for gpu in found) == indices
-    assert gpus.driver_finding(TWO, found).status == ("ok" if indices else "warn")
+    assert horovod.check_driver(TWO, found).status == ("ok" if indices else "warn")
 
 
 def test_tensorflow_sees_fewer_gpus_than_there_are() -> None:
-    one = EngineReport(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=1)
-    finding = gpus.tensorflow_finding(TWO, one)
+    one = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=1)
+    finding = horovod.check_tensorflow_gpus(TWO, one)
     assert (finding.status, finding.seen) == ("fail", "1 of 2")
     assert "hvdtrain[gpu]" in finding.fix
-    assert gpus.tensorflow_finding(TWO, CUDA).status == "ok"
-    assert gpus.tensorflow_finding(TWO, CPU).status == "warn"
+    assert horovod.check_tensorflow_gpus(TWO, CUDA).status == "ok"
+    assert horovod.check_tensorflow_gpus(TWO, CPU).status == "warn"
 
 
 def test_nccl() -> None:
-    without = EngineReport(mpi=True, gloo=True, nccl=False, tensorflow_cuda=True, gpus=2)
-    finding = gpus.look_at_nccl(TWO, without, {}, 1)
+    without = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=True, gpus=2)
+    finding = horovod.check_nccl(TWO, without, {}, 1)
     assert (finding.status, finding.fix) == ("fail", "hvdtrain install-horovod --gpu")
-    assert gpus.look_at_nccl(TWO, CPU, {}, 1).status == "skip"
-    good = ran(stdout='@hvdtrain-nccl {"version": "2.27.3"}\n')
-    assert gpus.nccl_finding(good, 2, 1) == Finding(gpus.NCCL, "ok", "2 of 2, NCCL 2.27.3")
-    assert "NCCL_P2P_DISABLE=1" in gpus.nccl_finding(ran(None), 2, 1).fix
-    broken = ran(stdout='@hvdtrain-nccl {"error": "NCCL: unhandled system error"}\n')
-    assert gpus.nccl_finding(broken, 2, 1).seen == "NCCL: unhandled system error"
+    assert horovod.check_nccl(TWO, CPU, {}, 1).status == "skip"
+    good = ran(stdout='@hvdtrain-engine {"version": "2.27.3"}\n')
+    assert horovod.nccl_result(good, 2, 1) == Result(horovod.NCCL, "ok", "2 of 2, NCCL 2.27.3")
+    assert "NCCL_P2P_DISABLE=1" in horovod.nccl_result(ran(None), 2, 1).fix
+    broken = ran(stdout='@hvdtrain-engine {"error": "NCCL: unhandled system error"}\n')
+    assert horovod.nccl_result(broken, 2, 1).seen == "NCCL: unhandled system error"
 
 
 def test_no_nccl_library(tmp_path: Path) -> None:
-    answer = report(2, str(tmp_path / "libnccl.so.2"))
+    answer = nccl(2, str(tmp_path / "libnccl.so.2"))
     assert "cannot open shared object" in answer["error"]
-    said = ran(stdout=f'@hvdtrain-nccl {{"error": "{answer["error"]}"}}\n')
-    assert "pip install nvidia-nccl-cu12" in gpus.nccl_finding(said, 2, 1).fix
+    said = ran(stdout=f'@hvdtrain-engine {{"error": "{answer["error"]}"}}\n')
+    assert "pip install nvidia-nccl-cu12" in horovod.nccl_result(said, 2, 1).fix
     assert readable(22703) == "2.27.3"
 
 
@@ -261,26 +280,26 @@ def test_no_nccl_library(tmp_path: Path) -> None:
     ],
 )
 def test_horovod_that_does_not_load(stderr: str, fix: str) -> None:
-    loaded, finding = read_report(ran(1, stderr=f"Traceback ...\n{stderr}\n"), 60)
+    loaded, finding = check_loading(ran(1, stderr=f"Traceback ...\n{stderr}\n"), 60)
     assert loaded is None
     assert (finding.status, finding.seen) == ("fail", stderr)
     assert fix in finding.fix
 
 
 def test_horovod_that_hangs_or_loads() -> None:
-    assert read_report(ran(None), 60)[1].seen == "took longer than 60 s"
+    assert check_loading(ran(None), 60)[1].seen == "took longer than 60 s"
     line = '@hvdtrain-engine {"mpi": true, "gloo": true, "nccl": false, "tensorflow_cuda": false, "gpus": 0}'
-    loaded, finding = read_report(ran(0, stdout=f"noise\n{line}\n"), 60)
+    loaded, finding = check_loading(ran(0, stdout=f"noise\n{line}\n"), 60)
     assert loaded == CPU
     assert finding.seen == "with mpi, gloo (2.5 s with TensorFlow)"
 
 
 def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod with MPI in an environment without mpirun, in PATH or beside Python."""
-    module = sys.modules[look_at_local_allreduce.__module__]
+    module = sys.modules[check_local_allreduce.__module__]
     monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["mpi", "gloo"])))
     monkeypatch.setattr(module, "find_mpirun", lambda path: None)
-    (finding,) = look_at_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
+    finding = check_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
     assert finding.status == "fail"
     assert "no mpirun in PATH" in finding.seen
     assert "module load openmpi" in finding.fix
@@ -288,9 +307,38 @@ def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[look_at_local_allreduce.__module__]
+    module = sys.modules[check_local_allreduce.__module__]
     monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["gloo"])))
-    assert statuses(look_at_local_allreduce("mpi", {}, 1)) == ["skip"]
+    assert check_local_allreduce("mpi", {}, 1).status == "skip"
+
+
+def test_an_allreduce_has_the_environment_that_a_job_would_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A variable that makes every run fail must not be hidden from it."""
+    asked: dict[str, Any] = {}
+
+    def stand_in(argv: list[str], **rest: Any) -> Ran:
+        asked.update(rest, argv=argv)
+        return ran(0, stdout=f"{selftest.PASSED}\n")
+
+    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(["gloo"])))
+    monkeypatch.setattr(horovod, "run", stand_in)
+    user = {"HVDTRAIN_ENV": "NOT_SET", "HOROVOD_CPU_OPERATIONS": "mpi", "HVDTRAIN_AUTOTUNE": "1"}
+    other_kind = {"HVDTRAIN_CONTAINER": "image.sif", "HVDTRAIN_STRATEGY": "tpu"}
+    assert check_local_allreduce("gloo", {**user, **other_kind}, 60).status == "ok"
+    assert user.items() <= asked["environ"].items()
+    assert "HVDTRAIN_CONTAINER" not in asked["environ"]
+    assert asked["argv"][asked["argv"].index("--strategy") + 1] == "horovod"
+
+
+def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(name: str) -> str:
+        raise OSError(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.gethostbyname", unknown)
+    monkeypatch.setattr(horovod, "runs_over_mpi", lambda environ: True)
+    assert check_local_allreduce("gloo", {}, 1).status == "skip"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +366,7 @@ def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_an_allreduce_that_fails(said: Ran, seen: str, fix: str) -> None:
-    finding = allreduce_finding("allreduce", 2, said, "", ["hvdtrain", "run"], 60)
+    finding = allreduce_result("allreduce", 2, said, "", ["hvdtrain", "run"], 60)
     assert (finding.status, finding.seen) == ("fail", seen)
     assert fix in finding.fix
 
@@ -327,16 +375,14 @@ def test_a_launcher_that_fails_is_quoted_from_its_start() -> None:
     """The message of `hvdtrain run` ends with the launcher's last lines, which are general advice."""
     said = ran(127, stderr="horovodrun failed (exit code 127):\n* check your network\n-----\n")
     log = "bash: line 1: orted: command not found\n-----\nORTE was unable ...\n* check your network"
-    finding = allreduce_finding("allreduce", 2, said, log, ["hvdtrain", "run"], 60)
+    finding = allreduce_result("allreduce", 2, said, log, ["hvdtrain", "run"], 60)
     assert finding.seen == "bash: line 1: orted: command not found"
     assert "PATH on every host" in finding.fix
 
 
 def test_an_allreduce_that_works() -> None:
-    finding = allreduce_finding(
-        "allreduce", 2, ran(0, stdout=f"{selftest.PASSED}\n"), "", ["x"], 60
-    )
-    assert finding == Finding("allreduce", "ok", "2 ranks, 2.5 s")
+    finding = allreduce_result("allreduce", 2, ran(0, stdout=f"{selftest.PASSED}\n"), "", ["x"], 60)
+    assert finding == Result("allreduce", "ok", "2 ranks, 2.5 s")
 
 
 def test_the_reason_is_an_error_rather_than_a_rule() -> None:

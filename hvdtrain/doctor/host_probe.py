@@ -1,7 +1,7 @@
 """What a host says about itself: run there by ssh, as a text given to its Python, before anything of hvdtrain is known
 to be there. Standard library only, and readable for old Pythons too: to say that they are old is its purpose.
 
-    ssh HOST exec PYTHON - REQUEST < host_report.py
+    ssh HOST exec PYTHON - REQUEST < host_probe.py
 
 REQUEST is JSON: {"addresses": [[ADDRESS, PORT], ...], "folder": FOLDER}. Prints one marked line of JSON: `report`.
 """

@@ -1,0 +1,296 @@
+"""This machine: shared memory, folders that a run writes to, limits of processes, cores and threads, its own name."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import statvfs_result
+from pathlib import Path
+
+from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.cores import cgroup_quota
+from hvdtrain.launch.engine import find_engine, find_mpirun
+from hvdtrain.worker.delivery import deliver, withdraw
+from hvdtrain.worker.rank_environment import available_cores
+
+GROUP = "Machine"
+MEGABYTE = 2**20
+LEAST_FREE = 32 * MEGABYTE
+"""Open MPI keeps a few MB for each rank in shared memory, NCCL some 10 MB for each pair of GPUs."""
+SMALL = 512 * MEGABYTE
+"""Docker gives 64 MB, which does for two ranks on CPUs, not for NCCL on many GPUs."""
+_SHM = Path("/dev/shm")
+_INFINIBAND = Path("/sys/class/infiniband")
+_SHM_FIX = (
+    "in a container: --ipc=host or --shm-size=1g; else: mount -o remount,size=2g /dev/shm (as root)"
+)
+_FULL_FIX = "delete what is left there (ls -l /dev/shm), or enlarge it; " + _SHM_FIX
+THREAD_SETTINGS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+OWN_NAME = "own name"
+
+
+def checks(options: Options) -> list[Check]:
+    environ = options.environ
+
+    def look_at_name() -> list[Result]:
+        name = socket.gethostname()
+        return [check_own_name(name, socket.gethostbyname, runs_over_mpi(environ))]
+
+    looks: dict[str, Callable[[], Sequence[Result]]] = {
+        "shared memory": lambda: [check_shared_memory(_SHM, os.statvfs)],
+        "folders": lambda: check_folders(environ),
+        "limits": lambda: check_limits(resource.getrlimit, _INFINIBAND),
+        "threads": lambda: check_threads(
+            environ,
+            available_cores(),
+            cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")),
+        ),
+        OWN_NAME: look_at_name,
+    }
+    return [Check(GROUP, name, look, options.quick) for name, look in looks.items()]
+
+
+# Shared memory and folders
+
+
+def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result]) -> Result:
+    """Size of, and room in, the folder through which the ranks of a host exchange data."""
+    name = "shared memory"
+    try:
+        found = statvfs(folder)
+    except OSError as error:
+        fix = f"mount -t tmpfs -o size=2g,mode=1777 tmpfs {folder} (as root)"
+        return fail(name, f"{folder}: {error.strerror}", fix)
+    size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    seen = f"{folder}: {_amount(free)} free of {_amount(size)}"
+    if free < LEAST_FREE:
+        return fail(name, seen, _FULL_FIX if size >= SMALL else _SHM_FIX)
+    if why := write_error(folder):
+        return fail(name, f"{folder}: {why}", f"chmod 1777 {folder} (as root)")
+    if size < SMALL:
+        return warn(name, f"{seen}: little for many ranks or GPUs", _SHM_FIX)
+    return ok(name, seen)
+
+
+def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
+    """The folders in which every run writes: its logs, its temporary files, what its ranks are given in secret."""
+    return [
+        check_log_folder(Path(".hvdtrain/logs")),
+        check_temporary_folder(environ),
+        check_private_folder(),
+    ]
+
+
+def check_log_folder(folder: Path) -> Result:
+    name = "log folder"
+    if why := write_error(folder):
+        fix = "start where you may write, or name another folder: hvdtrain run --log-dir"
+        return fail(name, f"{folder}: {why}", fix)
+    return ok(name, f"{folder} can be written")
+
+
+def check_temporary_folder(environ: Mapping[str, str]) -> Result:
+    """The folder of TMPDIR: ranks over MPI do not start if it cannot be written. Python quietly takes another."""
+    name = "temporary folder"
+    variable = next((key for key in ("TMPDIR", "TEMP", "TMP") if environ.get(key)), None)
+    folder = Path(environ[variable] if variable else "/tmp")
+    seen = f"{folder} ({variable})" if variable else f"{folder}"
+    if why := write_error(folder):
+        fix = "export TMPDIR=... with a folder that you may write"
+        return fail(name, f"{seen}: {why}", fix)
+    return ok(name, f"{seen} can be written")
+
+
+def check_private_folder() -> Result:
+    """The folder that only this user may enter, made and used as a launch with secret variables does it."""
+    name = "private folder"
+    launch_id = f"doctor-{uuid.uuid4().hex}"
+    try:
+        folder = deliver(launch_id, {}).parent
+    except HvdtrainError as error:
+        return fail(name, str(error), "it must be yours, with mode 700, on a disk with room")
+    withdraw(launch_id)
+    return ok(name, f"{folder} can be written")
+
+
+def write_error(folder: Path) -> str:
+    """Why a file cannot be written in the folder, or in the one where it would be made; empty if it can.
+
+    Permissions alone do not tell: not of quotas, nor for root of a network's file system.
+    """
+    why = ""
+    for place in (folder, *folder.parents):
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(64 * 1024))
+            return ""
+        except OSError as error:
+            why = error.strerror or str(error)
+            if not isinstance(error, FileNotFoundError) or place.exists():
+                break
+    return why
+
+
+# Limits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of `ulimit`: below `least` it does not work, below `good` not for large jobs.
+
+    Attributes:
+        docker: its name for docker run --ulimit.
+        unit, suffix: of the number as `ulimit` takes it.
+    """
+
+    name: str
+    kind: int
+    option: str
+    docker: str
+    least: int
+    good: int
+    unit: int
+    suffix: str
+
+
+LIMITS = (
+    # Each rank holds a socket or two for each other one, and TensorFlow a file for each reader.
+    Limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", 256, 1024, 1, ""),
+    # A rank has some 20 threads, and as many as it has cores for each of three pools.
+    Limit("processes", resource.RLIMIT_NPROC, "-u", "nproc", 256, 2048, 1, ""),
+    Limit("stack", resource.RLIMIT_STACK, "-s", "stack", MEGABYTE, 4 * MEGABYTE, 1024, " kB"),
+)
+
+
+def check_limits(getrlimit: Callable[[int], tuple[int, int]], infiniband: Path) -> Sequence[Result]:
+    """ulimit of files, processes, stack, and of locked memory where there is InfiniBand (a folder of /sys)."""
+    results = [_check_limit(limit, *getrlimit(limit.kind)) for limit in LIMITS]
+    return [*results, _check_locked_memory(getrlimit(resource.RLIMIT_MEMLOCK)[0], infiniband)]
+
+
+def _check_limit(limit: Limit, soft: int, hard: int) -> Result:
+    name = f"ulimit {limit.option}"
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, f"{limit.name}: unlimited")
+    seen = f"{limit.name}: {soft // limit.unit}{limit.suffix}"
+    if soft >= limit.good:
+        return ok(name, seen)
+    fix = f"ulimit {limit.option} {limit.good // limit.unit}"
+    if hard != resource.RLIM_INFINITY and hard < limit.good:
+        docker = f"Docker: --ulimit {limit.docker}={limit.good}"
+        fix += f" (as root; for good: /etc/security/limits.conf; {docker})"
+    if soft < limit.least:
+        return fail(name, seen, fix)
+    return warn(name, f"{seen}: little for many ranks", fix)
+
+
+def _check_locked_memory(soft: int, infiniband: Path) -> Result:
+    """RDMA pins its buffers; without such a network nothing is pinned."""
+    name = "ulimit -l"
+    if soft == resource.RLIM_INFINITY:
+        return ok(name, "locked memory: unlimited")
+    seen = f"locked memory: {soft // 1024} kB"
+    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+    if not adapters:
+        return ok(name, f"{seen}, no InfiniBand here that would need more")
+    fix = "ulimit -l unlimited (for good: /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
+    return fail(name, f"{seen}; {', '.join(adapters)} need it unlimited", fix)
+
+
+# Cores and threads
+
+
+def check_threads(
+    environ: Mapping[str, str], affinity: int, quota: float | None
+) -> Sequence[Result]:
+    """Cores and thread settings. `hvdtrain run` shares a host's cores between its ranks; it keeps what the user set.
+
+    Args:
+        affinity: cores in this process's mask.
+        quota: cores' worth of time that its control group grants; None without a limit.
+    """
+    return [check_cores(environ, affinity, quota), check_thread_settings(environ, affinity)]
+
+
+def check_cores(environ: Mapping[str, str], affinity: int, quota: float | None) -> Result:
+    name = "cores"
+    # Half a core more is a rounding of the container's administrator.
+    if quota is None or quota + 0.5 >= affinity:
+        return ok(name, f"{affinity}")
+    seen = f"{affinity} in the mask, but the container grants the time of {quota:g}"
+    if any(setting in environ for setting in THREAD_SETTINGS):
+        return ok(name, f"{seen}; the environment sets the threads")
+    share = max(1, int(quota))
+    fix = "give it whole cores (docker run --cpuset-cpus), or set the threads of a rank: "
+    return warn(name, seen, fix + " ".join(f"{setting}={share}" for setting in THREAD_SETTINGS))
+
+
+def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
+    name = "thread settings"
+    given = {setting: environ[setting] for setting in THREAD_SETTINGS if setting in environ}
+    if not given:
+        return ok(name, "none: hvdtrain run shares the cores between the ranks of a host")
+    seen = ", ".join(f"{setting}={value}" for setting, value in given.items())
+    threads = {setting: _threads(setting, value) for setting, value in given.items()}
+    wrong = [setting for setting, number in threads.items() if number is None]
+    if wrong:
+        bad = ", ".join(f"{setting}={given[setting]}" for setting in wrong)
+        return fail(name, f"no number: {bad}", f"unset {' '.join(wrong)}")
+    # 0 lets TensorFlow take all cores, in each rank.
+    if any((number or 0) > cores for number in threads.values()):
+        return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
+    return ok(name, seen)
+
+
+def _threads(setting: str, value: str) -> int | None:
+    """The number of threads that a setting asks for; None if it is not one.
+
+    OpenMP takes a list, `2,1`: a number for each level of nesting, of which a rank's own is the first.
+    """
+    pattern = r"\s*(\d+)\s*(,\s*\d+\s*)*" if setting == "OMP_NUM_THREADS" else r"(\d+)"
+    found = re.fullmatch(pattern, value, re.ASCII)
+    return int(found[1]) if found else None
+
+
+# Name
+
+
+def runs_over_mpi(environ: Mapping[str, str]) -> bool:
+    """Whether a launch here can use MPI, which it prefers."""
+    try:
+        built = find_engine().built
+    except HvdtrainError:
+        return False
+    return "mpi" in built and find_mpirun(environ.get("PATH")) is not None
+
+
+def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) -> Result:
+    """Whether this machine's name has an address. Where it has none, ranks crash over Gloo and run over MPI.
+
+    Args:
+        name: this machine's host name.
+        resolve: raises OSError for a name that has no address.
+        over_mpi: whether MPI can be used here.
+    """
+    try:
+        resolve(name)
+    except OSError as error:
+        seen = f"{name} has no address ({error.strerror or error}): ranks over Gloo crash"
+        fix = f"add it to /etc/hosts: echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
+        return (
+            warn(OWN_NAME, f"{seen}, over MPI they run", fix)
+            if over_mpi
+            else fail(OWN_NAME, seen, fix)
+        )
+    return ok(OWN_NAME, f"{name} has an address")
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GB" if size >= 2**30 else f"{size / MEGABYTE:.0f} MB"

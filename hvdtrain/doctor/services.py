@@ -1,0 +1,176 @@
+"""Programs around the training, where they are installed: does Slurm answer, do Docker or Podman work for this user?"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, skip, took_too_long, warn
+from hvdtrain.launch.running.bounded import Ran, run
+
+PARTITIONS = "Slurm"
+PLUGINS = "srun --mpi"
+GPU_RUNTIME = "GPUs in containers"
+_PLUGIN = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
+# The second: what slurmd fetched from slurmctld, where the file itself is not on the machine.
+_SLURM_FILES = (
+    Path("/etc/slurm/slurm.conf"),
+    Path("/run/slurm/conf/slurm.conf"),
+    Path("/etc/slurm-llnl/slurm.conf"),
+)
+_CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
+_VERSION_COMMANDS = {
+    "docker": ["docker", "info", "--format", "{{.ServerVersion}} {{json .Runtimes}}"],
+    "podman": ["podman", "info", "--format", "{{.Version.Version}}"],
+}
+_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
+
+
+def checks(options: Options) -> list[Check]:
+    environ, limit = options.environ, options.quick
+    return [
+        Check("Slurm", "Slurm", lambda: check_slurm(environ, limit, _SLURM_FILES), limit),
+        Check(
+            "Containers",
+            "containers",
+            lambda: check_containers(environ, limit, _CDI_FOLDERS),
+            limit,
+        ),
+    ]
+
+
+# Slurm
+
+
+def check_slurm(
+    environ: Mapping[str, str], limit: float, configurations: Sequence[Path]
+) -> Sequence[Result]:
+    """What sinfo and `srun --mpi=list` say; one skipped line where there is no Slurm.
+
+    Args:
+        configurations: files of which one is there on every machine of a cluster that does not set SLURM_CONF.
+    """
+    path = environ.get("PATH")
+    if not shutil.which("sinfo", path=path) and not shutil.which("srun", path=path):
+        return [skip(PARTITIONS, "not installed here (no sinfo, no srun in PATH)")]
+    if "SLURM_CONF" not in environ and not any(file.exists() for file in configurations):
+        return [skip(PARTITIONS, "its programs are installed, but no cluster is configured here")]
+    sinfo = run(["sinfo", "--noheader", "--format=%P|%D|%t"], limit=limit / 2, environ=environ)
+    srun = run(["srun", "--mpi=list"], limit=limit / 2, environ=environ)
+    return [check_partitions(sinfo, environ, limit / 2), check_plugins(srun, limit / 2)]
+
+
+def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float) -> Result:
+    if sinfo is None:
+        return fail(PARTITIONS, "srun is in PATH, sinfo is not", "install slurm-client")
+    if sinfo.returncode is None:
+        return took_too_long(PARTITIONS, limit, "is slurmctld reachable? Ask: scontrol ping")
+    if sinfo.returncode != 0:
+        return fail(PARTITIONS, sinfo.last_line, _slurm_fix(sinfo.text))
+    nodes: dict[str, int] = {}
+    down: dict[str, int] = {}
+    for row in re.findall(r"^(.+)\|(\d+)\|(\S+)$", sinfo.stdout, re.MULTILINE):
+        name, number, state = row[0].rstrip("*"), int(row[1]), row[2]
+        # A star: the node does not answer.
+        is_down = state.startswith(("down", "drain", "fail")) or state.endswith("*")
+        nodes[name] = nodes.get(name, 0) + number
+        down[name] = down.get(name, 0) + (number if is_down else 0)
+    if not nodes:
+        return fail(PARTITIONS, "no partition is open to you", "ask the cluster's administrator")
+    seen = ", ".join(
+        f"{name}: {number} nodes" + (f" ({down[name]} down)" if down[name] else "")
+        for name, number in nodes.items()
+    )
+    if nodes == down:
+        fix = "see the reasons: sinfo -R; then scontrol update NodeName=... State=RESUME"
+        return fail(PARTITIONS, seen, fix)
+    job = environ.get("SLURM_JOB_ID")
+    return ok(PARTITIONS, f"{seen}; in job {job}" if job else seen)
+
+
+def check_plugins(srun: Ran | None, limit: float) -> Result:
+    """PMIx starts MPI ranks by srun itself; without it srun starts them over Gloo, or ssh is needed."""
+    if srun is None:
+        return fail(PLUGINS, "sinfo is in PATH, srun is not", "install slurm-client")
+    if srun.returncode is None:
+        return took_too_long(PLUGINS, limit, "is slurm.conf readable, and its host name resolved?")
+    if srun.returncode != 0:
+        return fail(PLUGINS, srun.last_line, _slurm_fix(srun.text))
+    plugins = sorted(set(_PLUGIN.findall(srun.text)))
+    how = "over MPI and Gloo" if any(p.startswith("pmix") for p in plugins) else "over Gloo"
+    return ok(PLUGINS, f"{', '.join(plugins) or 'none'}: srun starts ranks {how}")
+
+
+def _slurm_fix(text: str) -> str:
+    lower = text.lower()
+    if "munge" in lower or "credential" in lower or "authentication" in lower:
+        return "start munged here, with the cluster's /etc/munge/munge.key and clock"
+    if "contact slurm controller" in lower or "connect failure" in lower:
+        return "start slurmctld, or name its host in slurm.conf; ask: scontrol ping"
+    return "check slurm.conf (SLURM_CONF names another one); ask: scontrol ping"
+
+
+# Containers
+
+
+def check_containers(
+    environ: Mapping[str, str], limit: float, cdi_folders: Sequence[Path]
+) -> Sequence[Result]:
+    """One line for each of docker and podman that is installed, and one for the GPUs in those that work.
+
+    None is a failure: only `hvdtrain docker` needs them, and clients without their engine are common.
+
+    Args:
+        cdi_folders: where descriptions of devices for containers lie.
+    """
+    path = environ.get("PATH")
+    installed = [name for name in _VERSION_COMMANDS if shutil.which(name, path=path)]
+    if not installed:
+        return [skip("containers", "neither docker nor podman is installed here")]
+    limit /= len(installed)
+    answers = {
+        name: run(_VERSION_COMMANDS[name], limit=limit, environ=environ) for name in installed
+    }
+    results = [check_engine(name, answer, limit) for name, answer in answers.items()]
+    working = [result.name for result in results if result.status == "ok"]
+    if not shutil.which("nvidia-smi", path=path):
+        return [*results, skip(GPU_RUNTIME, "no NVIDIA GPU here")]
+    return [*results, *(_check_gpus(name, answers[name], path, cdi_folders) for name in working)]
+
+
+def check_engine(name: str, answer: Ran | None, limit: float) -> Result:
+    if answer is None:
+        return skip(name, "in PATH, but not executable", f"install {name} again")
+    if answer.returncode is None:
+        return skip(name, f"no answer within {limit:g} s", f"restart it: systemctl restart {name}")
+    words = answer.stdout.split()
+    # Old Docker clients report a missing daemon, and exit with 0.
+    if answer.returncode == 0 and words and words[0][0].isdigit():
+        return ok(name, f"works, version {words[0]}")
+    return skip(name, answer.last_line or "does not answer", _engine_fix(name, answer.text))
+
+
+def _engine_fix(name: str, text: str) -> str:
+    if name == "podman":
+        return "podman info --log-level=debug says why; rootless: /etc/subuid must name you, then podman system migrate"
+    if "permission denied" in text.lower():
+        return "sudo usermod -aG docker $USER, and log in again (or use podman)"
+    return "start its daemon: sudo systemctl start docker (or use podman)"
+
+
+def _check_gpus(
+    name: str, answer: Ran | None, path: str | None, cdi_folders: Sequence[Path]
+) -> Result:
+    files = [file for folder in cdi_folders if folder.is_dir() for file in folder.iterdir()]
+    if any("nvidia" in file.name for file in files):
+        return ok(GPU_RUNTIME, f"{name}: described by CDI")
+    if name == "podman":
+        fix = "install nvidia-container-toolkit; sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+        return warn(GPU_RUNTIME, "podman: no CDI description of the GPUs", fix)
+    hook = next((hook for hook in _HOOKS if shutil.which(hook, path=path)), None)
+    if hook or (answer is not None and '"nvidia"' in answer.stdout):
+        return ok(GPU_RUNTIME, f"docker: {hook or 'the nvidia runtime'}")
+    fix = "install nvidia-container-toolkit; sudo nvidia-ctk runtime configure; sudo systemctl restart docker"
+    return warn(GPU_RUNTIME, "docker: no NVIDIA container toolkit", fix)
