@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hvdtrain.environment import FORWARD
 from hvdtrain.launch.engine import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.members import RANKS, Members
@@ -115,6 +116,11 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
     if environ.get(CONTROLLER, plan.controller).lower() != plan.controller:
         settings[CONTROLLER] = None
     return settings | values_of(plan.env)
+
+
+def forward(plan: LaunchPlan) -> dict[str, str]:
+    """What tells a program of `hvdtrain.start` which variables are to reach the ranks on all hosts."""
+    return {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
 
 
 def values_of(variables: Sequence[EnvVar]) -> dict[str, str]:

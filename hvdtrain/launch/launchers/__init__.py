@@ -24,7 +24,7 @@ LAUNCHERS = {
     "horovodrun": "hvdtrain.launch.launchers.horovodrun",
     "srun": "hvdtrain.launch.launchers.srun",
 }
-"""What --launcher takes -> the module whose `prepare` it means. --strategy names the others."""
+"""What --launcher takes -> the module whose `prepare` it means. The other modules here are for --strategy."""
 GROUP = "hvdtrain.launchers"
 
 

@@ -10,8 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from hvdtrain.environment import FORWARD
-from hvdtrain.launch.command import Prepared, Site, rank_settings
+from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import rank_command
@@ -29,7 +28,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
         words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
         settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
         stand_in=_STAND_IN,
-        for_stand_in={FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {},
+        for_stand_in=forward(plan),
         lacks=_WAITS if plan.host_discovery_script and not plan.network_interfaces else "",
         elastic=plan.elastic,
     )

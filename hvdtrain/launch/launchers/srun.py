@@ -10,9 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hvdtrain.environment import FORWARD
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, Site, rank_settings
+from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.hosts import Host
@@ -36,7 +35,6 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
     container = None if site.image is None else Container(site.image, site.folder)
     if container is not None:
         plan = replace(plan, python=_PYTHON_OF_IMAGE)
-    names = {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
     return Prepared(
         words=(
             *(sys.executable, "-m", "hvdtrain.start.srun"),
@@ -44,7 +42,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
             *srun_argv(plan, site.allocation),
             *_task_command(plan, container),
         ),
-        settings={**rank_settings(plan, site.environ), **names},
+        settings={**rank_settings(plan, site.environ), **forward(plan)},
     )
 
 
