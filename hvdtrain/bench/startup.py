@@ -46,7 +46,16 @@ def measure_startup(np: int, controller: str, passes: int) -> Iterator[StartPass
         script.write_text(SCRIPT)
         options = ["-np", str(np)]
         ours = [
-            *(sys.executable, "-m", "hvdtrain.cli", "run", *options, "--controller", controller),
+            *(
+                sys.executable,
+                "-P",
+                "-m",
+                "hvdtrain.cli",
+                "run",
+                *options,
+                "--controller",
+                controller,
+            ),
             *("--log-dir", f"{folder}/logs", str(script)),
         ]
         bare = [

@@ -180,7 +180,7 @@ def _print(request: JobRequest, path: Path) -> None:
 def _hvdtrain() -> tuple[str, ...]:
     """This hvdtrain, also where the environment is not activated."""
     program = Path(sys.executable).parent / "hvdtrain"
-    return (str(program),) if program.is_file() else (sys.executable, "-m", "hvdtrain.cli")
+    return (str(program),) if program.is_file() else (sys.executable, "-P", "-m", "hvdtrain.cli")
 
 
 def _follow(job_id: str) -> int:

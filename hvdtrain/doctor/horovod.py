@@ -141,7 +141,7 @@ def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]
 
 
 def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ran | None:
-    argv = [sys.executable, "-m", "hvdtrain.doctor.engine_probe", *words]
+    argv = [sys.executable, "-P", "-m", "hvdtrain.doctor.engine_probe", *words]
     return run(argv, limit=limit, environ=environ)
 
 
@@ -308,7 +308,7 @@ def check_allreduce(
 
 def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
     """`hvdtrain run` of the selftest on `ranks` ranks; `options` say where and how."""
-    command = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
+    command = [sys.executable, "-P", "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
     return [*command, *options, str(SCRIPT), str(ranks)]
 
 

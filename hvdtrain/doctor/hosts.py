@@ -99,7 +99,7 @@ def ask(
     argv = ["ssh", *BATCH, "-o", f"ConnectTimeout={max(1, round(limit / 2))}"]
     where = reach(options.ssh_port, options.ssh_identity_file)
     return run(
-        [*argv, *where, *more, host, shlex.join([sys.executable, "-", question])],
+        [*argv, *where, *more, host, shlex.join([sys.executable, "-P", "-", question])],
         limit=limit,
         environ=options.environ,
         stdin=Path(host_probe.__file__).read_text(),

@@ -196,7 +196,7 @@ def build_environment(
 
 
 def pip(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    return [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
 def tools_command(workspace: Workspace) -> list[str]:

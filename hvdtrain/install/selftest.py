@@ -27,15 +27,13 @@ def command(controller: str) -> list[str]:
         str(RANKS),
         "-H",
         f"localhost:{RANKS}",
-        sys.executable,
-        "-m",
-        "hvdtrain.install.selftest",
+        *(sys.executable, "-P", "-m", "hvdtrain.install.selftest"),
     ]
 
 
 def load_command() -> list[str]:
     """Only loads Horovod's library, in one process."""
-    return [sys.executable, "-c", "import horovod.tensorflow"]
+    return [sys.executable, "-P", "-c", "import horovod.tensorflow"]
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:

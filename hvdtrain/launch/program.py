@@ -54,7 +54,7 @@ class Program:
 def rank_command(program: Program) -> list[str]:
     """What a rank runs: the program, under `hvdtrain.worker`."""
     return [
-        *(program.python, *program.python_options, "-m", "hvdtrain.worker"),
+        *(program.python, *program.python_options, "-P", "-m", "hvdtrain.worker"),
         *(*_WORKERS_WORDS[program.kind], str(program.name), *program.arguments),
     ]
 

@@ -43,7 +43,7 @@ def keeper_argv(
 ) -> list[str]:
     """The ssh command that runs a host's keeper (or another program that takes its place)."""
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
-    remote = ["env", *settings, reach.python, "-m", module, launch_id]
+    remote = ["env", *settings, reach.python, "-P", "-m", module, launch_id]
     return [
         *("ssh", "-T", *BATCH, *ALIVE, *unseen_keys(host, reach.port, reach.identity_file)),
         *("-o", f"ConnectTimeout={max(1, int(min(CONNECT_SECONDS, reach.seconds - 1)))}"),

@@ -225,7 +225,7 @@ class Launch:
             start=self.layout.roles.index(role),
             kind=role.kind,
             index=workers.index(role) if role in workers else 0,
-            argv=command if role == CHIEF else [command[0], "-m", "hvdtrain.start.tf_server"],
+            argv=command if role == CHIEF else [command[0], "-P", "-m", "hvdtrain.start.tf_server"],
             environ=role_environment(self._addresses, role),
         )
 
@@ -329,13 +329,13 @@ def _agent_commands(
         identity_file=options.ssh_identity_file,
         seconds=options.start_timeout,
     )
-    local = [sys.executable, "-m", _AGENT, launch_id]
+    local = [sys.executable, "-P", "-m", _AGENT, launch_id]
     commands = {}
     for host in layout.names:
         if host in layout.here:
             commands[host] = local
         elif options.srun:
-            commands[host] = [*_srun(host), options.command[0], "-m", _AGENT, launch_id]
+            commands[host] = [*_srun(host), options.command[0], "-P", "-m", _AGENT, launch_id]
         else:
             commands[host] = keeper_argv(host, launch_id, reach, _AGENT)
     return commands

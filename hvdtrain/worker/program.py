@@ -54,7 +54,9 @@ def main() -> None:
         _become(words)
     _prepare_output()
     sys.argv, script = words, words[0]
-    sys.path[0] = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    # The working folder stands there, or nothing of this program's own (python -P).
+    sys.path[: 0 if sys.flags.safe_path else 1] = [folder]
     if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
     watching = unreduced.watch()

@@ -18,7 +18,7 @@ from slurm_cluster import SlurmCluster
 from test_ssh_hosts import END_SECONDS, Hosts, Launch, left
 from test_ssh_hosts import launch as launch
 
-SERVE = "-m hvdtrain.start.tf_server"
+SERVE = "-P -m hvdtrain.start.tf_server"
 # Both workers add to a variable of the server's, asynchronously; each also answers itself.
 TRAIN = """
 import os, time
@@ -46,7 +46,7 @@ while not Path("go").exists():
 # Without TensorFlow, in the place of workers and servers; deaf to SIGTERM.
 STAND_IN = f"""
 import sys
-if sys.orig_argv[1:3] == {SERVE.split()!r}:
+if sys.orig_argv[1:4] == {SERVE.split()!r}:
     import json, os, signal, time
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     task = json.loads(os.environ["TF_CONFIG"])["task"]

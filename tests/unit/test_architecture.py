@@ -125,6 +125,17 @@ def test_one_room_talks_to_horovod() -> None:
     assert "collectives/communicator.py" in callers
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_programs_of_our_own_do_not_import_from_the_working_folder(path: Path) -> None:
+    """A logging.py or queue.py there belongs to the user, or to whoever can write there."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        words = node.args if isinstance(node, ast.Call) else getattr(node, "elts", [])
+        shown = [ast.unparse(word).replace("*(", "").replace("(", "") for word in words]
+        for before, word, after in zip(shown, shown[1:], shown[2:], strict=False):
+            if word in ("'-m'", "'-c'") and not after.startswith("cls="):
+                assert before == "'-P'", ast.unparse(node)
+
+
 def replaced_in_horovod(path: Path) -> set[str]:
     """What a file assigns to in Horovod's modules."""
     tree = list(ast.walk(ast.parse(path.read_text())))

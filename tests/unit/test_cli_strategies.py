@@ -44,8 +44,8 @@ def dry_run(*args: str) -> list[str]:
     assert (result.exit_code, result.stderr) == (0, "")
     words = shlex.split(result.stdout)
     at = words.index(sys.executable)
-    assert words[-6:] == [sys.executable, "-m", "hvdtrain.worker", "train.py", "-np", "7"]
-    return words[:at] if "--" not in words else words[at + 2 : words.index("--")]
+    assert words[-7:] == [sys.executable, "-P", "-m", "hvdtrain.worker", "train.py", "-np", "7"]
+    return words[:at] if "--" not in words else words[at + 3 : words.index("--")]
 
 
 @pytest.mark.parametrize(

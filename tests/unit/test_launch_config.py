@@ -176,7 +176,7 @@ def test_the_arguments_are_for_the_script_of_the_file(folder: Path) -> None:
     ):
         for strategy in ([], ["--strategy", "central-storage"]):
             printed = call("--dry-run", *strategy, "--config", config, *words).stdout
-            assert printed.endswith(f" -m hvdtrain.worker {told}\n"), printed
+            assert printed.endswith(f" -P -m hvdtrain.worker {told}\n"), printed
     assert "arguments" not in shown("--config", "run.yaml", "other.py")
 
 

@@ -14,7 +14,7 @@ from hvdtrain.launch.launchers.horovodrun import prepare
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
 
-STAND_IN = [sys.executable, "-m", "hvdtrain.start.horovodrun"]
+STAND_IN = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun"]
 SITE = Site({"PATH": "/bin"}, horovodrun="/venv/bin/horovodrun", mpirun="/bin/mpirun")
 
 
@@ -211,7 +211,7 @@ def test_the_smallest_command(script: Path) -> None:
     assert launch.typed == [
         *("/venv/bin/horovodrun", "-np", "2", "--gloo"),
         *("--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "50"),
-        *(sys.executable, "-m", "hvdtrain.worker", str(script)),
+        *(sys.executable, "-P", "-m", "hvdtrain.worker", str(script)),
     ]
     assert launch.argv == [*STAND_IN, *launch.typed[1:]]
     assert launch.environment({"A": "1"}) == {"A": "1"}
@@ -243,7 +243,16 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
         *("--network-interfaces", "eth0,ib0", "--start-timeout", "60"),
         *("--ssh-port", "2222", "--ssh-identity-file", str(key)),
         *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "0"),
-        *("/usr/bin/python3", "-m", "hvdtrain.worker", str(script), "--epochs", "2", "a; rm -rf b"),
+        *(
+            "/usr/bin/python3",
+            "-P",
+            "-m",
+            "hvdtrain.worker",
+            str(script),
+            "--epochs",
+            "2",
+            "a; rm -rf b",
+        ),
     ]
     # No value stands in the command line of what runs.
     assert launch.argv == [*STAND_IN, *launch.typed[5:]]

@@ -57,7 +57,7 @@ def test_kinds(folder: Path, words: str, kind: str, command: str) -> None:
     name, *arguments = words.split()
     found = program_of(Path(name), arguments)
     assert found.kind == kind
-    assert rank_command(found) == [str(OWN), "-m", "hvdtrain.worker", *command.split()]
+    assert rank_command(found) == [str(OWN), "-P", "-m", "hvdtrain.worker", *command.split()]
 
 
 def test_the_interpreter_and_its_options(folder: Path) -> None:
@@ -66,13 +66,13 @@ def test_the_interpreter_and_its_options(folder: Path) -> None:
     assert found == Program(
         Path("train.py"), ("-m",), "script", str(folder / "bin/python3.9"), tuple(words[:6])
     )
-    assert rank_command(found)[1:9] == [*words[:6], "-m", "hvdtrain.worker"]
+    assert rank_command(found)[1:10] == [*words[:6], "-P", "-m", "hvdtrain.worker"]
     assert program_of(OWN, ["-O", "-m", "a.b"]).python_options == ("-O",)
 
 
 def test_a_module(folder: Path) -> None:
     found = program_of(Path("pkg.mod"), ["-x"], module=True)
-    assert rank_command(found) == [str(OWN), "-m", "hvdtrain.worker", "-m", "pkg.mod", "-x"]
+    assert rank_command(found) == [str(OWN), "-P", "-m", "hvdtrain.worker", "-m", "pkg.mod", "-x"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_what_cannot_be_run(folder: Path, words: str, message: str) -> None:
 
 def work(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "hvdtrain.worker", *words],
+        [sys.executable, "-P", "-m", "hvdtrain.worker", *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

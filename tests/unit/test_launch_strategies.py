@@ -21,7 +21,7 @@ from hvdtrain.launch.variables import EnvVar
 
 PROGRAM = Program(Path("train.py"), ("--epochs", "3"))
 ENV = (EnvVar("A", "b c"), EnvVar("API_KEY"))
-WORKER = [sys.executable, "-m", "hvdtrain.worker", "train.py", "--epochs", "3"]
+WORKER = [sys.executable, "-P", "-m", "hvdtrain.worker", "train.py", "--epochs", "3"]
 
 
 def test_one_process() -> None:
@@ -47,8 +47,17 @@ def test_one_process() -> None:
 def test_servers_on_this_machine() -> None:
     plan = ServerPlan(program=Program(Path("train.py")), workers=3, servers=2)
     assert parameter_servers.prepare(plan, Site({})).typed == [
-        *(sys.executable, "-m", "hvdtrain.start.parameter_servers", "--workers", "3", "--ps", "2"),
-        *("--", sys.executable, "-m", "hvdtrain.worker", "train.py"),
+        *(
+            sys.executable,
+            "-P",
+            "-m",
+            "hvdtrain.start.parameter_servers",
+            "--workers",
+            "3",
+            "--ps",
+            "2",
+        ),
+        *("--", sys.executable, "-P", "-m", "hvdtrain.worker", "train.py"),
     ]
 
 
@@ -64,7 +73,7 @@ def test_servers_on_hosts_with_all_options() -> None:
         start_timeout=9,
     )
     assert parameter_servers.prepare(plan, Site({})).typed == [
-        *("env", "A=b c", sys.executable, "-m", "hvdtrain.start.parameter_servers"),
+        *("env", "A=b c", sys.executable, "-P", "-m", "hvdtrain.start.parameter_servers"),
         *("--workers", "3", "--ps", "1", "--hosts", "a:2,b:2", "--ssh-port", "22"),
         *("--ssh-identity-file", "key", "--start-timeout", "9", "--env", "A", "--env", "API_KEY"),
         *("--srun", "--", *WORKER),

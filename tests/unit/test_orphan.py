@@ -44,7 +44,7 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time\nopen('ready', 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
     )
-    rank = f"'{sys.executable}' -m hvdtrain.worker train.py; true"
+    rank = f"'{sys.executable}' -P -m hvdtrain.worker train.py; true"
     helper = f"import subprocess; subprocess.run(['sh', '-c', {rank!r}])"
     environment = {
         **os.environ,

@@ -132,12 +132,12 @@ def test_the_whole_command(script: Path) -> None:
     assert launch.argv == list(launch.words)
     assert shlex.join(launch.typed) == (
         "env 'DATA=/a b' HVDTRAIN_FORWARD=DATA,API_KEY "
-        f"{sys.executable} -m hvdtrain.start.srun "
+        f"{sys.executable} -P -m hvdtrain.start.srun "
         "-np 4 --gloo -H n1:2,n2:2 --start-timeout 32 --fusion-threshold-mb 64 "
         "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 50 "
         "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block "
         f"--immediate=300 --mpi=none {COMMON} "
-        "python3 -m hvdtrain.start.task python3 -m hvdtrain.worker train.py --epochs 3"
+        "python3 -P -m hvdtrain.start.task python3 -P -m hvdtrain.worker train.py --epochs 3"
     )
 
 
@@ -146,18 +146,18 @@ def test_the_whole_command(script: Path) -> None:
     [
         (
             "/images/train.sif",
-            f"{sys.executable} -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
-            "/images/train.sif python3 -m hvdtrain.worker train.py",
+            f"{sys.executable} -P -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            "/images/train.sif python3 -P -m hvdtrain.worker train.py",
         ),
         (
             "docker://ghcr.io/a/b:1",
-            f"{sys.executable} -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
-            "docker://ghcr.io/a/b:1 python3 -m hvdtrain.worker train.py",
+            f"{sys.executable} -P -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            "docker://ghcr.io/a/b:1 python3 -P -m hvdtrain.worker train.py",
         ),
         (
             "nvcr.io#nvidia/tensorflow:25.02",
             "--container-image=nvcr.io#nvidia/tensorflow:25.02 --container-mounts=/data:/data "
-            "--container-workdir=/data python3 -m hvdtrain.start.task python3 -m hvdtrain.worker train.py",
+            "--container-workdir=/data python3 -P -m hvdtrain.start.task python3 -P -m hvdtrain.worker train.py",
         ),
     ],
 )

@@ -142,7 +142,7 @@ def test_marked_output_is_taken_apart_again(
 
 def run_task(code: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-m", "hvdtrain.start.task", sys.executable, "-c", code],
+        [sys.executable, "-P", "-m", "hvdtrain.start.task", sys.executable, "-c", code],
         env={**os.environ, "PYTHONUNBUFFERED": "", **task(3, 1, 1, "2,2"), **environment},
         capture_output=True,
         timeout=60,

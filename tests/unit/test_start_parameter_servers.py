@@ -28,7 +28,7 @@ SECONDS = 60
 # In the place of hvdtrain.start.tf_server. With a file `broken.NAME` it fails.
 STAND_IN = """
 import sys
-if sys.orig_argv[1:3] == ["-m", "hvdtrain.start.tf_server"]:
+if sys.orig_argv[1:4] == ["-P", "-m", "hvdtrain.start.tf_server"]:
     import json, os, socket, time
     config = json.loads(os.environ["TF_CONFIG"])
     task = config["task"]
@@ -274,7 +274,7 @@ def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, co
     """Pasted into a shell it ends as cleanly: nobody else looks after its processes."""
     run = begin(FOR_EVER, "--dry-run")
     command = shlex.split(run.end()[1])
-    assert command[1:3] == ["-m", "hvdtrain.start.parameter_servers"]
+    assert command[1:4] == ["-P", "-m", "hvdtrain.start.parameter_servers"]
     path = f"{tmp_path / 'site'}{os.pathsep}{REPOSITORY}"
     process = subprocess.Popen(
         command,

@@ -108,7 +108,7 @@ def test_a_chief_that_does_not_come() -> None:
 def test_the_program_refuses_what_it_cannot_serve(given: dict[str, str], message: str) -> None:
     foreign = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     done = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.start.tf_server"],
+        [sys.executable, "-P", "-m", "hvdtrain.start.tf_server"],
         env=foreign | given,
         cwd=Path(__file__).parents[2],
         capture_output=True,

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(script)
     return subprocess.run(
-        [sys.executable, "-m", "hvdtrain.worker", "train.py"],
+        [sys.executable, "-P", "-m", "hvdtrain.worker", "train.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOROVOD_RANK": "3"},
         capture_output=True,

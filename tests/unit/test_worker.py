@@ -21,7 +21,7 @@ def work(
     (folder / "sub" / "train.py").write_text(script)
     (folder / "sub" / "beside.py").write_text("here = True\n")
     return subprocess.run(
-        [sys.executable, "-m", "hvdtrain.worker", "sub/train.py", *args],
+        [sys.executable, "-P", "-m", "hvdtrain.worker", "sub/train.py", *args],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
         capture_output=True,
@@ -133,7 +133,7 @@ def test_a_chief_that_is_done_does_not_wait_for_its_workers(tmp_path: Path) -> N
 
 def test_a_missing_script(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "hvdtrain.worker", "none.py"],
+        [sys.executable, "-P", "-m", "hvdtrain.worker", "none.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -15,7 +15,7 @@ from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import rank_command
 
-_STAND_IN = (sys.executable, "-m", "hvdtrain.start.horovodrun")
+_STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.horovodrun")
 _WAITS = (
     "pasted, horovodrun waits until the discovery names two hosts, unless it is given --network-interfaces: "
     "hvdtrain run does not"

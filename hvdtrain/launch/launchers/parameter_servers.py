@@ -71,7 +71,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
     ]
     return Prepared(
         words=(
-            *(sys.executable, "-m", "hvdtrain.start.parameter_servers"),
+            *(sys.executable, "-P", "-m", "hvdtrain.start.parameter_servers"),
             *(word for name, value in options if value is not None for word in (name, str(value))),
             *(["--srun"] if plan.by_srun else []),
             "--",

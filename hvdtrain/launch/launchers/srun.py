@@ -37,7 +37,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
         plan = replace(plan, python=_PYTHON_OF_IMAGE)
     return Prepared(
         words=(
-            *(sys.executable, "-m", "hvdtrain.start.srun"),
+            *(sys.executable, "-P", "-m", "hvdtrain.start.srun"),
             *horovodrun_options(plan),
             *srun_argv(plan, site.allocation),
             *_task_command(plan, container),
@@ -70,16 +70,16 @@ def _task_command(plan: LaunchPlan, container: Container | None) -> list[str]:
     """What each task of srun runs, and before it the options of srun that a container needs."""
     worker = rank_command(plan.program)
     if container is None:
-        return [plan.python, "-m", "hvdtrain.start.task", *worker]
+        return [plan.python, "-P", "-m", "hvdtrain.start.task", *worker]
     if container.is_apptainers:
         bind = ["--bind", container.folder, "--pwd", container.folder]
         inside = ["apptainer", "exec", "--nv", *bind, container.image, *worker]
-        return [sys.executable, "-m", "hvdtrain.start.task", *inside]
+        return [sys.executable, "-P", "-m", "hvdtrain.start.task", *inside]
     return [
         f"--container-image={container.image}",
         f"--container-mounts={container.folder}:{container.folder}",
         f"--container-workdir={container.folder}",
-        *(plan.python, "-m", "hvdtrain.start.task", *worker),
+        *(plan.python, "-P", "-m", "hvdtrain.start.task", *worker),
     ]
 
 

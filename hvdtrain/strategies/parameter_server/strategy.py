@@ -162,4 +162,4 @@ def _become_server() -> None:
     """Turn this process, whose TF_CONFIG names a worker or server, into one. Does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "hvdtrain.start.tf_server"])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "hvdtrain.start.tf_server"])
