@@ -21,6 +21,15 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
+EXIT_HANG = 124
+"""The watchdog ended the run: a rank was frozen, had gone or did not come, or no rank made progress."""
+
+NEWS = "HVDTRAIN_NEWS"
+"""Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
+
+GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"
+"""How long scripts that have a handler for the signal may take when a run is ended."""
+
 LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 """Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
 

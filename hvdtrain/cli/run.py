@@ -35,7 +35,8 @@ from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import program_of
 from hvdtrain.launch.rules import fitting_stall_times
-from hvdtrain.launch.running.session import View, run_launch
+from hvdtrain.launch.running.session import Patience, View, run_launch
+from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.variables import EnvVar
@@ -81,6 +82,17 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     help="SCRIPT is the name of a module, as with python -m.",
 )  # fmt: skip
 @click.option(
+    "--grace-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+    cls=GroupedOption, group="basic",
+    help="Time for scripts that handle the signal which ends the run (SIGTERM, KeyboardInterrupt).",
+)  # fmt: skip
+@click.option(
+    "--hang-timeout", type=click.FloatRange(min=0), default=HANG_SECONDS, show_default=True,
+    metavar="SECONDS", cls=GroupedOption, group="stall",
+    help="End the run when no worker has made progress for so long; when one is frozen or has gone, after "
+    "20 s. 0: never.",
+)  # fmt: skip
+@click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="basic",
     help="Image for the workers of a Slurm job: a file *.sif or docker://... runs in Apptainer, others "
     "by srun's pyxis plugin. It needs Horovod and hvdtrain.",
@@ -117,6 +129,8 @@ def run(
     log_dir: Path | None,
     all_ranks: bool,
     prefix_output_with_timestamp: bool,
+    grace_seconds: float,
+    hang_timeout: float,
     container: str | None,
     dry_run: bool,
     strategy: str,
@@ -160,7 +174,7 @@ def run(
 
         env = tuple(map(variable_to_pass, values["env"]))
         launch = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
-        _print_or_run(launch, view, dry_run, left_out)
+        _print_or_run(launch, view, Patience(grace_seconds), dry_run, left_out)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
         if number is not None:
@@ -174,7 +188,8 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     plan = plan_of(values, site)
-    _print_or_run(find_launcher(plan.launcher)(plan, site), view, dry_run, left_out)
+    patience = Patience(grace_seconds, limits_of(hang_timeout) if hang_timeout else None)
+    _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
 
 
 def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
@@ -199,7 +214,9 @@ def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
         click.echo(f"before you paste this, put the secret values where {MASK} is", err=True)
 
 
-def _print_or_run(launch: Prepared, view: View, dry_run: bool, left_out: Sequence[str]) -> None:
+def _print_or_run(
+    launch: Prepared, view: View, patience: Patience, dry_run: bool, left_out: Sequence[str]
+) -> None:
     """Print the command, or run it and exit as it does."""
     if dry_run:
         print_command(launch.typed, left_out)
@@ -211,7 +228,12 @@ def _print_or_run(launch: Prepared, view: View, dry_run: bool, left_out: Sequenc
     environ = launch.environment(os.environ)
     sys.exit(
         run_launch(
-            launch.argv, view, environ=environ, elastic=launch.elastic, members=launch.members
+            launch.argv,
+            view,
+            patience,
+            environ=environ,
+            elastic=launch.elastic,
+            members=launch.members,
         )
     )
 

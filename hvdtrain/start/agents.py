@@ -9,15 +9,18 @@ import selectors
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from hvdtrain.start.agent import GRACE_SECONDS, SILENCE_SECONDS, Greeting
+from hvdtrain.launch.host_report import HostReport, differences, late, ssh_problem
+from hvdtrain.start.agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
+from hvdtrain.start.host_processes import GRACE_SECONDS
+from hvdtrain.start.reach import Reach
 
 BEAT_SECONDS = SILENCE_SECONDS / 6
 END_SECONDS = GRACE_SECONDS + 1.5
-"""Within which agents end all that they have started; the limit of a host that does not answer."""
+"""Within which agents end all of the launch; the limit of a host that does not answer."""
 _LONGEST_WORDS = 4096
 News = tuple[str, dict[str, Any]]
 
@@ -51,20 +54,13 @@ class Agents:
             self._selector.register(process.stderr, selectors.EVENT_READ, (host, "words"))
         self._writing = threading.Lock()
         self._over = threading.Event()
-        # The supervisor may have to wait for its own reader: a terminal that is halted.
-        threading.Thread(target=self._beat, daemon=True).start()
 
     def __enter__(self) -> Agents:
         return self
 
     def __exit__(self, *exception: object) -> None:
         """End all; agents that take too long are left to notice it themselves."""
-        self._over.set()
-        with self._writing:
-            for process in self._processes.values():
-                with contextlib.suppress(OSError):
-                    if process.stdin is not None:
-                        process.stdin.close()
+        self.end()
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
             # Its last words must have a reader, or it could not end.
@@ -77,11 +73,31 @@ class Agents:
             process.wait()
         self._selector.close()
 
-    def greet(self, host: str, greeting: Greeting) -> None:
-        self.order(host, **asdict(greeting))
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts that have an agent."""
+        return tuple(self._processes)
+
+    def keep_alive(self) -> None:
+        """Call `beat` in the background from now on.
+
+        The supervisor may have to wait for its own reader: a terminal that is halted. Not for one that forks.
+        """
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def beat(self) -> None:
+        """Tell the agents that their supervisor is there: at least every BEAT_SECONDS."""
+        for host in self._processes:
+            self._write(host, b"\n")
 
     def order(self, host: str, **order: Any) -> None:
+        """Tell one agent; its first order is a greeting."""
         self._write(host, json.dumps(order).encode() + b"\n")
+
+    def order_all(self, **order: Any) -> None:
+        """Tell every agent."""
+        for host in self._processes:
+            self.order(host, **order)
 
     def news(self, seconds: float) -> Iterator[News]:
         """(host, what its agent tells), of what comes within `seconds`; waits for no more than that."""
@@ -112,11 +128,18 @@ class Agents:
             if process.poll() is not None and (host, "news") not in reading
         }
 
+    def end(self) -> None:
+        """Have everything of the launch ended on all hosts; does not wait for it."""
+        self._over.set()
+        with self._writing:
+            for process in self._processes.values():
+                with contextlib.suppress(OSError):
+                    if process.stdin is not None:
+                        process.stdin.close()
+
     def _beat(self) -> None:
-        """The agents must hear of the supervisor."""
         while not self._over.wait(BEAT_SECONDS):
-            for host in self._processes:
-                self._write(host, b"\n")
+            self.beat()
 
     def _write(self, host: str, line: bytes) -> None:
         stdin = self._processes[host].stdin
@@ -124,3 +147,61 @@ class Agents:
             if stdin is not None:
                 stdin.write(line)
                 stdin.flush()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the hosts said to the greeting.
+
+    Attributes:
+        reports: of the hosts that can run their part.
+        ports: host -> the ports that were found there.
+        problems: host -> why it cannot run its part.
+    """
+
+    reports: Mapping[str, HostReport]
+    ports: Mapping[str, Sequence[int]]
+    problems: Mapping[str, str]
+
+
+def greet(
+    agents: Agents,
+    greetings: Mapping[str, Greeting],
+    own: HostReport,
+    *,
+    reach: Reach,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Answers:
+    """Set up every host; waits for all answers, as long as `reach` says, or until `give_up` says so.
+
+    Args:
+        greetings: one for each host of `agents`.
+        own: the launcher's own report, with which all must agree.
+        reach: how they are reached.
+    """
+    for host, greeting in greetings.items():
+        agents.order(host, **asdict(greeting))
+    deadline = time.monotonic() + reach.seconds
+    reports: dict[str, HostReport] = {}
+    ports: dict[str, list[int]] = {}
+    problems: dict[str, str] = {}
+    while len(reports) + len(problems) < len(greetings) and not give_up():
+        for host, news in agents.news(TICK_SECONDS):
+            if "report" in news:
+                report = HostReport(**news["report"])
+                if wrong := differences(host, report, own):
+                    problems[host] = wrong
+                else:
+                    reports[host], ports[host] = report, news["ports"]
+            elif "problem" in news:
+                problems[host] = f"host {host}: {news['problem']}"
+        answered = reports.keys() | problems.keys()
+        for host, (code, words) in agents.ended().items():
+            if host not in answered:
+                problems[host] = ssh_problem(
+                    host, code, words, reach.python, reach.port, reach.identity_file
+                )
+        if time.monotonic() > deadline:
+            for host in greetings.keys() - reports.keys() - problems.keys():
+                problems[host] = late(host, reach.seconds)
+    return Answers(reports, ports, {host: problems[host] for host in greetings if host in problems})

@@ -1,18 +1,19 @@
 """The hosts of an elastic job, which come and go: each is asked before it is used, as the hosts of any other job are.
 
 Horovod starts workers on whatever the discovery script prints. A host that cannot be reached then looks like a worker
-that failed, and the whole job is reset for it. Here a host counts only from when its keeper has reported (see
-`keepers`), and no longer than that lives; what is wrong is said once, and it is asked again after a while.
+that failed, and the whole job is reset for it. Here a host counts only from when its agent has reported (see
+`agents`), and no longer than that lives; what is wrong is said once, and it is asked again after a while.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError
 from hvdtrain.launch.host_report import (
@@ -23,9 +24,10 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.hosts import is_host_name
+from hvdtrain.start.agent import Greeting, own_report
+from hvdtrain.start.agents import Agents, greet
 from hvdtrain.start.horovods import network
-from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.reach import Reach, agent_argv
 from hvdtrain.start.rendezvous import say
 from hvdtrain.start.task import interface_to
 
@@ -42,25 +44,25 @@ class Discovery(Protocol):
         ...
 
 
-class ElasticKeepers(Keepers):
-    """Stands for them in the process that watches over the launcher, and passes a warning on to `ElasticHosts`."""
+class ElasticAgents(Agents):
+    """Stands for them in the process that watches over the launcher, and passes orders on to `ElasticHosts`."""
 
     def __init__(self, launch_id: str, reach: Reach) -> None:
-        super().__init__((), launch_id, reach)
+        super().__init__({}, {})
         self.launch_id = launch_id
         self.reach = reach
-        self.warnings, self._warn = os.pipe()
+        self.orders, self._orders = os.pipe()
 
-    def warn(self) -> None:
-        """Warn the ranks of all other hosts."""
-        os.write(self._warn, b"\n")
+    def order_all(self, **order: Any) -> None:
+        """Tell every agent that there is now."""
+        os.write(self._orders, json.dumps(order).encode() + b"\n")
 
 
 class ElasticHosts:
     """The hosts that are fit for the job, in the launcher's process. Use as a context manager.
 
     Args:
-        stand_in: what passes warnings on.
+        stand_in: what passes orders on.
         variables: to bring to the ranks on other hosts.
         wanted: the interfaces to use; None finds one.
         seconds: for the first hosts to be there.
@@ -68,20 +70,20 @@ class ElasticHosts:
 
     def __init__(
         self,
-        stand_in: ElasticKeepers,
+        stand_in: ElasticAgents,
         variables: Mapping[str, str],
         wanted: set[str] | None,
         seconds: float,
     ) -> None:
         self._launch_id = stand_in.launch_id
         self._reach = stand_in.reach
-        self._warnings = stand_in.warnings
+        self._orders = stand_in.orders
         self._variables = variables
         self._wanted = wanted
         self._seconds = seconds
         self._own = own_report()
         self._here: dict[str, bool] = {}
-        self._keepers: dict[str, Keepers] = {}
+        self._agents: dict[str, Agents] = {}
         self._reports: dict[str, HostReport] = {}
         self._asked: dict[str, float] = {}
         self._said: dict[str, str] = {}
@@ -89,16 +91,16 @@ class ElasticHosts:
         self._first = threading.Event()
 
     def __enter__(self) -> ElasticHosts:
-        for loop in (self._beat, self._pass_warnings):
+        for loop in (self._beat, self._pass_orders):
             threading.Thread(target=loop, daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            keepers, self._keepers = list(self._keepers.values()), {}
-        for one in keepers:
+            agents, self._agents = list(self._agents.values()), {}
+        for one in agents:
             one.end()
-        for one in keepers:
+        for one in agents:
             one.__exit__()
 
     def fit(self, found: Mapping[str, int]) -> dict[str, int]:
@@ -106,12 +108,12 @@ class ElasticHosts:
         new = [name for name in found if name not in self._here]
         elsewhere = set(network.filter_local_addresses(new)) if new else set()
         self._here |= {name: name not in elsewhere for name in new}
-        self._leave([name for name in list(self._keepers) if name not in found])
+        self._leave([name for name in list(self._agents) if name not in found])
         now = time.monotonic()
         threads = []
         for name in found:
             again = self._asked.get(name, -AGAIN_SECONDS) + AGAIN_SECONDS
-            if not self._here[name] and name not in self._keepers and now >= again:
+            if not self._here[name] and name not in self._agents and now >= again:
                 self._asked[name] = now + self._reach.seconds
                 threads.append(threading.Thread(target=self._ask, args=(name,), daemon=True))
                 threads[-1].start()
@@ -120,7 +122,7 @@ class ElasticHosts:
                 thread.join()
             if found:
                 self._first.set()
-        return {name: n for name, n in found.items() if self._here[name] or name in self._keepers}
+        return {name: n for name, n in found.items() if self._here[name] or name in self._agents}
 
     def interfaces(self) -> set[str]:
         """Those over which the job communicates, settled by the first hosts.
@@ -160,19 +162,22 @@ class ElasticHosts:
         try:
             if not is_host_name(name):
                 raise HvdtrainError(f"{name!r} is no name of a host")
-            keepers = Keepers([name], self._launch_id, self._reach)
+            command = agent_argv(name, self._launch_id, self._reach)
+            agents = Agents({name: command}, os.environ)
         except (HvdtrainError, OSError) as error:
             self._leave_out(name, str(error))
             return
-        reports, problems = keepers.reports(self._variables, self._own)
-        if not problems and self._wanted:
-            problems = [missing_interfaces(sorted(self._wanted), reports)]
-        if any(problems):
-            self._leave_out(name, "\n".join(problems))
-            keepers.__exit__()
+        greeting = Greeting(secrets=dict(self._variables))
+        answers = greet(agents, {name: greeting}, self._own, reach=self._reach)
+        problem = answers.problems.get(name, "")
+        if not problem and self._wanted:
+            problem = missing_interfaces(sorted(self._wanted), answers.reports)
+        if problem:
+            self._leave_out(name, problem)
+            agents.__exit__()
             return
         with self._lock:
-            self._keepers[name], self._reports[name] = keepers, reports[name]
+            self._agents[name], self._reports[name] = agents, answers.reports[name]
             self._said.pop(name, None)
 
     def _leave_out(self, name: str, problem: str) -> None:
@@ -187,29 +192,32 @@ class ElasticHosts:
         """End what runs on hosts that are no longer the job's."""
         for name in names:
             with self._lock:
-                keepers = self._keepers.pop(name, None)
+                agents = self._agents.pop(name, None)
                 self._reports.pop(name, None)
                 self._asked.pop(name, None)
-            if keepers is not None:
-                threading.Thread(target=keepers.__exit__, daemon=True).start()
+            if agents is not None:
+                threading.Thread(target=agents.__exit__, daemon=True).start()
 
     def _beat(self) -> None:
         while True:
             time.sleep(TICK_SECONDS)
             with self._lock:
-                present = dict(self._keepers)
-            for name, keepers in present.items():
-                keepers.beat()
-                if keepers.lost():
+                present = dict(self._agents)
+            for name, agents in present.items():
+                agents.beat()
+                for _ in agents.news(0):
+                    pass  # What the ranks do; Horovod itself looks after those of an elastic job.
+                if agents.ended():
                     self._leave([name])
                     self._leave_out(name, f"the connection to host {name} broke")
 
-    def _pass_warnings(self) -> None:
-        while os.read(self._warnings, 1):
-            with self._lock:
-                present = list(self._keepers.values())
-            for keepers in present:
-                keepers.warn()
+    def _pass_orders(self) -> None:
+        with os.fdopen(self._orders) as orders:
+            for order in orders:
+                with self._lock:
+                    present = list(self._agents.values())
+                for agents in present:
+                    agents.order_all(**json.loads(order))
 
 
 class FitHosts:

@@ -28,7 +28,9 @@ from hvdtrain.launch.host_report import (
 )
 from hvdtrain.launch.passing import acts_at_start, looks_secret, travelling
 from hvdtrain.launch.variables import forwarded, without_value
-from hvdtrain.start.elastic_hosts import ElasticHosts, ElasticKeepers, FitHosts
+from hvdtrain.start.agent import Greeting, own_report
+from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.horovods import (
     horovod_hosts,
     horovods_exportable,
@@ -36,8 +38,7 @@ from hvdtrain.start.horovods import (
     network,
     replace_functions,
 )
-from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach, missing_program
+from hvdtrain.start.reach import Reach, agent_argv, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
@@ -62,9 +63,10 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     if missing := missing_program([["ssh"]] if remote else []):
         print(f"hvdtrain: {missing}", file=sys.stderr)
         return EXIT_FAILURE
-    elastic = ElasticKeepers(launch_id, reach) if _is_elastic(parsed) else None
-    with elastic or Keepers(remote, launch_id, reach) as keepers:
-        problems = [] if elastic else _prepare(parsed, remote, keepers, asked)
+    commands = {host: agent_argv(host, launch_id, reach) for host in remote}
+    elastic = ElasticAgents(launch_id, reach) if _is_elastic(parsed) else None
+    with elastic or Agents(commands, os.environ) as agents:
+        problems = [] if elastic else _prepare(parsed, agents, reach, asked)
         if problems:
             for line in "\n".join(problems).splitlines():
                 print(f"hvdtrain: {line}", file=sys.stderr)
@@ -79,7 +81,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         )
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
-        return supervise(lambda: _run_horovod(parsed, hosts), launch_id, keepers)
+        return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
 
 
 def exit_code_of(error: Exception) -> int:
@@ -89,7 +91,7 @@ def exit_code_of(error: Exception) -> int:
 
 
 def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
-    """The hosts that need a keeper from the beginning. Those of an elastic job come and go."""
+    """The hosts that need an agent from the beginning. Those of an elastic job come and go."""
     if _is_elastic(arguments) or not arguments.hosts:
         return []
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
@@ -115,7 +117,7 @@ def _reach(arguments: argparse.Namespace) -> Reach:
 def in_command_line(arguments: argparse.Namespace, asked: Collection[str], name: str) -> bool:
     """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
 
-    Over Gloo the others are brought to other hosts by their keepers, and here each rank inherits them.
+    Over Gloo the others are brought to other hosts by their agents, and here each rank inherits them.
     """
     if not _travels(asked, name):
         return False
@@ -131,21 +133,20 @@ def _travels(asked: Collection[str], name: str) -> bool:
 
 
 def _prepare(
-    arguments: argparse.Namespace,
-    remote: Sequence[str],
-    keepers: Keepers,
-    asked: Collection[str],
+    arguments: argparse.Namespace, agents: Agents, reach: Reach, asked: Collection[str]
 ) -> list[str]:
     """Ask the other hosts, and settle what depends on them; returns what is wrong."""
     own = own_report()
-    if not remote:
+    if not agents.hosts:
         wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
         # Ranks of one host meet on its loopback interface.
         arguments.nics = loopback_interfaces(own)
         return [wrong] if wrong else []
-    reports, problems = keepers.reports(_brought(arguments, asked), own)
-    if problems:
-        return problems
+    greetings = dict.fromkeys(agents.hosts, Greeting(secrets=_brought(arguments, asked)))
+    answers = greet(agents, greetings, own, reach=reach)
+    if answers.problems:
+        return list(answers.problems.values())
+    reports = dict(answers.reports)
     if arguments.nics:
         wrong = missing_interfaces(sorted(arguments.nics), _named(arguments, own) | reports)
         if wrong:
@@ -163,10 +164,10 @@ def _prepare(
 
 
 def _elastic_hosts(
-    arguments: argparse.Namespace, keepers: ElasticKeepers, asked: Collection[str]
+    arguments: argparse.Namespace, agents: ElasticAgents, asked: Collection[str]
 ) -> ElasticHosts:
     return ElasticHosts(
-        keepers,
+        agents,
         _brought(arguments, asked),
         arguments.nics,
         arguments.elastic_timeout or ELASTIC_SECONDS,
@@ -174,7 +175,7 @@ def _elastic_hosts(
 
 
 def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str, str]:
-    """The variables that keepers bring to the ranks of their hosts."""
+    """The variables that agents bring to the ranks of their hosts."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -30,7 +30,7 @@ from types import FrameType
 
 from hvdtrain import __version__
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
-from hvdtrain.launch.host_report import THIS_HOST, HostReport, differences, late, ssh_problem
+from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.running.outcome import how_it_ended
@@ -39,8 +39,8 @@ from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_envi
 from hvdtrain.launch.variables import without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import Greeting
-from hvdtrain.start.agents import Agents
-from hvdtrain.start.keepers import Reach, keeper_argv, missing_program
+from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.reach import Reach, agent_argv, missing_program
 from hvdtrain.start.task import marked
 
 START_SECONDS = 30
@@ -70,6 +70,7 @@ def main() -> None:
         _say(missing)
         sys.exit(EXIT_FAILURE)
     with Agents(commands, environ) as agents:
+        agents.keep_alive()
         sys.exit(Launch(layout, options, agents, received).run())
 
 
@@ -174,46 +175,33 @@ class Launch:
 
     def _greet(self) -> list[str]:
         """Set up every host; returns what is wrong, a message each."""
-        own = HostReport(__version__, sys.version.split()[0], {})
         asked = travelling(os.environ, self.options.env)
-        for host in self.layout.names:
-            roles = self.layout.of(host)
-            greeting = Greeting(
-                folder=str(Path.cwd()),
-                environ={} if host in self.layout.here else asked,
-                processes=len(roles),
-                workers=self.options.workers,
-                ports=len(roles),
-            )
-            self.agents.greet(host, greeting)
-        deadline = time.monotonic() + self.options.start_timeout
-        ports: dict[str, list[int]] = {}
-        problems: dict[str, str] = {}
-        origin = ""
-        while len(ports) + len(problems) < len(self.layout.names):
-            for host, news in self.agents.news(TICK_SECONDS):
-                if "report" in news:
-                    report = HostReport(**news["report"])
-                    ports[host] = news["ports"]
-                    if host not in self.layout.here:
-                        origin = origin or report.origin
-                        if wrong := differences(host, report, own):
-                            problems[host] = wrong
-                elif "problem" in news:
-                    problems[host] = f"host {host}: {news['problem']}"
-            for host, (code, words) in self.agents.ended().items():
-                if host not in ports and host not in problems:
-                    problems[host] = ssh_problem(host, code, words, self.options.command[0])
-            if time.monotonic() > deadline:
-                for host in set(self.layout.names) - ports.keys() - problems.keys():
-                    problems[host] = late(host, self.options.start_timeout)
-            if self.received and self.received != [signal.SIGUSR1]:
-                sys.exit(EXIT_SIGNAL_BASE + self.received[0])
+        answers = greet(
+            self.agents,
+            {host: self._greeting(host, asked) for host in self.layout.names},
+            HostReport(__version__, sys.version.split()[0], {}),
+            reach=_reach(self.options),
+            give_up=lambda: any(number != signal.SIGUSR1 for number in self.received),
+        )
+        if len(answers.reports) + len(answers.problems) < len(self.layout.names):
+            sys.exit(EXIT_SIGNAL_BASE + self.received[0])
+        others = [answers.reports[h] for h in answers.reports if h not in self.layout.here]
+        origin = next((report.origin for report in others if report.origin), "")
         for host in self.layout.names:
             name = host if host and not host.startswith(("127.", "localhost")) else origin
-            for role, port in zip(self.layout.of(host), ports.get(host, []), strict=False):
+            for role, port in zip(self.layout.of(host), answers.ports.get(host, []), strict=False):
                 self._addresses[role] = f"{name or LOOPBACK}:{port}"
-        return [problems[host] for host in self.layout.names if host in problems]
+        return list(answers.problems.values())
+
+    def _greeting(self, host: str, asked: dict[str, str]) -> Greeting:
+        roles = self.layout.of(host)
+        return Greeting(
+            folder=str(Path.cwd()),
+            environ={} if host in self.layout.here else asked,
+            processes=len(roles),
+            workers=self.options.workers,
+            ports=len(roles),
+        )
 
     def _start(self, role: Role) -> None:
         host = self.layout.hosts[role]
@@ -322,13 +310,7 @@ def _agent_commands(
     layout: Layout, options: argparse.Namespace, launch_id: str
 ) -> dict[str, list[str]]:
     """Host -> the command that runs its agent."""
-    reach = Reach(
-        python=options.command[0],
-        path_variables={name: os.environ[name] for name in _PATH_VARIABLES if name in os.environ},
-        port=options.ssh_port,
-        identity_file=options.ssh_identity_file,
-        seconds=options.start_timeout,
-    )
+    reach = _reach(options)
     local = [sys.executable, "-P", "-m", _AGENT, launch_id]
     commands = {}
     for host in layout.names:
@@ -337,8 +319,18 @@ def _agent_commands(
         elif options.srun:
             commands[host] = [*_srun(host), options.command[0], "-P", "-m", _AGENT, launch_id]
         else:
-            commands[host] = keeper_argv(host, launch_id, reach, _AGENT)
+            commands[host] = agent_argv(host, launch_id, reach)
     return commands
+
+
+def _reach(options: argparse.Namespace) -> Reach:
+    return Reach(
+        python=options.command[0],
+        path_variables={name: os.environ[name] for name in _PATH_VARIABLES if name in os.environ},
+        port=options.ssh_port,
+        identity_file=options.ssh_identity_file,
+        seconds=options.start_timeout,
+    )
 
 
 def _srun(host: str) -> list[str]:

@@ -36,7 +36,7 @@ from hvdtrain.launch.slurm.task import (
 )
 from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.signals import ending_signals
-from hvdtrain.start.keeper import own_report
+from hvdtrain.start.agent import own_report
 from hvdtrain.start.rendezvous import Rendezvous
 from hvdtrain.start.task import INTERFACE
 

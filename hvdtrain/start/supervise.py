@@ -1,19 +1,23 @@
-"""Stand by a launcher until it ends: signals go on to it, warnings to all ranks."""
+"""Stand by a launcher until it ends: signals go on to it, warnings to all ranks, and what the ranks do to who asks."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.ranks import Warner
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS
+from hvdtrain.launch.running.lookout import RankStatus, as_json, from_json
 from hvdtrain.signals import ending_signals
-from hvdtrain.start.keepers import Keepers
+from hvdtrain.start.agents import BEAT_SECONDS, Agents
+from hvdtrain.start.host_watch import HostWatch
 
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
@@ -26,56 +30,168 @@ def listen_for_warnings() -> None:
     The handler never runs; it shows in /proc that a warning does not end this process. The mask
     does not: it is lifted while `supervise` waits.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        signal.signal(number, lambda number, frame: None)
 
 
-def supervise(run: Callable[[], int], launch_id: str, keepers: Keepers) -> int:
+def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     """Run `run` in a process of its own, which may become another program; returns its exit code.
 
-    SIGUSR1 to this process warns the ranks on all hosts, and the run goes on. SIGINT, SIGTERM and
-    SIGHUP (unless it is ignored) end the run on all hosts.
+    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 shows their stacks; the run goes on. SIGINT,
+    SIGTERM and SIGHUP (unless it is ignored) end the run on all hosts: ranks whose script has a handler for the
+    signal get it, and HVDTRAIN_GRACE_SECONDS; a second signal ends all at once.
     """
     ending = ending_signals()
-    watched = {*ending, signal.SIGUSR1, signal.SIGCHLD}
+    watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child = os.fork()
     if child == 0:
-        _be_the_launcher(run, before - {signal.SIGUSR1})
-    warner = Warner(launch_id)
-    ending_since: float | None = None
-    ended_by = 0  # The exit code of a launch that was ended, and says that all is well.
+        _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2})
+    ranks = _AllRanks(launch_id, agents)
+    end = _End(child, ranks)
     while True:
         received = signal.sigtimedwait(watched, TICK_SECONDS)
         number = received.si_signo if received else None
         if number == signal.SIGUSR1:
-            warner.warn()
-            keepers.warn()
+            ranks.warn()
+        elif number == signal.SIGUSR2:
+            ranks.show_stacks()
         elif number in ending:
-            ending_since = ending_since or time.monotonic()
-            ended_by = ended_by or EXIT_SIGNAL_BASE + (number or 0)
-            keepers.end()
-            os.kill(child, number or signal.SIGTERM)
+            end.ask(signal.Signals(number))
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
-            return (code or ended_by) if code >= 0 else EXIT_SIGNAL_BASE - code
-        warner.tick()
-        keepers.beat()
-        if ending_since is not None:
-            if time.monotonic() - ending_since > ENDING_SECONDS:
-                os.kill(child, signal.SIGKILL)
-        elif lost := keepers.lost():
-            ending_since, ended_by = time.monotonic(), EXIT_FAILURE
+            return (code or end.code) if code >= 0 else EXIT_SIGNAL_BASE - code
+        ranks.tick()
+        end.tick()
+
+
+class _AllRanks:
+    """The ranks on this host and, through the agents, on all others."""
+
+    def __init__(self, launch_id: str, agents: Agents) -> None:
+        self._agents = agents
+        self._here = HostWatch(launch_id)
+        self._elsewhere: dict[str, list[RankStatus]] = {}
+        self._unanswered: set[str] = set()
+        self._pipe = _news_pipe()
+        self._beaten = float("-inf")
+
+    def warn(self) -> None:
+        self._here.warn()
+        self._agents.order_all(warn=None)
+
+    def show_stacks(self) -> None:
+        self._here.show_stacks()
+        self._agents.order_all(stacks=True)
+
+    def pass_on(self, number: int) -> None:
+        self._here.pass_on(number)
+        self._unanswered = set(self._agents.hosts)
+        self._agents.order_all(signal=number)
+
+    def are_ending(self) -> bool:
+        """Whether a script is still at what it does when the signal of `pass_on` comes."""
+        ranks = [self._here.look(), *self._elsewhere.values()]
+        return bool(self._unanswered) or any(one.ending for some in ranks for one in some)
+
+    def lost_hosts(self) -> list[str]:
+        return list(self._agents.ended())
+
+    def end_elsewhere(self) -> None:
+        self._agents.end()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._beaten >= BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            self._agents.beat()
+        for host, news in self._agents.news(0):
+            with suppress(KeyError, TypeError):
+                self._elsewhere[host] = from_json(news["ranks"], host)
+                self._tell(self._elsewhere[host])
+            if "passed_on" in news:
+                self._unanswered.discard(host)
+        for statuses in self._here.tick():
+            self._tell(statuses)
+
+    def _tell(self, statuses: list[RankStatus]) -> None:
+        """A line for each rank, none longer than what a pipe takes whole."""
+        for one in statuses:
+            try:
+                if self._pipe is not None:
+                    os.write(self._pipe, json.dumps({"ranks": as_json([one])}).encode() + b"\n")
+            except BlockingIOError:
+                return  # The reader is halted; it will be told again.
+            except OSError:
+                self._pipe = None  # Nobody asks any more.
+
+
+@dataclass
+class _End:
+    """How a run is ended before its time.
+
+    Attributes:
+        child: the launcher.
+        code: the exit code of a launch that was ended and says that all is well.
+    """
+
+    child: int
+    ranks: _AllRanks
+    code: int = 0
+    _grace_until: float | None = None
+    _ended_at: float | None = None
+    _signal: signal.Signals = field(default=signal.SIGTERM)
+
+    def ask(self, number: signal.Signals) -> None:
+        """The user's signal; the second one ends all at once."""
+        if self._grace_until is not None:
+            self._end()
+            return
+        self.code = EXIT_SIGNAL_BASE + number
+        self._signal = number
+        self._grace_until = time.monotonic() + float(os.environ.get(GRACE_SECONDS, 0))
+        self.ranks.pass_on(number)
+        self.tick()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._ended_at is not None:
+            if now - self._ended_at > ENDING_SECONDS:
+                os.kill(self.child, signal.SIGKILL)
+        elif self._grace_until is not None:
+            if now >= self._grace_until or not self.ranks.are_ending():
+                self._end()
+        elif lost := self.ranks.lost_hosts():
+            self.code = EXIT_FAILURE
             print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
-            os.kill(child, signal.SIGTERM)
+            self._end()
+
+    def _end(self) -> None:
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self.ranks.end_elsewhere()
+            os.kill(self.child, self._signal)
+
+
+def _news_pipe() -> int | None:
+    """Where to tell what the ranks do, if somebody wants to know; never waits for its reader."""
+    descriptor = os.environ.get(NEWS, "")
+    if not descriptor.isdecimal():
+        return None
+    os.set_blocking(int(descriptor), False)
+    return int(descriptor)
 
 
 def _be_the_launcher(run: Callable[[], int], mask: set[signal.Signals | int]) -> None:
-    """In the new process: run, and exit. Its programs must not be ended by a warning to all."""
+    """In the new process: run, and exit. Its programs must not be ended by what is for the ranks."""
     code = EXIT_FAILURE
     try:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        if (descriptor := _news_pipe()) is not None:
+            os.close(descriptor)
+        os.environ.pop(NEWS, None)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = run()
     except KeyboardInterrupt:

@@ -1,6 +1,6 @@
 """End a rank whose launcher has gone.
 
-The ranks of an elastic job come and go, so no keeper (`hvdtrain.start.keeper`) stands by them. One
+The ranks of an elastic job come and go, and an agent may have gone with its host's connection. One
 on another host runs below that host's sshd; when the connection ends so does sshd's part, and
 nobody tells the rank. It sees that the process above it, or the one above that, has changed.
 """

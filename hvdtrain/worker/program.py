@@ -13,22 +13,26 @@ Python handler would not run there.
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.rank_variables import rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
-from hvdtrain.worker import notifications, orphan, unreduced, warning
+from hvdtrain.worker import notifications, orphan, phases, unreduced, warning
 from hvdtrain.worker.delivery import delivered
 from hvdtrain.worker.failure import Failure, is_secondary
+from hvdtrain.worker.heartbeat import beat
+from hvdtrain.worker.imports import on_import
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 CLEAN_UP_SECONDS = 1.0
@@ -42,6 +46,8 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
     _order_sets_alike()
+    beat("starting")
+    _listen()
     kind = sys.argv[1] if sys.argv[1] in {MODULE, PROGRAM} else ""
     words = sys.argv[2:] if kind else sys.argv[1:]
     warning.listen(rank_of(os.environ))
@@ -60,6 +66,7 @@ def main() -> None:
     if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
     watching = unreduced.watch()
+    on_import(phases.HOOKS, *([watching.hooks] if watching else []))
     try:
         if kind == MODULE:
             runpy.run_module(script, run_name="__main__", alter_sys=True)
@@ -73,6 +80,7 @@ def main() -> None:
         _fail(error.exit_code, is_secondary(error), str(error))
     except BaseException as error:
         _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+    beat("ended")
     if watching is not None and watching.complaint():
         unreduced.say(watching.complaint())
     if os.environ.get(STRATEGY) == PARAMETER_SERVER:
@@ -101,6 +109,18 @@ def _order_sets_alike() -> None:
     if HASH_SEED not in os.environ:
         os.environ[HASH_SEED] = "0"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _listen() -> None:
+    """For SIGUSR2, which shows the stacks of all threads on standard error; and note when Ctrl-C arrives."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    beat("stopping")
+    raise KeyboardInterrupt
 
 
 def _wait_for_threads() -> None:
@@ -168,6 +188,7 @@ def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
 
 def _end(exit_code: int) -> NoReturn:
     """End the process now. Exit functions get a moment; Horovod's and MPI's can block for ever."""
+    beat("ended")
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()
     cleaning.join(CLEAN_UP_SECONDS)

@@ -8,15 +8,15 @@ Imports neither: it looks at what the script imports, and at whether Horovod's c
 
 from __future__ import annotations
 
-import importlib.machinery
 import importlib.metadata
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 from hvdtrain.rank_variables import rank_of, size_of
+from hvdtrain.worker.imports import Hooks
 
 _OPERATIONS = "horovod.tensorflow.mpi_ops"
 _HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
@@ -30,7 +30,7 @@ _CHANGE = """\
 
 
 class Watch:
-    """Looks on while the script imports; a finder of sys.meta_path that finds nothing itself.
+    """Looks on while the script imports; `hooks` are for `imports.on_import`.
 
     Attributes:
         settled: whether the script has called a collective that combines ranks' values, or has been told.
@@ -40,29 +40,23 @@ class Watch:
         self._say = say
         self.settled = False
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Called by Python for every module that is imported."""
-        if name in _HOROVODS_KERAS and is_keras_3():
+    @property
+    def hooks(self) -> Hooks:
+        """What to do with the modules by which a script communicates."""
+        return {
+            _OPERATIONS: lambda module: _note_calls(module.MPI_LIB, self),
+            **dict.fromkeys(_HOROVODS_KERAS, self._look_at),
+        }
+
+    def _look_at(self, module: ModuleType) -> None:
+        name = module.__name__
+        if is_keras_3():
             self.settled = True
             self._say(
                 f"{name} does nothing on Keras 3: its DistributedOptimizer averages no gradient, and every rank "
                 f"trains a model of its own. Change one line:\n\n    import hvdtrain.keras as hvd\n\nin place of "
                 f"import {name} as hvd"
             )
-        if name != _OPERATIONS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_note(module: ModuleType) -> None:
-                load(module)
-                _note_calls(module.MPI_LIB, self)
-
-            spec.loader.exec_module = load_and_note  # type: ignore[method-assign]
-        return spec
 
     def complaint(self) -> str:
         """What to say at the end of a script that went well; empty if nothing."""
@@ -77,12 +71,10 @@ class Watch:
 
 
 def watch() -> Watch | None:
-    """Look on from here; None on all ranks but the first, and where there is but one."""
+    """Something that looks on; None on all ranks but the first, and where there is but one."""
     if size_of(os.environ) == 1 or rank_of(os.environ):
         return None
-    watching = Watch(say)
-    sys.meta_path.insert(0, watching)
-    return watching
+    return Watch(say)
 
 
 def say(text: str) -> None:

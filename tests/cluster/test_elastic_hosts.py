@@ -96,7 +96,7 @@ def test_hosts_that_come_and_a_stranger(
 
     (tmp_path / "hosts.txt").write_text("node1:1\nnowhere:1\nnode2:1\n")
     deadline = time.monotonic() + SECONDS
-    while not any("hvdtrain.start.keeper" in line for line in hosts["node2"].left()):
+    while not any("hvdtrain.start.agent" in line for line in hosts["node2"].left()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert hosts["node1"].listeners() == {22}

@@ -22,6 +22,7 @@ VALUES = {
     "integer": ["2"],
     "integer x2": ["3", "4"],
     "float": ["0.5"],
+    "float range": ["5"],
     "text": ["-a b"],
     "path": ["some file"],
     "hosts": ["a:1,b:2"],

@@ -7,7 +7,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -16,32 +15,46 @@ from hvdtrain.launch.running.streams import Stream
 
 
 class Seen:
-    """Collects the output; the launch's id is `id`."""
+    """Collects what a run tells; the launch's id is `id`.
+
+    `failed`, `hung` and `unread` are what it answers.
+    """
 
     def __init__(self) -> None:
         self.id = uuid.uuid4().hex
         self.output: dict[Stream, bytes] = {"stdout": b"", "stderr": b""}
+        self.news: list[bytes] = []
         self.signals: list[signal.Signals] = []
         self.warnings: list[float] = []
+        self.failed = self.hung = self.unread = False
 
-    def take(self, stream: Stream, data: bytes) -> None:
+    def take_output(self, stream: Stream, data: bytes) -> None:
         self.output[stream] += data
 
-    def run(self, script: str, **changes: Any) -> Ending:
-        return run_process(
-            ["/bin/sh", "-c", script],
-            **{
-                "environment": os.environ,
-                "launch_id": self.id,
-                "on_output": self.take,
-                "on_idle": lambda: None,
-                "on_signal": self.signals.append,
-                "on_warning": lambda: self.warnings.append(time.monotonic()),
-                "has_failed": lambda: False,
-                "is_unread": lambda: False,
-                **changes,
-            },
-        )
+    def take_news(self, line: bytes) -> None:
+        self.news.append(line)
+
+    def idle(self) -> None:
+        pass
+
+    def stopping(self, received: signal.Signals) -> None:
+        self.signals.append(received)
+
+    def warning(self) -> None:
+        self.warnings.append(time.monotonic())
+
+    def has_failed(self) -> bool:
+        return self.failed
+
+    def is_hung(self) -> bool:
+        return self.hung
+
+    def is_unread(self) -> bool:
+        return self.unread
+
+    def run(self, script: str, grace: float = 0.0) -> Ending:
+        argv = ["/bin/sh", "-c", script]
+        return run_process(argv, self, environment=os.environ, launch_id=self.id, grace=grace)
 
 
 @pytest.fixture
@@ -68,12 +81,13 @@ def test_what_a_command_leaves_behind_is_ended(seen: Seen) -> None:
 
 
 def test_after_a_failure_the_command_must_end(seen: Seen) -> None:
-    ending = in_time(10, lambda: seen.run("sleep 20", has_failed=lambda: True))
+    seen.failed = True
+    ending = in_time(10, lambda: seen.run("sleep 20"))
     assert ending == Ending(-signal.SIGTERM, None)
 
 
 def test_a_deaf_command_is_killed(seen: Seen) -> None:
-    deaf = "trap '' TERM; while true; do sleep 0.1; done"
+    deaf = "trap '' INT TERM; while true; do sleep 0.1; done"
     interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     ending = in_time(8, lambda: seen.run(deaf))
@@ -89,7 +103,8 @@ def test_a_second_signal_kills_at_once(seen: Seen) -> None:
     interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     deaf = "trap '' INT TERM; while true; do sleep 0.1; done"
-    ending = in_time(8, lambda: seen.run(deaf, on_signal=again))
+    seen.stopping = again  # type: ignore[method-assign]
+    ending = in_time(8, lambda: seen.run(deaf, grace=30))
     assert ending == Ending(-signal.SIGKILL, signal.SIGINT, at_once=True)
 
 
@@ -99,16 +114,41 @@ def test_a_second_signal_leaves_a_callback_that_waits(seen: Seen) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
-    ending = in_time(8, lambda: seen.run("echo out; sleep 600", on_output=halted))
+    seen.take_output = halted  # type: ignore[method-assign]
+    ending = in_time(8, lambda: seen.run("echo out; sleep 600"))
     assert ending == Ending(-signal.SIGKILL, signal.SIGTERM, at_once=True)
     assert processes_of(seen.id) == []
 
 
 def test_output_that_nobody_reads_ends_the_command_with_grace(seen: Seen) -> None:
     saves = "trap 'echo saved; exit 3' TERM; echo out; while true; do sleep 0.1; done"
-    ending = in_time(8, lambda: seen.run(saves, is_unread=lambda: bool(seen.output["stdout"])))
+    seen.is_unread = lambda: bool(seen.output["stdout"])  # type: ignore[method-assign]
+    ending = in_time(8, lambda: seen.run(saves))
     assert ending == Ending(3, signal.SIGTERM)
     assert seen.output["stdout"] == b"out\nsaved\n"
+
+
+def test_grace_is_for_a_command_that_uses_it(seen: Seen) -> None:
+    saves = "trap 'sleep 6; echo saved; exit 3' TERM; echo out; while true; do sleep 0.1; done"
+    terminate = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    terminate.start()
+    assert seen.run(saves, grace=20) == Ending(3, signal.SIGTERM)
+    assert seen.output["stdout"] == b"out\nsaved\n"
+
+
+def test_a_run_that_hangs_shows_its_stacks_and_ends(seen: Seen) -> None:
+    listens = "trap 'echo stacks' USR2; echo out; while true; do sleep 0.1; done"
+    seen.is_hung = lambda: bool(seen.output["stdout"])  # type: ignore[method-assign]
+    ending = in_time(8, lambda: seen.run(listens))
+    assert ending == Ending(-signal.SIGTERM, None)
+    assert seen.output["stdout"] == b"out\nstacks\n"
+
+
+def test_news_come_line_by_line(seen: Seen) -> None:
+    pipe = "/proc/self/fd/$HVDTRAIN_NEWS"
+    tells = f"for i in 1 2; do printf a$i >{pipe}; sleep 0.3; echo b$i >{pipe}; done"
+    assert seen.run(tells) == Ending(0, None)
+    assert seen.news == [b"a1b1", b"a2b2"]
 
 
 def test_an_ignored_hangup_stays_ignored(seen: Seen) -> None:
@@ -127,8 +167,9 @@ def test_a_reader_that_fails_ends_the_command(seen: Seen) -> None:
     def closed(stream: Stream, data: bytes) -> None:
         raise BrokenPipeError
 
+    seen.take_output = closed  # type: ignore[method-assign]
     with pytest.raises(BrokenPipeError):
-        seen.run("echo out; sleep 600", on_output=closed)
+        seen.run("echo out; sleep 600")
     assert processes_of(seen.id) == []
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running.session import View, run_launch
+from hvdtrain.launch.running.session import Patience, View, run_launch
 from hvdtrain.worker.failure import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
@@ -30,7 +30,7 @@ def test_the_others_go_on_if_elastic(
 ) -> None:
     line = Failure(rank=1, exit_code=7, secondary=False, text="no disk").to_line()
     command = [sys.executable, "-c", OTHERS_GO_ON, line]
-    assert run_launch(command, View(tmp_path / "logs"), elastic=elastic) == exit_code
+    assert run_launch(command, View(tmp_path / "logs"), Patience(), elastic=elastic) == exit_code
     out, err = capfdbinary.readouterr()
     assert out.decode() == shown
     assert ("rank 1 failed: no disk" in err.decode()) == (not elastic)
@@ -41,8 +41,8 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from hvdtrain.launch.running.members import ALONE
-from hvdtrain.launch.running.session import View, run_launch
-sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), members=ALONE))
+from hvdtrain.launch.running.session import Patience, View, run_launch
+sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), Patience(), members=ALONE))
 """
 MUCH = "while True: print('x' * 99)"
 Launched = subprocess.Popen[bytes]

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def start(folder: Path, argv: list[str]) -> Agents:
     """An agent at work in the folder."""
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     agents = Agents({"here": [sys.executable, "-c", *IMPATIENT]}, environ)
-    agents.greet("here", Greeting(str(folder), {}, processes=1, workers=1, ports=2))
+    agents.keep_alive()
+    agents.order("here", **asdict(Greeting(str(folder), processes=1, workers=1, ports=2)))
     agents.order("here", start=0, kind="worker", index=0, argv=argv, environ={"A": "b"})
     return agents
 
@@ -142,7 +144,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with Agents(
         {"here": [sys.executable, "-c", *IMPATIENT]}, {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     ) as agents:
-        agents.greet("here", Greeting(str(tmp_path / "no"), {}, processes=1, workers=1, ports=1))
+        agents.order("here", **asdict(Greeting(str(tmp_path / "no"), processes=1, ports=1)))
         problem = news_until(agents, "problem")["problem"]
         assert str(problem).startswith(f"no folder {tmp_path / 'no'} there (No such file")
 

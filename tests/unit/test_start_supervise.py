@@ -10,21 +10,22 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-# `run` is the launcher; `Told` stands for keepers of other hosts, `Lost` for those whose host is cut off.
+# `run` is the launcher; `Told` stands for agents of other hosts, `Lost` for those whose host is cut off.
 CODE = """
 import os, signal, sys, time
 from hvdtrain.start import supervise
-from hvdtrain.start.keepers import Keepers, Reach
+from hvdtrain.start.agents import Agents
 supervise.ENDING_SECONDS = 1.0
 supervise.listen_for_warnings()
-class Told(Keepers):
-    def warn(self):
-        print("other hosts warned", flush=True)
+class Told(Agents):
+    def order_all(self, **order):
+        if "warn" in order:
+            print("other hosts warned", flush=True)
 class Lost(Told):
-    def lost(self):
-        return ["b"]
+    def ended(self):
+        return {"b": (255, "")}
 kind = Lost if sys.argv[1] == "lost" else Told
-keepers = kind([], "id", Reach(sys.executable, {}, None, None, 5))
+agents = kind({}, {})
 def run():
     if sys.argv[1] == "code":
         return 7
@@ -38,7 +39,7 @@ def run():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("started", signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
     time.sleep(60)
-sys.exit(supervise.supervise(run, "id", keepers))
+sys.exit(supervise.supervise(run, "id", agents))
 """
 
 

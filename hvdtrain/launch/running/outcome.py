@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.process import Ending
 from hvdtrain.launch.ssh_errors import ssh_error_in
@@ -40,6 +40,9 @@ def outcome_of(
     launcher_text: str,
     log_dir: Path,
     members: Members = RANKS,
+    *,
+    hung: str = "",
+    absent: str = "",
 ) -> Outcome:
     """The outcome of a run.
 
@@ -49,9 +52,13 @@ def outcome_of(
         launcher_text: what horovodrun, mpirun or srun said.
         log_dir: named in the message.
         members: what the ranks are called.
+        hung: why the watchdog ended the run; empty if it did not.
+        absent: which ranks the others may have missed when the first of them failed.
     """
     if ending.received is not None:
         return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
+    if hung:
+        return Outcome(EXIT_HANG, f"{hung}\nlogs of all ranks, with their stacks: {log_dir}")
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
     logs = f"logs{' of all ranks' if members == RANKS else ''}: {log_dir}"
@@ -62,6 +69,9 @@ def outcome_of(
     if told and (cause is None or cause.secondary or members.roles):
         has_logs = failures or ended or members.roles
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
+    if cause is not None and cause.secondary and absent:
+        said = _describe(cause, failures, members)
+        return Outcome(cause.exit_code, f"{absent}\nbecause of that {said}\n{logs}")
     if cause is not None:
         return Outcome(cause.exit_code, f"{_describe(cause, failures, members)}\n{logs}")
     if ended is not None:

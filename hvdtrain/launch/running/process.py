@@ -18,16 +18,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO, Protocol
 
-from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS
 from hvdtrain.launch.running.streams import Stream
 from hvdtrain.signals import ending_signals
 
 TICK_SECONDS = 0.1
 TERMINATION_SECONDS = 2.5
-"""From SIGTERM to SIGKILL. All is gone within 5 s of Ctrl-C."""
+"""From SIGTERM to SIGKILL. Without a script that wants its grace, all is gone within 5 s of Ctrl-C."""
 FAILURE_SECONDS = 3.0
 """How long the launcher may take to end the job after a rank reported a failure."""
+PASSING_SECONDS = 2.0
+"""How much longer than the grace a launcher may take to pass a signal on, and to end its ranks."""
+STACKS_SECONDS = 2.0
+"""For the ranks' stacks to arrive, before a run that hangs is ended."""
 DRAIN_SECONDS = 1.0
 
 
@@ -46,73 +51,102 @@ class Ending:
     at_once: bool = False
 
 
+class Run(Protocol):
+    """What `run_process` tells of a run, and asks about it."""
+
+    def take_output(self, stream: Stream, data: bytes) -> None:
+        """The command has written this."""
+
+    def take_news(self, line: bytes) -> None:
+        """The command has told this on the pipe whose descriptor is in HVDTRAIN_NEWS."""
+
+    def idle(self) -> None:
+        """Nothing was written for a tick."""
+
+    def stopping(self, received: signal.Signals) -> None:
+        """The first SIGINT, SIGTERM or SIGHUP came. A second one kills without grace, and leaves a call that waits."""
+
+    def warning(self) -> None:
+        """SIGUSR1 came; the run goes on."""
+
+    def has_failed(self) -> bool:
+        """Whether a rank reported a failure, so that the job has to end."""
+
+    def is_hung(self) -> bool:
+        """Whether the job cannot go on, and has to end once its ranks have shown their stacks."""
+
+    def is_unread(self) -> bool:
+        """Whether nobody reads the output any more, which ends the run as SIGTERM does."""
+
+
 def run_process(
     argv: Sequence[str],
+    run: Run,
     *,
     environment: Mapping[str, str],
     launch_id: str,
-    on_output: Callable[[Stream, bytes], None],
-    on_idle: Callable[[], None],
-    on_signal: Callable[[signal.Signals], None],
-    on_warning: Callable[[], None],
-    has_failed: Callable[[], bool],
-    is_unread: Callable[[], bool],
+    grace: float = 0.0,
 ) -> Ending:
     """Run `argv` to its end, or until a signal comes; leave no process of it.
 
     Args:
+        run: is told what happens.
         environment: the complete environment of the command.
         launch_id: a name that no other launch has.
-        on_output: gets what the command writes.
-        on_idle: called when nothing was written for a tick.
-        on_signal: told about the first SIGINT, SIGTERM or SIGHUP. A second one kills without grace,
-            and leaves a callback that waits.
-        on_warning: told about each SIGUSR1; the run goes on.
-        has_failed: whether a rank reported a failure, so that the job has to end.
-        is_unread: whether nobody reads the output any more, which ends the run as SIGTERM does.
+        grace: seconds for scripts that have a handler for the user's signal.
     """
-    with _recorded_signals() as came, _guarded(launch_id):
+    reading, writing = os.pipe()
+    with (
+        os.fdopen(reading, "rb", buffering=0) as news,
+        _recorded_signals() as came,
+        _guarded(launch_id),
+    ):
         process = subprocess.Popen(
             argv,
-            env={**environment, LAUNCH_ID: launch_id},
+            env={
+                **environment,
+                LAUNCH_ID: launch_id,
+                NEWS: str(writing),
+                GRACE_SECONDS: str(grace),
+            },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            pass_fds=(writing,),
         )
+        os.close(writing)
         with process:
             try:
-                watch = _Watch(process, launch_id, came.ending, on_signal, has_failed, is_unread)
-                passing = _WarningsOn(process, came.warnings, on_warning)
-                came.do(lambda: _read(process, watch, passing, on_output, on_idle))
+                watch = _Watch(process, launch_id, came, run, grace)
+                came.do(lambda: _read(process, news, watch, run))
             finally:
                 end_processes(launch_id, signal.SIGKILL)
         return Ending(process.wait(), came.ending[0] if came.ending else None, came.left)
 
 
-def _read(
-    process: subprocess.Popen[bytes],
-    watch: _Watch,
-    passing: _WarningsOn,
-    on_output: Callable[[Stream, bytes], None],
-    on_idle: Callable[[], None],
-) -> None:
+def _read(process: subprocess.Popen[bytes], news: BinaryIO, watch: _Watch, run: Run) -> None:
     """Pass on what the command writes, until `watch` says that it is over."""
     assert process.stdout is not None and process.stderr is not None
+    held = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ, "stdout")
         selector.register(process.stderr, selectors.EVENT_READ, "stderr")
-        while not watch.is_over(reading=bool(selector.get_map())):
-            passing.tick()
+        selector.register(news, selectors.EVENT_READ, "news")
+        while not watch.is_over(reading=any(k.data != "news" for k in selector.get_map().values())):
             ready = selector.select(TICK_SECONDS)
             for key, _ in ready:
                 data = os.read(key.fd, 65536)
-                if data:
-                    on_output(key.data, data)
-                else:
+                if not data:
                     selector.unregister(key.fileobj)
-            if not ready:
-                on_idle()
+                elif key.data == "news":
+                    *lines, held = (held + data).split(b"\n")
+                    for line in lines:
+                        run.take_news(line)
+                else:
+                    run.take_output(key.data, data)
+            if all(key.data == "news" for key, _ in ready):
+                run.idle()
 
 
 class _Watch:
@@ -122,68 +156,78 @@ class _Watch:
         self,
         process: subprocess.Popen[bytes],
         launch_id: str,
-        received: list[signal.Signals],
-        on_signal: Callable[[signal.Signals], None],
-        has_failed: Callable[[], bool],
-        is_unread: Callable[[], bool],
+        came: _Signals,
+        run: Run,
+        grace: float,
     ) -> None:
         self._process = process
         self._launch_id = launch_id
-        self._received = received
-        self._on_signal = on_signal
-        self._has_failed = has_failed
-        self._is_unread = is_unread
+        self._came = came
+        self._run = run
+        self._grace = grace
+        self._warnings_passed_on = 0
+        self._asked_at: float | None = None
         self._failed_at: float | None = None
+        self._hung_at: float | None = None
         self._terminated_at: float | None = None
         self._ended_at: float | None = None
 
     def is_over(self, reading: bool) -> bool:
         """Whether the command has ended, and no writer is left (`reading`) or worth waiting for."""
         now = time.monotonic()
+        self._pass_warnings_on()
         if self._terminated_at is None:
-            if not self._received and self._is_unread():
-                self._received.append(signal.SIGTERM)
-            if self._received:
-                self._on_signal(self._received[0])
-                self._terminate(now)
-            elif self._has_failed():
-                self._failed_at = self._failed_at or now
-                if now - self._failed_at > FAILURE_SECONDS:
-                    self._terminate(now)
-        elif len(self._received) > 1 or now - self._terminated_at > TERMINATION_SECONDS:
+            if self._must_end(now):
+                self._terminated_at = now
+                end_processes(self._launch_id, signal.SIGTERM)
+        elif now - self._terminated_at > TERMINATION_SECONDS:
+            end_processes(self._launch_id, signal.SIGKILL)
+        if len(self._came.ending) > 1:
             end_processes(self._launch_id, signal.SIGKILL)
         if self._process.poll() is None:
             return False
         self._ended_at = self._ended_at or now
         return not reading or now - self._ended_at > DRAIN_SECONDS
 
-    def _terminate(self, now: float) -> None:
-        self._terminated_at = now
-        end_processes(self._launch_id, signal.SIGTERM)
+    def _must_end(self, now: float) -> bool:
+        """Whether the time that everything had to end by itself is over."""
+        received = self._came.ending
+        if not received and self._run.is_unread():
+            received.append(signal.SIGTERM)
+        if received and self._asked_at is None:
+            self._asked_at = now
+            self._run.stopping(received[0])
+            self._send(received[0])
+        if self._asked_at is not None:
+            return now - self._asked_at > self._grace + PASSING_SECONDS
+        if self._hung_at is None and self._run.is_hung():
+            self._hung_at = now
+            self._send(signal.SIGUSR2)
+        if self._hung_at is not None:
+            return now - self._hung_at > STACKS_SECONDS
+        if self._run.has_failed():
+            self._failed_at = self._failed_at or now
+            return now - self._failed_at > FAILURE_SECONDS
+        return False
 
+    def _pass_warnings_on(self) -> None:
+        """SIGUSR1 to the command, which warns its ranks, once it is prepared for it."""
+        if self._warnings_passed_on < len(self._came.warnings) and self._send(signal.SIGUSR1):
+            self._warnings_passed_on = len(self._came.warnings)
+            self._run.warning()
 
-class _WarningsOn:
-    """Passes SIGUSR1 on to the command, which warns its ranks, once it is prepared for it."""
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        warnings: list[signal.Signals],
-        on_warning: Callable[[], None],
-    ) -> None:
-        self._process = process
-        self._warnings = warnings
-        self._on_warning = on_warning
-        self._passed_on = 0
-
-    def tick(self) -> None:
-        if self._passed_on == len(self._warnings) or self._process.poll() is not None:
-            return
-        with contextlib.suppress(OSError):
-            if signal.SIGUSR1 in state_of(self._process.pid).caught:
-                self._passed_on = len(self._warnings)
-                self._on_warning()
-                self._process.send_signal(signal.SIGUSR1)
+    def _send(self, number: signal.Signals) -> bool:
+        """Send it to the command, unless that would only be ended by what is not meant to; return whether."""
+        if self._process.poll() is not None:
+            return False
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            try:
+                if number not in state_of(self._process.pid).caught:
+                    return False
+            except OSError:
+                return False
+        self._process.send_signal(number)
+        return True
 
 
 @dataclass(frozen=True)

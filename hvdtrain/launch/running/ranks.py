@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.launch.running.process import ProcessState, processes_of, state_of
@@ -23,6 +24,30 @@ def topmost(parents: Mapping[int, int]) -> set[int]:
     return {pid for pid, parent in parents.items() if parent not in parents}
 
 
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank, or a process that a rank has started.
+
+    Attributes:
+        environ: what it was started with.
+        state: what /proc tells of it.
+    """
+
+    environ: Mapping[str, str]
+    state: ProcessState
+
+
+def rank_processes(launch_id: str) -> dict[int, RankProcess]:
+    """The ranks of the launch on this host and what they have started, by process id."""
+    found = {}
+    for pid in processes_of(launch_id):
+        with contextlib.suppress(OSError, ValueError):
+            environ = environment_of(pid)
+            if is_rank(environ):
+                found[pid] = RankProcess(environ, state_of(pid))
+    return found
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """What a process of this user was started with. Raises OSError for one that has ended."""
     entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
@@ -32,12 +57,8 @@ def environment_of(pid: int) -> dict[str, str]:
 
 def ranks_of(launch_id: str) -> dict[int, ProcessState]:
     """The ranks of the launch that run on this host, by process id."""
-    states = {}
-    for pid in processes_of(launch_id):
-        with contextlib.suppress(OSError, ValueError):
-            if is_rank(environment_of(pid)):
-                states[pid] = state_of(pid)
-    return {pid: states[pid] for pid in topmost({p: s.parent for p, s in states.items()})}
+    found = rank_processes(launch_id)
+    return {pid: found[pid].state for pid in topmost({p: r.state.parent for p, r in found.items()})}
 
 
 def mpi_daemons_of(launch_id: str) -> set[int]:

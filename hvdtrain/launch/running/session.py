@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from hvdtrain.environment import LOG_DIR, TERMINAL
 from hvdtrain.launch.running.log_folder import make_log_dir
+from hvdtrain.launch.running.lookout import from_json
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.outcome import outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.process import run_process
+from hvdtrain.launch.running.streams import Stream
+from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
 _WARNED = "\nSIGUSR1: this job will be ended soon; all ranks are told"
 
@@ -39,9 +44,23 @@ class View:
     timestamps: bool = False
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a run is waited for.
+
+    Attributes:
+        grace: seconds for scripts that have a handler for the signal that ends the run.
+        limits: of the watchdog; None only looks on.
+    """
+
+    grace: float = 0.0
+    limits: Limits | None = None
+
+
 def run_launch(
     argv: Sequence[str],
     view: View,
+    patience: Patience,
     *,
     environ: Mapping[str, str] | None = None,
     elastic: bool = False,
@@ -52,6 +71,7 @@ def run_launch(
     Args:
         argv: the command.
         view: what the user sees.
+        patience: how long it is waited for.
         environ: of the command; None: of this process.
         elastic: the others go on without a rank that fails, and may come to a good end.
         members: what its processes are called.
@@ -72,27 +92,76 @@ def run_launch(
         stamp=_time_of_day if view.timestamps else None,
         members=members,
     )
+    run = _ShownRun(output, Watchdog(None if elastic else patience.limits), members, elastic)
     with output:
         ending = run_process(
-            argv,
-            environment=environment,
-            launch_id=uuid.uuid4().hex,
-            on_output=output.feed,
-            on_idle=output.settle,
-            on_signal=lambda received: output.say(_stopping(received, output.unread, members)),
-            on_warning=lambda: output.say(_WARNED),
-            has_failed=lambda: bool(output.failures) and not elastic,
-            is_unread=lambda: output.unread,
+            argv, run, environment=environment, launch_id=uuid.uuid4().hex, grace=patience.grace
         )
         if ending.at_once:
             output.leave_terminal()
         output.finish()
-        failures = [] if elastic and ending.returncode == 0 else output.failures
-        text = output.launcher_text.decode(errors="replace")
-        outcome = outcome_of(ending, failures, text, log_dir, members)
+        outcome = outcome_of(
+            ending,
+            [] if elastic and ending.returncode == 0 else output.failures,
+            output.launcher_text.decode(errors="replace"),
+            log_dir,
+            members,
+            hung=run.hung,
+            absent=run.absent,
+        )
         if outcome.message:
             output.say(outcome.message)
     return outcome.exit_code
+
+
+@dataclass
+class _ShownRun:
+    """A run whose output is shown and whose ranks are watched.
+
+    Attributes:
+        hung: why the watchdog ended it; empty if it did not.
+        absent: which ranks the others may have missed when the first of them failed.
+    """
+
+    output: Output
+    watchdog: Watchdog
+    members: Members
+    elastic: bool
+    hung: str = ""
+    absent: str = ""
+
+    def take_output(self, stream: Stream, data: bytes) -> None:
+        self.output.feed(stream, data)
+
+    def take_news(self, line: bytes) -> None:
+        with suppress(ValueError, TypeError, KeyError):
+            self.watchdog.hear(from_json(json.loads(line)["ranks"]))
+
+    def idle(self) -> None:
+        self.output.settle()
+
+    def stopping(self, received: signal.Signals) -> None:
+        self.output.say(_stopping(received, self.output.unread, self.members))
+
+    def warning(self) -> None:
+        self.output.say(_WARNED)
+
+    def has_failed(self) -> bool:
+        if self.elastic or not self.output.failures:
+            return False
+        self.absent = self.absent or self.watchdog.absent(
+            {failure.rank for failure in self.output.failures}
+        )
+        return True
+
+    def is_hung(self) -> bool:
+        if not self.hung and (reason := self.watchdog.verdict()):
+            self.hung = reason
+            self.output.say(f"\n{reason.partition(chr(10))[0]}: ending the run")
+        return bool(self.hung)
+
+    def is_unread(self) -> bool:
+        return self.output.unread
 
 
 def _unbuffered(stream: TextIO) -> BinaryIO:

@@ -1,4 +1,4 @@
-"""The keeper of another host, reached by an `ssh` that stays on this one."""
+"""The agent of another host, reached by an `ssh` that stays on this one."""
 
 import os
 import subprocess
@@ -13,8 +13,9 @@ import pytest
 
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.process import processes_of
-from hvdtrain.start.keeper import own_report
-from hvdtrain.start.keepers import Keepers, Reach, keeper_argv
+from hvdtrain.start.agent import Greeting, own_report
+from hvdtrain.start.agents import Agents, Answers, greet
+from hvdtrain.start.reach import Reach, agent_argv
 from hvdtrain.worker.delivery import delivered
 
 # The last argument is the remote command; the one before it the host.
@@ -29,6 +30,17 @@ esac
 exec sh -c "$command"
 """
 REACH = Reach(sys.executable, {"PATH": os.environ["PATH"]}, None, None, 10)
+
+
+def agents_of(hosts: list[str], launch_id: str, reach: Reach = REACH) -> Agents:
+    return Agents({host: agent_argv(host, launch_id, reach) for host in hosts}, os.environ)
+
+
+def greeted(
+    agents: Agents, own: HostReport, reach: Reach = REACH, secrets: dict[str, str] | None = None
+) -> Answers:
+    greetings = dict.fromkeys(agents.hosts, Greeting(secrets=secrets or {}))
+    return greet(agents, greetings, own, reach=reach)
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -56,11 +68,11 @@ def own() -> HostReport:
 
 def test_the_ssh_command() -> None:
     reach = Reach("/my venv/python", {"PATH": "/a b"}, 2222, "key", 5.0)
-    argv = keeper_argv("node1", "id", reach)
+    argv = agent_argv("node1", "id", reach)
     assert argv[0] == "ssh"
     assert "BatchMode=yes" in argv and "ConnectTimeout=4" in argv
     assert argv[-6:-1] == ["-p", "2222", "-i", "key", "node1"]
-    assert argv[-1] == "env 'PATH=/a b' '/my venv/python' -P -m hvdtrain.start.keeper id"
+    assert argv[-1] == "env 'PATH=/a b' '/my venv/python' -P -m hvdtrain.start.agent id"
 
 
 def test_this_host_reports_itself(own: HostReport) -> None:
@@ -69,38 +81,39 @@ def test_this_host_reports_itself(own: HostReport) -> None:
 
 
 def test_variables_come_and_go_with_the_launch(launch_id: str, own: HostReport) -> None:
-    with Keepers(["chatty"], launch_id, REACH) as keepers:
-        reports, problems = keepers.reports({"API_KEY": "hush"}, own)
-        assert problems == []
-        assert (reports["chatty"].origin, reports["chatty"].reached) == ("10.0.0.1", "10.0.0.2")
+    with agents_of(["chatty"], launch_id) as agents:
+        answers = greeted(agents, own, secrets={"API_KEY": "hush"})
+        assert answers.problems == {}
+        report = answers.reports["chatty"]
+        assert (report.origin, report.reached) == ("10.0.0.1", "10.0.0.2")
         assert delivered(launch_id) == {"API_KEY": "hush"}
-        assert keepers.lost() == []
+        assert agents.ended() == {}
     assert delivered(launch_id) == {}
 
 
 def test_every_problem_is_told_within_the_time(launch_id: str, own: HostReport) -> None:
     reach = replace(REACH, seconds=1.5)
     started = time.monotonic()
-    with Keepers(["refused", "slow"], launch_id, reach) as keepers:
-        reports, problems = keepers.reports({}, own)
+    with agents_of(["refused", "slow"], launch_id, reach) as agents:
+        answers = greeted(agents, own, reach)
         assert time.monotonic() - started < 4
-    assert reports == {}
-    assert [text.partition(": ")[0] for text in problems] == ["host refused", "host slow"]
-    assert "no ssh server answers" in problems[0]
-    assert "no answer over ssh within 1.5 s" in problems[1]
+    assert answers.reports == {}
+    assert list(answers.problems) == ["refused", "slow"]
+    assert "no ssh server answers" in answers.problems["refused"]
+    assert "host slow: no answer over ssh within 1.5 s" in answers.problems["slow"]
 
 
 def test_a_python_that_is_not_there(launch_id: str, own: HostReport) -> None:
-    with Keepers(["a"], launch_id, replace(REACH, python="/no/python")) as keepers:
-        _, problems = keepers.reports({}, own)
-    assert len(problems) == 1
-    assert problems[0].startswith("host a: there is no Python at /no/python")
+    reach = replace(REACH, python="/no/python")
+    with agents_of(["a"], launch_id, reach) as agents:
+        problems = greeted(agents, own, reach).problems
+    assert problems["a"].startswith("host a: there is no Python at /no/python")
 
 
 def test_other_versions_are_refused(launch_id: str, own: HostReport) -> None:
-    with Keepers(["a"], launch_id, REACH) as keepers:
-        _, problems = keepers.reports({}, replace(own, hvdtrain="0.0.1"))
-    assert "this one has 0.0.1" in problems[0]
+    with agents_of(["a"], launch_id) as agents:
+        problems = greeted(agents, replace(own, hvdtrain="0.0.1")).problems
+    assert "this one has 0.0.1" in problems["a"]
 
 
 def test_what_is_left_is_ended(launch_id: str, own: HostReport) -> None:
@@ -118,32 +131,33 @@ def test_what_is_left_is_ended(launch_id: str, own: HostReport) -> None:
     ) as rank:
         assert rank.stdout is not None
         assert rank.stdout.read(6) == b"ready "
-        with Keepers(["a"], launch_id, REACH) as keepers:
-            keepers.reports({}, own)
-            keepers.warn()
+        with agents_of(["a"], launch_id) as agents:
+            greeted(agents, own)
+            agents.order_all(warn=None)
             assert rank.stdout.read(6) == b"warned"
             assert rank.poll() is None
         assert rank.wait(5) == -9
     assert processes_of(launch_id) == []
 
 
-def test_a_broken_connection_is_noticed(launch_id: str, own: HostReport) -> None:
-    with Keepers(["refused"], launch_id, REACH) as keepers:
-        wait_until(lambda: keepers.lost() == ["refused"])
+def test_a_broken_connection_is_noticed(launch_id: str) -> None:
+    with agents_of(["refused"], launch_id) as agents:
+        wait_until(lambda: not list(agents.news(0.05)) and "refused" in agents.ended())
+        assert agents.ended()["refused"][0] == 255
 
 
-def test_a_keeper_that_hears_nothing_ends(launch_id: str) -> None:
+def test_an_agent_that_hears_nothing_ends(launch_id: str) -> None:
     code = (
-        "import sys\nfrom hvdtrain.start import keeper\n"
-        "keeper.SILENCE_SECONDS = 1.0\nsys.argv = ['keeper', sys.argv[1]]\nkeeper.main()\n"
+        "import sys\nfrom hvdtrain.start import agent\n"
+        "agent.SILENCE_SECONDS = 1.0\nsys.argv = ['agent', sys.argv[1]]\nagent.main()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, launch_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(b'{"A_KEY": "x"}\n')
+        process.stdin.write(b'{"secrets": {"A_KEY": "x"}}\n')
         process.stdin.flush()
-        assert process.stdout.readline().startswith(b"{")
+        assert process.stdout.readline().startswith(b'{"report"')
         assert delivered(launch_id) == {"A_KEY": "x"}
         assert process.wait(10) == 0
     assert delivered(launch_id) == {}

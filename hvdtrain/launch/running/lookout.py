@@ -1,0 +1,183 @@
+"""What the ranks on this host are doing, seen from outside: their processes in /proc and their heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.launch.running.ranks import rank_processes, topmost
+from hvdtrain.rank_variables import local_size_of, rank_of
+from hvdtrain.worker.heartbeat import Heartbeat, Page, page_of
+
+State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
+_STATES: dict[str, State] = {
+    "T": "stopped",
+    "t": "traced",
+    "D": "uninterruptible",
+    "Z": "gone",
+    "X": "gone",
+}
+FIRST_SEARCHES_SECONDS = 1.0
+LAST_SEARCHES_SECONDS = 60.0
+"""Between two searches of all processes while ranks of this host are missing: more and more."""
+_PAUSE_SECONDS = 5.0
+"""Between two looks: then this process itself was stopped, and the ranks may have been as well."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        rank: its number.
+        pid: its process on its host.
+        state: what its process does.
+        held: seconds since when it is in that state.
+        idle: seconds since its heartbeat made progress.
+        heartbeat: what it does; None for a program that is no Python script.
+        host: its name as the user gave it; empty for the launcher's own.
+        ending: whether its script is at what it does when a signal ends the run.
+    """
+
+    rank: int
+    pid: int
+    state: State
+    held: float
+    idle: float
+    heartbeat: Heartbeat | None
+    host: str = ""
+    ending: bool = False
+
+    @property
+    def phase(self) -> str:
+        """See `heartbeat.Phase`; empty if unknown."""
+        return self.heartbeat.phase if self.heartbeat else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its script came to its end."""
+        return self.phase == "ended"
+
+
+def as_json(statuses: Iterable[RankStatus]) -> list[dict[str, Any]]:
+    """What JSON can hold; `from_json` reads it."""
+    return [asdict(status) for status in statuses]
+
+
+def from_json(statuses: Iterable[dict[str, Any]], host: str | None = None) -> list[RankStatus]:
+    """The ranks of `as_json`; with `host`, they are on that one. Raises TypeError for anything else."""
+    found = [_status(**fields) for fields in statuses]
+    return found if host is None else [replace(one, host=host) for one in found]
+
+
+def _status(heartbeat: dict[str, Any] | None, **fields: Any) -> RankStatus:
+    return RankStatus(heartbeat=Heartbeat(**heartbeat) if heartbeat else None, **fields)
+
+
+@dataclass
+class _Seen:
+    """A rank of this host: its process, its page, and what was last seen of it."""
+
+    pid: int
+    born: str
+    page: Page | None
+    status: RankStatus
+    state_since: float
+
+    @property
+    def is_there(self) -> bool:
+        return self.status.state != "gone"
+
+    def gives_way_to(self, page: Page | None) -> bool:
+        """Whether a process with this page is the rank; what a rank left behind has none, or still its page."""
+        if page is None:
+            return False
+        return self.page is None or (not self.is_there and page.inode != self.page.inode)
+
+
+@dataclass
+class Lookout:
+    """Looks after the ranks of a launch on this host. Call `look` about once a second."""
+
+    launch_id: str
+    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _expected: int = 1
+    _search_at: float = float("-inf")
+    _interval: float = FIRST_SEARCHES_SECONDS
+    _looked: float = float("inf")
+    _resumed: float = float("-inf")
+
+    def look(self) -> list[RankStatus]:
+        """The ranks that were found so far, those that have gone as well, by number."""
+        now = time.monotonic()
+        if now - self._looked > _PAUSE_SECONDS:
+            self._resumed = now
+            for seen in self._seen.values():
+                seen.state_since = now
+        self._looked = now
+        whole = sum(seen.page is not None and seen.is_there for seen in self._seen.values())
+        if whole < self._expected and now >= self._search_at:
+            self._search(now)
+            self._search_at = now + self._interval
+            self._interval = min(1.5 * self._interval, LAST_SEARCHES_SECONDS)
+        for seen in self._seen.values():
+            self._update(seen, now)
+        return [self._seen[rank].status for rank in sorted(self._seen)]
+
+    def processes(self) -> Iterator[tuple[int, int]]:
+        """(rank, process id) of those that are there."""
+        for rank, seen in self._seen.items():
+            if seen.is_there:
+                yield rank, seen.pid
+
+    def _search(self, now: float) -> None:
+        """Find the process of each rank: the topmost with a page, as a launcher's may stand above it."""
+        found = rank_processes(self.launch_id)
+        pages = {pid: page for pid in found if (page := page_of(pid)) is not None}
+        for one in (found.keys() - pages.keys(), pages.keys()):
+            for pid in topmost({pid: found[pid].state.parent for pid in one}):
+                self._take(pid, found[pid].environ, pages.get(pid), now)
+
+    def _take(self, pid: int, environ: Mapping[str, str], page: Page | None, now: float) -> None:
+        rank = rank_of(environ)
+        before = self._seen.get(rank)
+        if before is not None and not before.gives_way_to(page):
+            return
+        with suppress(OSError):
+            born = _fields_of(pid)[1]
+            self._expected = max(1, local_size_of(environ))
+            status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
+            self._seen[rank] = _Seen(pid, born, page, status, now)
+            self._interval = FIRST_SEARCHES_SECONDS
+
+    def _update(self, seen: _Seen, now: float) -> None:
+        if seen.status.state == "gone":
+            seen.status = replace(seen.status, held=now - seen.state_since)
+            return
+        try:
+            letter, born = _fields_of(seen.pid)
+        except OSError:
+            letter, born = "X", seen.born
+        state = _STATES.get(letter, "running") if born == seen.born else "gone"
+        if state != seen.status.state:
+            seen.state_since = now
+        heartbeat = seen.status.heartbeat
+        if seen.page is not None:
+            with suppress(ValueError):
+                heartbeat = seen.page.read()
+        since = max(heartbeat.since if heartbeat else 0.0, self._resumed)
+        idle = now - since if heartbeat else 0.0
+        seen.status = RankStatus(
+            seen.status.rank, seen.pid, state, now - seen.state_since, idle, heartbeat
+        )
+
+
+def _fields_of(pid: int) -> tuple[str, str]:
+    """State and time of birth in /proc/PID/stat; a program's name may contain anything."""
+    fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
+    state, *rest = fields.split()
+    return state, rest[18]

@@ -1,0 +1,193 @@
+"""Decides from what the ranks do whether their run can still go on, and who is in its way. Pure but for its memory.
+
+Horovod's own stall check runs inside rank 0. It sees a rank that does not come to a collective, and no rank that is
+frozen, never called init or has gone: over MPI it waits for such a rank itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hvdtrain.launch.running.lookout import RankStatus
+
+STILL_SECONDS = 20.0
+"""A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""
+WAITING_SECONDS = 300.0
+"""Ranks wait, and others do not come: for instance to init."""
+HANG_SECONDS = 1800
+"""No rank makes progress."""
+_WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
+"""Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds; see the constants of this module."""
+
+    still: float = STILL_SECONDS
+    waiting: float = WAITING_SECONDS
+    hang: float = HANG_SECONDS
+
+
+def limits_of(hang: float) -> Limits:
+    """None of them is longer than the user's `--hang-timeout`."""
+    return Limits(min(STILL_SECONDS, hang), min(WAITING_SECONDS, hang), hang)
+
+
+@dataclass
+class Watchdog:
+    """What is known of a launch's ranks.
+
+    Attributes:
+        limits: None watches without ever ending a run.
+        statuses: of each rank that was ever seen, the last one.
+    """
+
+    limits: Limits | None
+    statuses: dict[int, RankStatus] = field(default_factory=dict)
+
+    def hear(self, statuses: Iterable[RankStatus]) -> None:
+        """The ranks of a host, now."""
+        self.statuses.update((status.rank, status) for status in statuses)
+
+    def verdict(self) -> str:
+        """Why the run cannot go on; empty as long as it can."""
+        if self.limits is None:
+            return ""
+        return verdict(list(self.statuses.values()), self.limits)
+
+    def absent(self, failed: Container[int]) -> str:
+        """Which ranks, other than those that `failed`, these may have missed; empty if none is known."""
+        others = [one for one in self.statuses.values() if one.rank not in failed]
+        away = [one for one in others if _is_away(one)]
+        return f"{_sentence(away, 'not there', '')}\n{picture(away)}" if away else ""
+
+
+def _is_away(one: RankStatus) -> bool:
+    """Whether no rank can meet it in a collective: it is frozen, gone, or has not called init."""
+    if one.state in ("stopped", "gone"):
+        return not one.has_ended
+    return one.phase == "starting"
+
+
+def verdict(ranks: Sequence[RankStatus], limits: Limits) -> str:
+    """Why a run with these ranks cannot go on, and what each of them does; empty as long as it can."""
+    there = [one for one in ranks if one.state != "gone"]
+    patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
+    for held_up in (_stopped, _lost, _awaited, _idle):
+        if reason := held_up(ranks, there, limits, patience):
+            return f"{reason}\n{picture(ranks)}" if len(ranks) > 1 else reason
+    return ""
+
+
+def _stopped(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> str:
+    found = [one for one in there if one.state == "stopped" and one.held >= limits.still]
+    return _sentence(
+        found,
+        f"stopped (SIGSTOP) for {limits.still:g} s, and the others wait for THEM",
+        "what stopped it? `kill -CONT` lets it go on",
+    )
+
+
+def _lost(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> str:
+    found = [
+        one
+        for one in ranks
+        if one.state == "gone" and not one.has_ended and one.held >= limits.still
+    ]
+    if not any(not one.has_ended for one in there):
+        return ""
+    return _sentence(
+        found,
+        "gone: it left without coming to the script's end (os._exit? out of memory?), while others run on without THEM",
+        "",
+    )
+
+
+def _awaited(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> str:
+    waiting = [
+        one
+        for one in there
+        if one.heartbeat is not None
+        and one.heartbeat.waiting
+        and one.idle >= limits.waiting + patience
+    ]
+    if not waiting:
+        return ""
+    places = {_place(one) for one in waiting}
+    late = [one for one in there if _place(one) not in places and not one.has_ended]
+    where = " and ".join(sorted(places))
+    if late:
+        limit = limits.waiting + patience
+        return _sentence(
+            late, f"not there: for {limit:g} s others have waited for THEM in {where}", ""
+        )
+    if len(waiting) == len(there):
+        return f"all ranks have waited for {limits.waiting + patience:g} s in {where}: can the hosts reach each other?"
+    return ""
+
+
+def _idle(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> str:
+    if not there or not all(
+        one.phase in _WITH_BEATS and one.idle >= limits.hang + patience for one in there
+    ):
+        return ""
+    return f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+
+
+def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> str:
+    if not found:
+        return ""
+    names = ", ".join(_name(one) for one in found)
+    is_, it = ("is", "it") if len(found) == 1 else ("are", "them")
+    return f"{names} {is_} {what.replace('THEM', it)}" + (f": {advice}" if advice else "")
+
+
+def _name(one: RankStatus) -> str:
+    place = f" on host {one.host}" if one.host else ""
+    return f"rank {one.rank}{place} (process {one.pid})"
+
+
+def _place(one: RankStatus) -> str:
+    """What it does, so that ranks which do the same have the same words."""
+    beat = one.heartbeat
+    if beat is None:
+        return "a program without a heartbeat"
+    if beat.waiting:
+        return f"the collective {beat.detail}" if beat.detail else "hvdtrain.init()"
+    words: str = "the script" if beat.phase == "script" else beat.phase
+    if beat.step >= 0 and beat.phase in ("training", "input", "evaluating", "predicting"):
+        words += f", step {beat.step + 1}"
+    return f"{words} ({beat.detail})" if beat.detail else words
+
+
+def picture(ranks: Sequence[RankStatus]) -> str:
+    """A line for all ranks that do the same: where they are, in which state."""
+    return "\n".join(
+        f"  {_numbers(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
+    )
+
+
+def _line(one: RankStatus) -> str:
+    state = "" if one.state == "running" else f", {one.state}"
+    return f"in {_place(one)}{state}"
+
+
+def _grouped(ranks: Sequence[RankStatus], key: Callable[[RankStatus], str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for one in sorted(ranks, key=lambda status: status.rank):
+        found.setdefault(key(one), []).append(one.rank)
+    return found
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,190 @@
+"""What a rank is doing, where its host's agent can read it at any moment, even while the rank is frozen.
+
+A rank keeps one page of memory that has a name (memfd_create) and no file. The agent finds it among the rank's open
+files in /proc and reads it; the rank writes its phase and step there in about a microsecond, sends nothing and waits
+for nobody. The page is gone with the rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.errors import UsageError
+
+Phase = Literal[
+    "starting",
+    "init",
+    "script",
+    "training",
+    "input",
+    "evaluating",
+    "predicting",
+    "saving",
+    "callbacks",
+    "stopping",
+    "ended",
+]
+"""starting: before Horovod's init; init: inside of it; script: in the script's own lines; input: between two steps;
+stopping: after Ctrl-C, which the script may catch; ended: the script has come to its end."""
+
+_NAME = "hvdtrain-heartbeat"
+_LINK = f"/memfd:{_NAME} (deleted)"
+# The number of this write, step, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed seconds,
+# whether it waits, phase, detail, and the number again: a reader that finds two numbers has met a write.
+_PAGE = struct.Struct("=Qqdd?16s103sQ")
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank was doing when it was read.
+
+    Attributes:
+        phase: see Phase.
+        step: the last step that it began, counted from 0; -1 before the first.
+        detail: the collective that it waits in, or the name of a long phase; empty otherwise.
+        waiting: whether it waits in the collective `detail`.
+        beats: how often it noted something; two equal numbers mean no progress in between.
+        since: when it did so last, in seconds of CLOCK_MONOTONIC on its host.
+        allowed: seconds that it asked for in `long_phase`; 0 if it did not.
+    """
+
+    phase: Phase = "starting"
+    step: int = -1
+    detail: str = ""
+    waiting: bool = False
+    beats: int = 0
+    since: float = 0.0
+    allowed: float = 0.0
+
+
+def beat(
+    phase: Phase,
+    step: int | None = None,
+    detail: str = "",
+    *,
+    waiting: bool = False,
+    allowed: float = 0.0,
+) -> None:
+    """Note that this rank has made progress, and what it does now. `step` None: as before."""
+    page = _own_page()
+    if page is not None:
+        page.write(phase, step, detail, waiting, allowed)
+
+
+def current() -> Heartbeat:
+    """What this rank noted last."""
+    page = _own_page()
+    return Heartbeat() if page is None else page.read()
+
+
+@contextmanager
+def in_phase(
+    phase: Phase, detail: str = "", *, waiting: bool = False, allowed: float = 0.0
+) -> Iterator[None]:
+    """This rank is in a phase, and afterwards in the one that it was in before."""
+    before = current()
+    beat(phase, None, detail, waiting=waiting, allowed=allowed)
+    try:
+        yield
+    finally:
+        beat(before.phase, None, before.detail, waiting=before.waiting, allowed=before.allowed)
+
+
+@contextmanager
+def long_phase(name: str, minutes: float) -> Iterator[None]:
+    """Announce that this rank does something that takes long: `hvdtrain run` gives the ranks so much more time.
+
+        with hvdtrain.long_phase("download", minutes=30):
+            fetch(data)
+
+    Ranks that wait meanwhile in a collective are still subject to Horovod's stall check: let them reach the next
+    collective after this one, or raise `hvdtrain run --stall-shutdown-seconds`.
+
+    Args:
+        name: of what it does, for messages; the first 100 characters are kept.
+        minutes: after which the rank counts as hung, more than 0.
+
+    Raises:
+        UsageError: `minutes` is not more than 0.
+    """
+    if not minutes > 0:
+        raise UsageError(f"long_phase({name!r}): minutes must be more than 0, not {minutes}")
+    with in_phase(current().phase, name, allowed=60.0 * minutes):
+        yield
+
+
+class Page:
+    """The page of this process or, read only, of another one.
+
+    Attributes:
+        inode: no two pages of a host have the same; the processes that a rank forks share its page.
+    """
+
+    def __init__(self, descriptor: int, *, own: bool) -> None:
+        access = mmap.ACCESS_WRITE if own else mmap.ACCESS_READ
+        self._memory = mmap.mmap(descriptor, mmap.PAGESIZE, access=access)
+        self.inode = os.fstat(descriptor).st_ino
+        self._owner = os.getpid()
+        self._writes = 0
+        self._step = -1
+
+    def write(
+        self, phase: Phase, step: int | None, detail: str, waiting: bool, allowed: float
+    ) -> None:
+        if os.getpid() != self._owner:
+            return  # A process that the rank has forked shares the page.
+        self._writes += 1
+        self._step = self._step if step is None else step
+        self._memory[: _PAGE.size] = _PAGE.pack(
+            *(self._writes, self._step, time.monotonic(), allowed, waiting),
+            *(phase.encode(), detail.encode(errors="replace")[:103], self._writes),
+        )
+
+    def read(self) -> Heartbeat:
+        """Raises ValueError for a page that is being written, again and again."""
+        for _ in range(100):
+            beats, step, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
+                self._memory
+            )
+            if beats == last != 0:
+                return Heartbeat(_text(phase), step, _text(detail), waiting, beats, since, allowed)
+            if last == 0:
+                return Heartbeat()
+        raise ValueError("a heartbeat that is never complete")
+
+
+def _text(field: bytes) -> Any:
+    return field.rstrip(b"\0").decode(errors="replace")
+
+
+@functools.cache
+def _own_page() -> Page | None:
+    """This process's page, made when it is first asked for; None where the system has no such memory."""
+    with suppress(AttributeError, OSError):
+        descriptor = os.memfd_create(_NAME)
+        os.ftruncate(descriptor, mmap.PAGESIZE)
+        return Page(descriptor, own=True)
+    return None
+
+
+def page_of(pid: int) -> Page | None:
+    """The page of another process of this user; None if it has none, or has ended."""
+    with suppress(OSError, ValueError):
+        for link in (Path("/proc") / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(link) == _LINK:  # noqa: PTH115
+                    descriptor = os.open(link, os.O_RDONLY)
+                    try:
+                        return Page(descriptor, own=False)
+                    finally:
+                        os.close(descriptor)
+    return None

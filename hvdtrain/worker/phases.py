@@ -1,0 +1,124 @@
+"""Follow a script's phases for its heartbeat, whichever way it trains: fit of Keras, the Trainer, a loop of its own.
+
+Horovod's init, the callbacks of every loop of Keras, saving, and collectives outside of tf.function pass through a
+few functions of Horovod and Keras, which are wrapped when the script has imported them. A step that is a tf.function
+of the script's own is not seen: between two marks such a rank stays in the phase in which it was.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.worker.heartbeat import Phase, beat, current, in_phase
+from hvdtrain.worker.imports import Hooks
+
+COLLECTIVES = tuple(
+    f"horovod_{kind}"
+    for kind in (
+        *("allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "alltoall"),
+        *("reducescatter", "grouped_reducescatter", "broadcast", "broadcast_inplace"),
+        *("broadcast_inplace_resource", "join"),
+    )
+)
+"""The functions of Horovod's extension for TensorFlow that wait for other ranks."""
+
+
+def _follow_init(module: ModuleType) -> None:
+    """horovod.common.basics: all of Horovod's front ends start here."""
+    basics = module.HorovodBasics
+    start = basics.init
+
+    @functools.wraps(start)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        with in_phase("init", waiting=True):
+            result = start(*args, **kwargs)
+        beat("script")
+        return result
+
+    basics.init = init
+
+
+def _follow_collectives(module: ModuleType) -> None:
+    """horovod.tensorflow.mpi_ops: a collective that is called eagerly returns when all ranks were there."""
+    import tensorflow as tf
+
+    def follow(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not tf.executing_eagerly():
+                return collective(*args, **kwargs)
+            name = str(kwargs.get("name") or kind.removeprefix("horovod_"))
+            with in_phase(current().phase, name, waiting=True):
+                return collective(*args, **kwargs)
+
+        return call
+
+    for kind in COLLECTIVES:
+        if hasattr(module.MPI_LIB, kind):
+            setattr(module.MPI_LIB, kind, follow(kind, getattr(module.MPI_LIB, kind)))
+
+
+def _follow_loops(module: ModuleType) -> None:
+    """keras.src.callbacks.callback_list: fit, evaluate, predict and the Trainer tell it what they do."""
+    for hook, (before, after) in _LOOP_PHASES.items():
+        _wrap(module.CallbackList, hook, before, after)
+
+
+_LOOP_PHASES: dict[str, tuple[Phase, Phase]] = {
+    "on_train_begin": ("callbacks", "input"),
+    "on_epoch_begin": ("callbacks", "input"),
+    "on_train_batch_begin": ("training", "training"),
+    "on_train_batch_end": ("callbacks", "input"),
+    "on_epoch_end": ("callbacks", "input"),
+    "on_train_end": ("callbacks", "script"),
+    "on_test_begin": ("evaluating", "evaluating"),
+    "on_test_batch_begin": ("evaluating", "evaluating"),
+    "on_test_batch_end": ("evaluating", "evaluating"),
+    "on_test_end": ("evaluating", "callbacks"),
+    "on_predict_begin": ("predicting", "predicting"),
+    "on_predict_batch_begin": ("predicting", "predicting"),
+    "on_predict_batch_end": ("predicting", "predicting"),
+    "on_predict_end": ("predicting", "script"),
+}
+"""A hook of Keras -> the phases during it and after it."""
+
+
+def _wrap(callbacks: Any, hook: str, before: Phase, after: Phase) -> None:
+    told = getattr(callbacks, hook)
+    counts = hook.endswith("batch_begin")
+
+    @functools.wraps(told)
+    def tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = args[0] if counts and args and isinstance(args[0], int) else None
+        beat(before, step)
+        result = told(self, *args, **kwargs)
+        beat(after, step)
+        return result
+
+    setattr(callbacks, hook, tell)
+
+
+def _follow_saving(module: ModuleType) -> None:
+    """keras.src.saving.saving_api: whoever saves a model or its weights."""
+
+    def follow(save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with in_phase("saving"):
+                return save(*args, **kwargs)
+
+        return call
+
+    for name in ("save_model", "save_weights"):
+        setattr(module, name, follow(getattr(module, name)))
+
+
+HOOKS: Hooks = {
+    "horovod.common.basics": _follow_init,
+    "horovod.tensorflow.mpi_ops": _follow_collectives,
+    "keras.src.callbacks.callback_list": _follow_loops,
+    "keras.src.saving.saving_api": _follow_saving,
+}

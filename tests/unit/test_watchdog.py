@@ -1,0 +1,254 @@
+"""When a run cannot go on, and which rank is named; heartbeats as another process reads them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.running.lookout import Lookout, RankStatus, as_json, from_json
+from hvdtrain.launch.running.process import end_processes
+from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
+from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
+
+REPOSITORY = Path(__file__).parents[2]
+LIMITS = Limits(still=20, waiting=300, hang=1800)
+
+
+def rank(number: int, phase: str = "training", **changes: object) -> RankStatus:
+    """A rank that is well, in step 8 if it trains; `changes` are for the status or its heartbeat."""
+    beat = Heartbeat(phase, 7 if phase == "training" else -1, beats=1)  # type: ignore[arg-type]
+    own = {
+        name: changes.pop(name) for name in list(changes) if name in Heartbeat.__dataclass_fields__
+    }
+    status = RankStatus(number, 100 + number, "running", 60, 0, replace(beat, **own))  # type: ignore[arg-type]
+    return replace(status, **changes)  # type: ignore[arg-type]
+
+
+WELL = [rank(0), rank(1)]
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        WELL,
+        [rank(0), rank(1, state="stopped", held=19)],
+        [rank(0), rank(1, state="traced", held=1000)],
+        [rank(0, "script", idle=9999), rank(1, "script", idle=9999)],
+        [rank(0, "ended"), rank(1, "ended", state="gone", held=1000)],
+        [rank(0), rank(1, "ended", state="gone", held=1000)],
+        [rank(0, "init", waiting=True, idle=299), rank(1, "starting", idle=299)],
+        [rank(0, "init", waiting=True, idle=301), rank(1, "starting", allowed=600.0, idle=301)],
+        [rank(0, idle=1799), rank(1, idle=5000)],
+        [rank(0, idle=1900, allowed=200.0), rank(1, idle=5000)],
+    ],
+)
+def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
+    assert verdict(ranks, LIMITS) == ""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        (
+            [rank(0), rank(1, state="stopped", held=20, host="b")],
+            "rank 1 on host b (process 101) is stopped (SIGSTOP) for 20 s, and the others wait for it: "
+            "what stopped it? `kill -CONT` lets it go on\n"
+            "  rank 0: in training, step 8\n"
+            "  rank 1: in training, step 8, stopped",
+        ),
+        (
+            [rank(0), rank(1), rank(2, state="gone", held=21)],
+            "rank 2 (process 102) is gone: it left without coming to the script's end (os._exit? out of "
+            "memory?), while others run on without it\n"
+            "  ranks 0, 1: in training, step 8\n"
+            "  rank 2: in training, step 8, gone",
+        ),
+        (
+            [
+                rank(0, "init", waiting=True, idle=301),
+                rank(1, "starting"),
+                rank(2, "starting", state="uninterruptible"),
+            ],
+            "rank 1 (process 101), rank 2 (process 102) are not there: for 300 s others have waited for "
+            "them in hvdtrain.init()\n"
+            "  rank 0: in hvdtrain.init()\n"
+            "  rank 1: in starting\n"
+            "  rank 2: in starting, uninterruptible",
+        ),
+        (
+            [
+                rank(0, "script", waiting=True, detail="grad", idle=301),
+                rank(1, "saving", idle=302, detail="a file"),
+            ],
+            "rank 1 (process 101) is not there: for 300 s others have waited for it in the collective grad\n"
+            "  rank 0: in the collective grad\n"
+            "  rank 1: in saving (a file)",
+        ),
+        (
+            [rank(n, "init", waiting=True, idle=301) for n in range(2)],
+            "all ranks have waited for 300 s in hvdtrain.init(): can the hosts reach each other?\n"
+            "  ranks 0, 1: in hvdtrain.init()",
+        ),
+        (
+            [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],
+            "no rank has made progress for 1800 s (--hang-timeout)\n"
+            "  rank 0: in training, step 8\n"
+            "  rank 1: in input, step 7",
+        ),
+    ],
+)
+def test_a_run_that_cannot(ranks: list[RankStatus], says: str) -> None:
+    assert verdict(ranks, LIMITS) == says
+
+
+def test_limits_are_never_longer_than_the_users() -> None:
+    assert limits_of(5) == Limits(5, 5, 5)
+    assert limits_of(7200) == Limits(20, 300, 7200)
+
+
+def test_the_watchdog_remembers_every_rank() -> None:
+    dog = Watchdog(LIMITS)
+    dog.hear(WELL)
+    dog.hear([rank(1, state="stopped", held=30)])
+    assert dog.verdict().startswith("rank 1 ")
+    dog.limits = None
+    assert dog.verdict() == ""
+
+
+def test_whom_a_failed_rank_may_have_missed() -> None:
+    dog = Watchdog(LIMITS)
+    dog.hear([rank(0), rank(1, "starting"), rank(2, state="stopped", held=1), rank(3)])
+    assert dog.absent({0}) == (
+        "rank 1 (process 101), rank 2 (process 102) are not there\n"
+        "  rank 1: in starting\n"
+        "  rank 2: in training, step 8, stopped"
+    )
+    assert dog.absent({0, 1, 2}) == ""
+
+
+def test_statuses_travel_as_json() -> None:
+    statuses = [rank(0, detail="ü"), replace(rank(1), heartbeat=None)]
+    assert from_json(as_json(statuses)) == statuses
+    assert [one.host for one in from_json(as_json(statuses), "b")] == ["b", "b"]
+
+
+def test_a_heartbeat_is_read_as_it_was_written() -> None:
+    beat("training", 41, "x" * 300)
+    page = page_of(os.getpid())
+    assert page is not None
+    seen = page.read()
+    assert (seen.phase, seen.step, seen.detail) == ("training", 41, "x" * 103)
+    assert time.monotonic() - seen.since < 5
+    with in_phase("saving", "weights", waiting=True):
+        assert (page.read().phase, page.read().waiting, page.read().step) == ("saving", True, 41)
+    with long_phase("download", minutes=2):
+        assert (page.read().phase, page.read().detail, page.read().allowed) == (
+            *("training", "download", 120.0),
+        )
+    assert page.read().allowed == 0.0
+    assert page.read().beats > seen.beats
+    child = os.fork()
+    if child == 0:
+        beat("ended")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert current().phase == "training", "a forked process is not the rank"
+
+
+def test_a_long_phase_takes_some_time() -> None:
+    with (
+        pytest.raises(UsageError, match="minutes must be more than 0, not -1"),
+        long_phase("x", -1),
+    ):
+        pass
+
+
+WORKER = """
+import sys, time
+from hvdtrain.worker.heartbeat import beat
+beat("training", 3)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def launch_id() -> Iterator[str]:
+    identity = uuid.uuid4().hex
+    yield identity
+    end_processes(identity, signal.SIGKILL)
+
+
+def start(launch_id: str, number: int, script: str = WORKER) -> subprocess.Popen[bytes]:
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(REPOSITORY),
+        "HVDTRAIN_LAUNCH_ID": launch_id,
+        "HOROVOD_RANK": str(number),
+        "HOROVOD_LOCAL_SIZE": "2",
+    }
+    process = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    return process
+
+
+def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lookout = Lookout(launch_id)
+    with (
+        start(launch_id, 0) as one,
+        start(launch_id, 1, "import time; print('up', flush=True); time.sleep(60)") as two,
+    ):
+        first, second = lookout.look()
+        assert (first.rank, first.pid, first.state, first.phase) == (
+            0,
+            one.pid,
+            "running",
+            "training",
+        )
+        assert (second.rank, second.heartbeat) == (1, None)
+        os.kill(one.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 5
+        while lookout.look()[0].state != "stopped":
+            assert time.monotonic() < deadline
+        time.sleep(0.3)
+        assert lookout.look()[0].held >= 0.3
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+        assert lookout.look()[0].held == 0, (
+            "this process was stopped itself, perhaps with the ranks"
+        )
+        monkeypatch.undo()
+        one.kill()
+        two.kill()
+        one.wait()
+        two.wait()
+        assert [status.state for status in lookout.look()] == ["gone", "gone"]
+        assert lookout.look()[0].phase == "training", "what it did last"
+
+
+def test_what_a_rank_left_behind_is_not_the_rank(launch_id: str) -> None:
+    forks = WORKER.replace("print", "import os\nif not os.fork():\n    time.sleep(60)\nprint")
+    lookout = Lookout(launch_id)
+    with start(launch_id, 0, forks) as process:
+        assert lookout.look()[0].pid == process.pid
+        process.kill()
+        process.wait()
+        lookout._search_at = 0.0
+        assert lookout.look()[0].state == "gone"
+        lookout._search_at = 0.0
+        assert lookout.look()[0].state == "gone"
+        with start(launch_id, 0) as again:
+            lookout._search_at = 0.0
+            assert [(s.pid, s.state) for s in lookout.look()] == [(again.pid, "running")]
+            again.kill()
