@@ -14,7 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain.cli.options import HOSTS, NAMES, VARIABLE
+from hvdtrain.cli.options import HOSTS, NAMES, PATH, VARIABLE, SectionedCommand
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.config import Entry, read_config
 from hvdtrain.launch.hosts import Host
@@ -43,6 +43,41 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
             for field, entry in _entries(path, parameters).items()
         }
     return path
+
+
+class ConfiguredCommand(SectionedCommand):
+    """A command with --config, in whose file the script may stand. Words behind -- are for that script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        typed = list(args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not any(word.startswith("--config") for word in typed):
+                raise
+            message = f"{error.message} Arguments for the script of a file come behind --."
+            raise click.NoSuchOption(
+                error.option_name, message, error.possibilities, error.ctx
+            ) from None
+        script = (ctx.default_map or {}).get("script")
+        if script is not None and _is_typed(ctx, "script"):
+            behind = len(ctx.params["arguments"]) if _is_typed(ctx, "arguments") else 0
+            at = len(typed) - behind - 1
+            if at > 0 and typed[at - 1] == "--":
+                ctx.params |= {"script": script, "arguments": tuple(typed[at:])}
+                ctx.set_parameter_source("script", ParameterSource.DEFAULT_MAP)
+                ctx.set_parameter_source("arguments", ParameterSource.COMMANDLINE)
+        return rest
+
+
+def _is_typed(ctx: click.Context, name: str) -> bool:
+    return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+
+
+def from_behind(ctx: click.Context) -> set[str]:
+    """The options that were not typed: they may be for many launches, in a file or a variable."""
+    behind = {ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT}
+    return {name for name in ctx.params if ctx.get_parameter_source(name) in behind}
 
 
 def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str, Entry]:
@@ -204,7 +239,7 @@ def _plain(field: str, value: Any) -> Any:
             return masked(value)
         case tuple():
             return list(value)
-        case str() if field in {"mpi_args", "binding_args"}:
+        case str():
             return masked([value])[0]
     return value
 
@@ -212,12 +247,17 @@ def _plain(field: str, value: Any) -> Any:
 def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Context) -> Any:
     """The value for Click of an entry, whose type must be right: YAML has types."""
     try:
-        value = _typed(entry.value, parameter)
-        return parameter.type_cast_value(ctx, value)
+        value = parameter.type_cast_value(ctx, _typed(entry.value, parameter))
     except _WrongType as error:
         raise UsageError(f"{path}: {entry.key}: {entry.value!r} is wrong: {error}") from None
     except click.BadParameter as error:
         raise UsageError(f"{path}: {entry.key}: {error.message}") from None
+    # horovodrun's sections have what it takes for paths from the working folder.
+    if parameter.type is not PATH or "." in entry.key:
+        return value
+    beside: Path = path.parent / value
+    # A script may be a program's or a module's name.
+    return value if parameter.name == "script" and not beside.exists() else beside
 
 
 class _WrongType(Exception):

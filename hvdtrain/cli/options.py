@@ -147,7 +147,21 @@ def expanded(text: str) -> Path:
     return Path(text).expanduser()
 
 
-PATH = Parsed("path", Path, expanded)
+class FilePath(Parsed):
+    """A path, which a shell completes."""
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return files_here(ctx, param, incomplete)
+
+
+def files_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Leaves the completion to the shell, which knows the files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+PATH = FilePath("path", Path, expanded)
 HOSTS = Parsed("hosts", tuple, parse_hosts)
 NAMES = Parsed("names", tuple, lambda text: tuple(name.strip() for name in text.split(",")))
 LAUNCHER = LauncherChoice()

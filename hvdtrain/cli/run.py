@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,19 @@ import click
 from click.core import ParameterSource
 
 from hvdtrain.cli.concealment import conceal_secrets
-from hvdtrain.cli.config import config_text, load_config, with_variables, without_outranked
+from hvdtrain.cli.config import (
+    ConfiguredCommand,
+    config_text,
+    from_behind,
+    load_config,
+    with_variables,
+    without_outranked,
+)
 from hvdtrain.cli.misspelt import unread_variables
 from hvdtrain.cli.options import (
     PATH,
     GroupedOption,
-    SectionedCommand,
+    files_here,
     launch_options,
     strategy_options,
 )
@@ -32,9 +39,9 @@ from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
 from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
-from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.plan import LaunchPlan, without_effect
 from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import fitting_stall_times
+from hvdtrain.launch.rules import check_image, fitting_stall_times
 from hvdtrain.launch.running.session import Patience, View, run_launch
 from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
@@ -58,7 +65,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     return call
 
 
-@click.command(cls=SectionedCommand, context_settings={"allow_interspersed_args": False})
+@click.command(cls=ConfiguredCommand, context_settings={"allow_interspersed_args": False})
 @launch_options
 @strategy_options
 @click.option(
@@ -101,7 +108,8 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
     is_eager=True, callback=load_config, aliases=["--config-file"],
     help="YAML file with options under their names here, script and arguments, or in the layout of "
-    "horovodrun --config-file. The command line and HVDTRAIN_<NAME> variables go before it.",
+    "horovodrun --config-file. Paths in it begin at its folder. The command line and HVDTRAIN_<NAME> variables "
+    "go before it; words behind -- are arguments for its script.",
 )  # fmt: skip
 @click.option(
     "--show-config", is_flag=True, cls=GroupedOption, group="about",
@@ -120,7 +128,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     callback=_call("--version"), help="hvdtrain --version",
 )  # fmt: skip
 @click.argument("script", type=PATH)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=files_here)
 @click.pass_context
 def run(
     ctx: click.Context,
@@ -182,12 +190,13 @@ def run(
                 f"{name} is for --strategy {PARAMETER_SERVER}; Horovod's workers: -np N"
             )
     if container is not None:
+        check_image(container)
         values["launcher"] = _launcher_of_containers(values["launcher"])
     own_hosts = any(values.get(name) for name in ("hosts", "hostfile", "host_discovery_script"))
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
-    plan = plan_of(values, site)
+    plan = plan_of(values, site, behind=from_behind(ctx))
     patience = Patience(grace_seconds, limits_of(hang_timeout) if hang_timeout else None)
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
 
@@ -247,8 +256,12 @@ def _launcher_of_containers(wanted: str) -> str:
     return "srun"
 
 
-def plan_of(values: dict[str, Any], site: Site) -> LaunchPlan:
-    """The plan that the options `values` ask for, here. Raises UsageError."""
+def plan_of(values: dict[str, Any], site: Site, behind: Container[str] = ()) -> LaunchPlan:
+    """The plan that the options `values` ask for, here. Raises UsageError.
+
+    Args:
+        behind: the options that are left out, and said, where they have no effect.
+    """
     values = {name: value for name, value in values.items() if value is not None}
     hostfile = values.pop("hostfile", None)
     if hostfile is not None:
@@ -265,6 +278,10 @@ def plan_of(values: dict[str, Any], site: Site) -> LaunchPlan:
         # srun stands in for mpirun.
         mpirun, wanted = "srun", choose_srun_controller(wanted, engine.built)
     values["controller"] = choose_controller(wanted, engine.built, mpirun)
+    for setting, remedy in without_effect(values):
+        if setting.field in behind:
+            click.echo(f"{setting.name} has no effect here, and is left out: {remedy}", err=True)
+            del values[setting.field]
     values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
     program = program_of(
         values.pop("script"), values.pop("arguments", ()), module=values.pop("module", False)

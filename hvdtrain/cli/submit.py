@@ -23,7 +23,7 @@ from hvdtrain.launch.options import settings_of
 from hvdtrain.launch.passing import MASK, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import check_bounds, check_script
+from hvdtrain.launch.rules import check_bounds, check_image, check_script
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 from hvdtrain.launch.variables import EnvVar
@@ -166,6 +166,8 @@ def check_run(values: Mapping[str, Any]) -> None:
             raise UsageError(f"{option} is for --strategy {PARAMETER_SERVER}")
         if number is not None and number < 1:
             raise UsageError(f"{option} {number}: give at least 1")
+    if values["container"] is not None:
+        check_image(values["container"])
     if values["container"] is not None and name != HOROVOD:
         raise UsageError(f"--container has no effect with --strategy {name}: leave it out")
 

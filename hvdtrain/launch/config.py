@@ -8,7 +8,8 @@
 
 The sections of `horovodrun --config-file` (params, autotune, timeline, stall_check,
 library_options, logging) may stand beside these. A key that nobody knows is an error; horovodrun
-ignores it. Paths are relative to the working folder, as at the command line.
+ignores it. Paths are relative to the file's folder; in Horovod's sections to the working folder, as
+horovodrun has it.
 """
 
 from __future__ import annotations

@@ -12,16 +12,18 @@ see `options` for what stands at each field. Left out of horovodrun's options, o
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.knobs import Knobs
-from hvdtrain.launch.options import Option
+from hvdtrain.launch.options import Option, Setting, settings_of
 from hvdtrain.launch.program import Kind, Program
-from hvdtrain.launch.rules import check
+from hvdtrain.launch.rules import CONDITIONS, ELASTIC, check, is_given
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.rank_variables import CONTROLLER
 
@@ -269,3 +271,17 @@ class LaunchPlan(Knobs):
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def without_effect(values: Mapping[str, Any]) -> list[tuple[Setting, str]]:
+    """The fields that would have no effect in a plan of these values, and what would give them one."""
+    settings = settings_of(LaunchPlan)
+    plan: Any = SimpleNamespace(**{one.field: one.default for one in settings} | dict(values))
+    plan.elastic = any(values.get(name) for name in ELASTIC)
+    return [
+        (setting, CONDITIONS[need].remedy)
+        for setting in settings
+        if is_given(getattr(plan, setting.field))
+        for need in setting.option.needs
+        if not CONDITIONS[need].met(plan)
+    ]

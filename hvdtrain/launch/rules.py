@@ -38,7 +38,7 @@ class Condition(NamedTuple):
     remedy: str
 
 
-_ELASTIC = ("host_discovery_script", "min_np", "max_np")
+ELASTIC = ("host_discovery_script", "min_np", "max_np")
 CONDITIONS: dict[Need, Condition] = {
     "gloo": Condition(
         ("controller",), lambda plan: plan.controller == "gloo", "add --controller gloo"
@@ -47,7 +47,7 @@ CONDITIONS: dict[Need, Condition] = {
         ("controller",), lambda plan: plan.controller == "mpi", "add --controller mpi"
     ),
     "elastic": Condition(
-        _ELASTIC,
+        ELASTIC,
         lambda plan: plan.elastic,
         "add --host-discovery-script, --min-np or --max-np, which make the training elastic",
     ),
@@ -150,6 +150,12 @@ def _range(setting: Setting) -> str:
         return f"a number from {least} to {most}"
     unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
     return f"at least {least}{unit}"
+
+
+def check_image(image: str) -> None:
+    """Raises UsageError for an image that what runs it would take for one of its options."""
+    if not image or image.startswith("-"):
+        raise UsageError(f"{image!r} is no image: give its name, such as hvdtrain:cpu")
 
 
 def _check_needs(setting: Setting, plan: LaunchPlan) -> None:

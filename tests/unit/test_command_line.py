@@ -144,6 +144,22 @@ def test_options_and_values_are_completed() -> None:
     assert modules.isdisjoint({"tensorflow", "keras", "horovod", "numpy"})
     assert complete("hvdtrain run --controller ", 3)[0] == ["auto", "mpi", "gloo"]
     assert complete("hvdtrain new hor", 2)[0] == ["horovod-style"]
+    assert complete("hvdtrain submit --controller ", 3)[0] == ["auto", "mpi", "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("words", "number"),
+    [
+        ("hvdtrain run tr", 2),
+        ("hvdtrain run --hostfile ho", 3),
+        ("hvdtrain run train.py da", 3),
+        ("hvdtrain submit tr", 2),
+        ("hvdtrain docker tr", 2),
+    ],
+)
+def test_files_are_left_to_the_shell(words: str, number: int) -> None:
+    done = hvdtrain(_HVDTRAIN_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(number))
+    assert done.stdout == f"file,{words.rpartition(' ')[2]}\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

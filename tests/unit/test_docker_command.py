@@ -109,6 +109,8 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
         ({"volumes": ("~nobody-here:/x",)}, "there is no ~nobody-here"),
         ({"env": ("A=b",)}, "--env A: give a name only"),
+        ({"image": "--privileged"}, "'--privileged' is no image"),
+        ({"image": ""}, "'' is no image"),
     ],
 )
 def test_what_cannot_work_is_said(change: dict[str, object], message: str) -> None:
@@ -122,7 +124,18 @@ def test_a_folder_that_cannot_be_mounted() -> None:
 
 
 def test_variables_by_name() -> None:
-    environ = dict.fromkeys(("NCCL_DEBUG", "HVDTRAIN_NP", "HVDTRAIN_CACHE", "TOKEN", "HOME"), "x")
+    environ = dict.fromkeys(
+        (
+            "TF_A;touch x;B=1",
+            "TF_A B",
+            "NCCL_DEBUG",
+            "HVDTRAIN_NP",
+            "HVDTRAIN_CACHE",
+            "TOKEN",
+            "HOME",
+        ),
+        "x",
+    )
     assert passed_names(environ, ()) == ("HVDTRAIN_NP", "NCCL_DEBUG")
     assert passed_names(environ, ("TOKEN", "NCCL_DEBUG")) == ("HVDTRAIN_NP", "NCCL_DEBUG", "TOKEN")
     with pytest.raises(UsageError, match="--env OTHER: it is not set here"):

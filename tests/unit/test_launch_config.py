@@ -20,6 +20,7 @@ from hvdtrain.launch.config import HOROVOD_SECTIONS
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.options import Setting, settings_of
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rules import CONDITIONS
 from hvdtrain.launch.variables import EnvVar
 
 HOROVOD_LAYOUT = """\
@@ -190,20 +191,15 @@ def test_horovods_own_layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """The same file, given to horovodrun and to hvdtrain, makes the same environment."""
     (folder / "run.yaml").write_text(HOROVOD_LAYOUT)
     mine = {}
-    # horovodrun heeds Gloo's option with MPI and the other way round; here that is a mistake.
-    for controller, other in (("mpi", "gloo_timeout_seconds"), ("gloo", "mpi_threads_disable")):
-        content = yaml.safe_load(HOROVOD_LAYOUT)
-        content["controller"] = controller
-        del content["library_options"][other]
-        if controller == "gloo":
-            content["params"]["hierarchical_allreduce"] = None
-        (folder / "mine.yaml").write_text(yaml.safe_dump(content))
-        hosts = ["-H", "a:1,b:1"]
-        printed = call("--config", "mine.yaml", *hosts, "--dry-run", "train.py")
+    # horovodrun heeds Gloo's option with MPI and the other way round; here that is said.
+    for controller, other in (("mpi", "--gloo-timeout-seconds"), ("gloo", "--mpi-threads-disable")):
+        flags = ["--config-file", "run.yaml", f"--{controller}", "-H", "a:1,b:1"]
+        printed = call(*flags, "--dry-run", "train.py")
         assert printed.exit_code == 0, printed.stderr
         words = printed.stdout.split()
         monkeypatch.setattr(sys, "argv", words[words.index("horovodrun") :])
         mine |= config_parser.set_env_from_args({}, horovod_launch.parse_args())
+        assert other not in words
     monkeypatch.setattr(sys, "argv", ["horovodrun", "-np", "2", "--config-file", "run.yaml", "x"])
     theirs = config_parser.set_env_from_args({}, horovod_launch.parse_args())
     # Said by both: whether the stall check is on (hvdtrain says it only when it is off).
@@ -270,6 +266,121 @@ def test_secrets_are_not_shown(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "hush" not in printed.output
     assert " A=open " in printed.stdout
     assert "before you paste this, set API_TOKEN" in printed.stderr
+
+
+def test_what_a_file_says_for_another_launch_is_left_out(folder: Path) -> None:
+    (folder / "run.yaml").write_text(
+        "timeline-mark-cycles: true\nssh-port: 7\nhierarchical-allreduce: true\n"
+    )
+    words = ["--config", "run.yaml", "--dry-run", "-np", "1", "--mpi", "train.py"]
+    done = call(*words, HVDTRAIN_RESET_LIMIT="3")
+    assert done.exit_code == 0
+    assert done.stderr.splitlines() == [
+        f"{name} has no effect here, and is left out: {remedy}"
+        for name, remedy in (
+            ("--reset-limit", CONDITIONS["elastic"].remedy),
+            ("--hierarchical-allreduce", CONDITIONS["several hosts"].remedy),
+            ("--timeline-mark-cycles", CONDITIONS["timeline"].remedy),
+        )
+    ]
+    assert "--mpi --ssh-port 7 --stall" in done.stdout
+    # What is typed is meant for this one.
+    assert call(*words[2:-1], "--reset-limit", "3", "train.py").exit_code == 2
+
+
+# Horovod's own config.default.yaml, as far as 0.28.1 has its names.
+SAMPLE = """\
+controller: gloo
+params:
+  fusion_threshold_mb: 64
+  cycle_time_ms: 5
+  cache_capacity: 1024
+  hierarchical_allreduce: false
+  hierarchical_allgather: false
+autotune:
+  enabled: false
+  log_file: 'horovod_autotune_log.txt'
+  warmup_samples: 3
+  bayes_opt_max_samples: 20
+  gaussian_process_noise: 0.8
+timeline:
+  filename: 'horovod_timeline.json'
+  mark_cycles: false
+stall_check:
+  enabled: true
+  warning_time_seconds: 60
+  shutdown_time_seconds: 0
+library_options:
+  mpi_threads_disable: false
+  num_nccl_streams: 1
+"""
+
+
+def test_horovods_sample(folder: Path) -> None:
+    (folder / "run.yaml").write_text(SAMPLE)
+    done = call("--config-file", "run.yaml", "--dry-run", "-np", "1", "train.py")
+    assert (done.exit_code, done.stderr) == (0, "")
+    times = "--stall-check-warning-time-seconds 60 --stall-check-shutdown-time-seconds 0"
+    assert times in done.stdout
+    for known, old, now in (
+        ("warmup_samples: 3", "cycles_per_sample: 10", "steps_per_sample"),
+        ("mpi_threads_disable: false", "mpi_threads_disabled: false", "mpi_threads_disable"),
+        ("num_nccl_streams: 1", "mlsl_bgt_affinity: 0", "thread_affinity"),
+    ):
+        (folder / "run.yaml").write_text(SAMPLE.replace(known, old))
+        done = call("--config-file", "run.yaml", "--dry-run", "-np", "1", "train.py")
+        assert (done.exit_code, f"'{now}'" in done.stderr) == (2, True), done.stderr
+
+
+def test_paths_begin_at_the_files_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    conf = folder / "conf"
+    conf.mkdir()
+    (conf / "train.py").touch()
+    (conf / "hosts").write_text("a slots=2\n")
+    (conf / "run.yaml").write_text(
+        "script: train.py\nhostfile: hosts\nlog-dir: ~/logs\nautotune-log-file: a.csv\n"
+        "autotune: {enabled: true}\ntimeline: {filename: t.json}\n"
+    )
+    values = {key: value for key, (value, _) in shown("--config", "conf/run.yaml").items()}
+    assert (values["script"], values["hostfile"]) == ("conf/train.py", "conf/hosts")
+    assert values["log-dir"] == str(Path("~/logs").expanduser())
+    assert values["autotune-log-file"] == "conf/a.csv"
+    assert values["timeline-filename"] == "t.json", "a section of horovodrun's"
+    monkeypatch.chdir(conf)
+    assert shown("--config", "run.yaml")["script"][0] == "train.py"
+    (conf / "run.yaml").write_text("script: bash\narguments: [job.sh]\nnp: 1\n")
+    monkeypatch.chdir(folder)
+    printed = call("--config", "conf/run.yaml", "--dry-run").stdout
+    assert printed.endswith(" --program bash job.sh\n")
+
+
+def test_arguments_behind_dashes_are_for_the_script_of_the_file(folder: Path) -> None:
+    (folder / "run.yaml").write_text("np: 1\nscript: train.py\narguments: [--epochs, 5]\n")
+    for words, told in (
+        (["--", "--epochs", "9"], "train.py --epochs 9"),
+        (["--", "a//b"], "train.py a//b"),
+        (["--", "--", "x"], "train.py -- x"),
+        (["train.py", "--", "x"], "train.py -- x"),
+        (["train.py", "x", "--", "y"], "train.py x -- y"),
+        ([], "train.py --epochs 5"),
+    ):
+        for config in (["--config", "run.yaml"], []):
+            printed = call("--dry-run", *config, *words, HVDTRAIN_CONFIG="run.yaml")
+            assert printed.stdout.endswith(f" -m hvdtrain.worker {told}\n"), printed.stdout
+    assert shown("--config", "run.yaml", "--", "-x")["arguments"] == (["-x"], "command line")
+    wrong = call("--config", "run.yaml", "--epoch", "9")
+    assert "No such option '--epoch'" in wrong.stderr
+    assert "Arguments for the script of a file come behind --." in wrong.stderr
+    (folder / "-t.py").touch()
+    assert call("--dry-run", "-np", "1", "--", "-t.py", "x").stdout.endswith(" -t.py x\n")
+
+
+def test_a_password_in_an_image_is_not_shown(folder: Path) -> None:
+    image = ["--container", "docker://ann:hunter2@registry/image:1", "-np", "1", "train.py"]
+    result = call("--show-config", *image)
+    assert "container: 'docker://ann:***@registry/image:1'" in result.stdout
+    (folder / "run.yaml").write_text(f"container: {image[1]}\n")
+    assert "hunter2" not in call("--show-config", "--config", "run.yaml", *image[2:]).output
 
 
 # What decides over other options, and what comes in several forms, has its tests above.

@@ -125,6 +125,9 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"directives": ("-a 0-3",)}, "goes by it: give --array"),
         ({"directives": ("--signal=TERM@9",)}, "goes by it: give --warning"),
         ({"directives": ("--requeue",)}, "goes by it: give --requeue"),
+        ({"directives": ("--outpu=x",)}, "goes by it: give --output"),
+        ({"directives": ("--no-req",)}, "goes by it: give --requeue, or nothing"),
+        ({"directives": ("--comment=a --output=x",)}, "goes by it: give --output"),
         ({"directives": ("-t60",)}, "goes by it: give --time"),
         ({"directives": ("--ntasks-per-node 4",)}, "goes by it: give --tasks-per-node"),
         (
@@ -137,6 +140,12 @@ def test_what_cannot_work_is_refused(changes: dict[str, Any], said: str) -> None
     with pytest.raises(UsageError) as error:
         request_of(**changes)
     assert said in str(error.value)
+
+
+def test_directives_that_begin_as_options_of_our_own() -> None:
+    wanted = ("--gpus=4", "--ntasks=8", "--nodelist=a", "--time-min=5", "--mem-bind=local")
+    lines = batch_script(request_of(directives=wanted)).splitlines()
+    assert [f"#SBATCH {one}" for one in wanted] == lines[4:9], lines
 
 
 @pytest.mark.parametrize(
@@ -320,6 +329,7 @@ def test_submit_with_a_strategy(slurm: Path) -> None:
         (["--strategy", "parameter-servers"], "Did you mean 'parameter-server'?"),
         (["--workers", "3"], "--workers is for --strategy parameter-server"),
         ([*asked[:4], "--ps", "0"], "--ps 0: give at least 1"),
+        (["--container=--privileged"], "'--privileged' is no image"),
         (
             [*asked[:2], "--container", "x.sif"],
             "--container has no effect with --strategy parameter-server: leave it out",

@@ -14,6 +14,7 @@ from typing import Literal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.passing import is_of
+from hvdtrain.launch.rules import check_image
 
 EngineName = Literal["docker", "podman"]
 CPU_IMAGE = "hvdtrain:cpu"
@@ -91,6 +92,7 @@ class Container:
     extra: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_image(self.image)
         if not _GPUS.fullmatch(self.gpus):
             raise UsageError(f"--gpus {self.gpus}: give all, none, a number, or device=0,2")
         if not 1024 <= self.ssh_port <= 65535:
@@ -218,7 +220,11 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
         check_name(name)
         if name not in environ:
             raise UsageError(f"--env {name}: it is not set here")
-    named = {n for n in environ if is_of(n, _PREFIXES) and n not in _OF_THIS_MACHINE}
+    named = {
+        name
+        for name in environ
+        if is_of(name, _PREFIXES) and name not in _OF_THIS_MACHINE and _NAME.fullmatch(name)
+    }
     return tuple(sorted(named | set(asked)))
 
 

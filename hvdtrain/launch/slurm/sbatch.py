@@ -50,6 +50,8 @@ _OWN_NAMES = {
     "--requeue": "--requeue",
     "--no-requeue": "--requeue, or nothing",
 }
+# Options of sbatch whose names begin as those of others do.
+_WHOLE_NAMES = {"--gpus", "--ntasks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,12 +132,17 @@ def _check_directive(line: str, options: Iterable[str]) -> None:
         raise UsageError(
             f"--sbatch {line!r}: expected an option of sbatch, such as --sbatch=--constraint=a100"
         )
-    name = _SHORT.get(match[0], match[0])
-    if name in _OWN_NAMES or name in options:
-        raise UsageError(
-            f"--sbatch {line!r}: hvdtrain submit has an option for this, and goes by it: give "
-            f"{_OWN_NAMES.get(name, name)}"
-        )
+    own = [*options, *_OWN_NAMES]
+    for word in line.split():
+        match = _OPTION.match(word)
+        name = _SHORT.get(match[0], match[0]) if match else ""
+        # sbatch takes the beginning of a name for the whole.
+        meant = [one for one in own if one == name] or [one for one in own if one.startswith(name)]
+        if name and meant and name not in _WHOLE_NAMES:
+            raise UsageError(
+                f"--sbatch {line!r}: hvdtrain submit has an option for this, and goes by it: give "
+                f"{_OWN_NAMES.get(meant[0], meant[0])}"
+            )
 
 
 def batch_script(request: JobRequest) -> str:
