@@ -221,7 +221,8 @@ def _write_files(folder: Path, addresses: Mapping[str, str]) -> None:
     lines = [f"{address} {name}" for name, address in addresses.items()]
     (folder / "hosts").write_text("127.0.0.1 localhost\n" + "\n".join(lines) + "\n")
     (folder / "ssh_config").write_text(
-        f"Host *\n  User root\n  IdentityFile {folder}/id\n  StrictHostKeyChecking no\n"
+        # What stands first counts: tests put what a user may have in a file of its own.
+        f"Include {folder}/users_config\nHost *\n  User root\n  IdentityFile {folder}/id\n  StrictHostKeyChecking no\n"
         "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
     )
     (folder / "sshd_config").write_text(

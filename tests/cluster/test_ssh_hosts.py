@@ -218,6 +218,55 @@ def test_variables_warning_and_ctrl_c(
         assert value not in shown
 
 
+SEEN = (
+    RANK
+    + """
+import json
+with open(f"seen.{rank}", "w") as file:
+    json.dump(os.environ.get("WANTED_TOKEN"), file)
+"""
+)
+
+
+@pytest.fixture
+def ssh_config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The user's own configuration of ssh."""
+    path = next(tmp_path_factory.getbasetemp().glob("hosts*/ssh_config")).with_name("users_config")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def test_secrets_stay_here_unless_the_users_ssh_trusts_the_host(
+    launch: Launch, hosts: Hosts, tmp_path: Path, ssh_config: Path, controller: str
+) -> None:
+    (tmp_path / "train.py").write_text(SEEN)
+    known = tmp_path / "known_hosts"
+
+    def run(checking: str) -> tuple[int, str]:
+        ssh_config.write_text(
+            f"Host node2\n  UserKnownHostsFile {known}\n  StrictHostKeyChecking {checking}\n"
+        )
+        words = ["-H", "node1:1,node2:1", "--controller", controller, "--env", "WANTED_TOKEN"]
+        job = launch(*words, "train.py", WANTED_TOKEN="hush", **{"TF_A;touch injected;B": "1"})
+        stderr = job.end()[1]
+        return job.process.returncode, stderr
+
+    code, stderr = run("yes")
+    assert code == 1 and "host node2: its host key is not in known_hosts" in stderr
+    code, stderr = run("ask")  # ssh's own default.
+    assert code == 0, stderr
+    assert json.loads((tmp_path / "seen.1").read_text()) == "hush"
+    (tmp_path / "seen.1").unlink()
+
+    (name, kind, key), *_ = (line.split() for line in known.read_text().splitlines())
+    known.write_text(f"{name} {kind} {key[:-8]}{key[-8:].swapcase()}\n")
+    for checking in ("ask", "accept-new", "yes"):
+        code, stderr = run(checking)
+        assert code == 1 and "host node2: its host key has changed" in stderr, stderr
+    assert not (tmp_path / "seen.1").exists()
+    assert not (tmp_path / "injected").exists()
+
+
 def test_ranks_of_other_hosts_do_not_outlive_a_killed_launcher(
     launch: Launch, hosts: Hosts, tmp_path: Path, controller: str
 ) -> None:
