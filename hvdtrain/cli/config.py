@@ -227,7 +227,7 @@ def _plain(field: str, value: Any) -> Any:
     """A value as YAML has it, without secrets."""
     match value:
         case Path():
-            return str(value)
+            return masked([str(value)])[0]
         case (Host(), *_):
             return {host.name: host.slots for host in value}
         case (EnvVar(), *_):
@@ -235,7 +235,7 @@ def _plain(field: str, value: Any) -> Any:
                 one.name: None if looks_secret(one.name, one.value or "") else one.value
                 for one in value
             }
-        case tuple() if field == "arguments":
+        case (str(), *_):
             return masked(value)
         case tuple():
             return list(value)

@@ -95,8 +95,12 @@ _OF_TEXT = frozenset(
 _NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{0,9})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _PASSWORD = re.compile(r"(?:db|pg)?(?:pass(?:word|wd|phrase)?|pwd|secret)s?")
 # https://user:password@host/...
-_URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+(?=@)")
-_ASSIGNMENT = re.compile(r"(?P<head>-{0,2}(?P<name>[A-Za-z_][\w.-]*)=)(?P<value>.*)", re.DOTALL)
+_URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
+# https://host/...?token=value&...
+_PARAMETER = re.compile(r"(?P<head>[?&](?P<name>[\w.-]+)=)(?P<value>[^&#\s]+)")
+# -p says nothing of its value; -password does, as --password.
+_OPTION = re.compile(r"--?(?P<name>[^-=][^=]+)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z_][\w.-]*)=)(?P<value>.*)", re.DOTALL)
 # The values of these are paths or public.
 _HARMLESS = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "ssh-identity-file"})
 
@@ -128,9 +132,7 @@ def looks_secret(name: str, value: str = "") -> bool:
     A name that may be a secret's (`--key`) is taken for one: a value once shown cannot be taken
     back, and one that is masked is only to be written in again.
     """
-    return name not in _HARMLESS and (
-        _is_secrets(name, value) or bool(_URL_WITH_PASSWORD.search(value))
-    )
+    return name not in _HARMLESS and (_is_secrets(name, value) or _masked_urls(value) != value)
 
 
 def _is_secrets(name: str, value: str) -> bool:
@@ -168,27 +170,38 @@ def masked(argv: Sequence[str]) -> list[str]:
     shown: list[str] = []
     option = ""
     for argument in argv:
-        assignment = _ASSIGNMENT.fullmatch(argument)
-        if option and not argument.startswith("--") and _is_secrets(option, argument):
-            shown.append(MASK)
-        elif assignment and _is_secrets(assignment["name"], assignment["value"]):
-            shown.append(assignment["head"] + MASK)
-        elif assignment:
-            shown.append(assignment["head"] + _masked_words(assignment["value"]))
-        else:
-            shown.append(_masked_words(argument))
-        option = argument[2:] if argument.startswith("--") and not assignment else ""
+        secret = option and not argument.startswith("--") and _is_secrets(option, argument)
+        shown.append(MASK if secret else _masked_word(argument))
+        found = _OPTION.fullmatch(argument)
+        option = found["name"] if found else ""
     return shown
+
+
+def _masked_word(text: str) -> str:
+    assignment = _ASSIGNMENT.fullmatch(text)
+    if assignment and _is_secrets(assignment["name"], assignment["value"]):
+        return assignment["head"] + MASK
+    if assignment:
+        return assignment["head"] + _masked_word(assignment["value"])
+    return _masked_words(_masked_urls(text))
 
 
 def _masked_words(text: str) -> str:
     """A value to print, in which several words may stand."""
-    text = _URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", text)
     try:
         words = shlex.split(text)
     except ValueError:
-        return text
-    if len(words) < 2:
-        return text
-    shown = masked(words)
+        words = text.split()
+    shown = masked(words) if len(words) > 1 else words
     return text if shown == words else shlex.join(shown)
+
+
+def _masked_urls(text: str) -> str:
+    """Without the passwords of URLs, and without secret values among their parameters."""
+    text = _URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", text)
+    return _PARAMETER.sub(
+        lambda found: (
+            found["head"] + MASK if _is_secrets(found["name"], found["value"]) else found[0]
+        ),
+        text,
+    )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.options import Need, Setting, settings_of
+from hvdtrain.launch.passing import looks_secret
 
 if TYPE_CHECKING:
     from hvdtrain.launch.plan import LaunchPlan
@@ -252,8 +253,13 @@ def _check_files(plan: LaunchPlan) -> None:
 
 def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
     for option, text in (("--mpi-args", plan.mpi_args), ("--binding-args", plan.binding_args)):
-        if text is not None:
-            mpi_words(option, text)
+        words = mpi_words(option, text) if text is not None else ()
+        for name, _, value in (word.partition("=") for word in words):
+            if value and looks_secret(name, value):
+                raise UsageError(
+                    f"{option}: everybody on the hosts could read the value of {name} in mpirun's command line: "
+                    f"give it as --env {name} instead, with the value in your environment"
+                )
     for name in plan.network_interfaces:
         if not _INTERFACE.fullmatch(name):
             raise UsageError(

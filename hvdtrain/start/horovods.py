@@ -20,7 +20,7 @@ _without.js_run = None  # type: ignore[attr-defined]
 _without.is_jsrun_installed = lambda: False  # type: ignore[attr-defined]
 sys.modules.setdefault("horovod.runner.js_run", _without)
 
-from horovod.runner import gloo_run, launch  # noqa: E402
+from horovod.runner import gloo_run, launch, mpi_run  # noqa: E402
 from horovod.runner.common.util import env as horovod_env  # noqa: E402
 from horovod.runner.common.util import hosts as horovod_hosts  # noqa: E402
 from horovod.runner.common.util import safe_shell_exec  # noqa: E402
@@ -28,6 +28,7 @@ from horovod.runner.driver import driver_service  # noqa: E402
 from horovod.runner.elastic import driver as elastic_driver  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
+from hvdtrain.launch.passing import masked  # noqa: E402
 from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier  # noqa: E402
 
@@ -83,6 +84,10 @@ def replace_functions(
 
     # Horovod puts all of the environment into command lines, which everybody on the hosts can read.
     horovod_env.is_exportable = in_command_line
+
+    # With --verbose Horovod prints its commands, which end with the script's own arguments.
+    for module in (gloo_run, mpi_run):
+        module.print = lambda text, **settings: print(masked([text])[0], **settings)
 
     # The logarithm of (size - 1): --output-filename fails with one rank.
     pad_rank = gloo_run._pad_rank
