@@ -7,7 +7,6 @@ and fails where Python 3.12 or later has none. hvdtrain never asks for it.
 from __future__ import annotations
 
 import argparse
-import codecs
 import functools
 import shlex
 import sys
@@ -30,6 +29,7 @@ from horovod.runner.util import network, remote  # noqa: E402
 
 from hvdtrain.launch.passing import masked  # noqa: E402
 from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where  # noqa: E402
+from hvdtrain.start.marks import pass_on_marked  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier  # noqa: E402
 
 __all__ = ["horovod_hosts", "horovods_exportable", "launch", "network", "replace_functions"]
@@ -93,9 +93,14 @@ def replace_functions(
     pad_rank = gloo_run._pad_rank
     gloo_run._pad_rank = lambda rank, size: pad_rank(rank, max(size, 2))
 
-    # A rank may print any bytes; a strict decoder would end the thread that reads them.
-    lenient = functools.partial(codecs.getincrementaldecoder("utf8"), errors="surrogateescape")
-    safe_shell_exec.codecs = types.SimpleNamespace(getincrementaldecoder=lambda name: lenient)
+    # A rank may print any bytes, and lines that never end. Horovod decodes strictly and holds lines back; what it runs
+    # for itself is no rank.
+    prefix_connection = safe_shell_exec.prefix_connection
+    safe_shell_exec.prefix_connection = lambda source, target, name, rank, with_time: (
+        prefix_connection(source, target, name, rank, with_time)
+        if rank is None
+        else pass_on_marked(source, target, name, rank)
+    )
 
 
 def _ssh_command(

@@ -80,7 +80,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
             (lambda found: FitHosts(found, hosts)) if hosts else None,
         )
         for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
 
 

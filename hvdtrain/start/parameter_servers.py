@@ -40,8 +40,8 @@ from hvdtrain.launch.variables import without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.marks import marked
 from hvdtrain.start.reach import Reach, agent_argv, missing_program
-from hvdtrain.start.task import marked
 
 START_SECONDS = 30
 RESTARTS = 10

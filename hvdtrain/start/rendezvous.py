@@ -37,7 +37,7 @@ from horovod.runner.http.http_server import (
 )
 from horovod.runner.util.threads import in_thread
 
-from hvdtrain.start.task import marked
+from hvdtrain.start.marks import marked
 
 FORBIDDEN = 403
 LONGEST_BODY = 16 << 20

@@ -6,14 +6,13 @@ tells COMMAND its place in Horovod's words, and marks what it writes with its ra
 mpirun do. srun's own --label breaks unfinished lines, which progress bars are made of, and lines
 that are longer than its messages.
 
-The marks stand at line starts, and no line is longer than what srun passes on in one piece, so
-lines of several ranks never mix. `[0]<stdout+>:` marks a line whose end was not the rank's own.
+The marks (`hvdtrain.start.marks`) stand at line starts, and no line is longer than what srun passes on
+in one piece, so lines of several ranks never mix.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import selectors
 import signal
 import socket
@@ -23,13 +22,11 @@ import sys
 from hvdtrain.environment import EXIT_SIGNAL_BASE
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.slurm.task import RENDEZVOUS_ADDRESS, task_environment
+from hvdtrain.start.marks import marked
 from hvdtrain.worker.rank_environment import available_cores
 
-LONGEST_PIECE = 900
-"""Bytes; srun sends lines of up to 1024 as they are."""
 INTERFACE = "HOROVOD_GLOO_IFACE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_LINE = re.compile(rb"[^\n]*\n|[^\n]+")
 
 
 def main() -> None:
@@ -73,19 +70,6 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
                 break
     code = process.wait()
     return code if code >= 0 else EXIT_SIGNAL_BASE - code
-
-
-def marked(data: bytes, rank: int, descriptor: int) -> bytes:
-    """`data`, which `rank` wrote, as marked lines of which none is too long."""
-    name = b"stdout" if descriptor == 1 else b"stderr"
-    pieces = []
-    for line in _LINE.findall(data):
-        for start in range(0, len(line), LONGEST_PIECE):
-            piece = line[start : start + LONGEST_PIECE]
-            ended = piece.endswith(b"\n")
-            mark = b"[%d]<%s%s>:" % (rank, name, b"" if ended else b"+")
-            pieces.append(mark + piece + (b"" if ended else b"\n"))
-    return b"".join(pieces)
 
 
 def interface_to(address: str) -> str | None:

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 MARKER = "@hvdtrain-failure "
+LONGEST_TEXT = 100_000
+"""Characters; of a longer text the end is told."""
+LONGEST_LINE = 13 * LONGEST_TEXT
+"""Bytes: JSON takes up to twelve for a character."""
 
 # What a rank sees when another one has gone, by class name (nothing is imported to ask) and by
 # message.
@@ -41,8 +45,11 @@ class Failure:
     text: str
 
     def to_line(self) -> str:
+        fields = asdict(self)
+        if len(self.text) > LONGEST_TEXT:
+            fields["text"] = f"[...]\n{self.text[-LONGEST_TEXT:]}"
         # '<' is escaped so that no text can look like the launcher's own `[0]<stderr>:` tags.
-        return MARKER + json.dumps(asdict(self)).replace("<", "\\u003c")
+        return MARKER + json.dumps(fields).replace("<", "\\u003c")
 
 
 def from_line(line: str) -> Failure | None:
@@ -50,16 +57,31 @@ def from_line(line: str) -> Failure | None:
     if not line.startswith(MARKER):
         return None
     try:
-        return Failure(**json.loads(line.removeprefix(MARKER)))
-    except (ValueError, TypeError):
+        failure = Failure(**json.loads(line.removeprefix(MARKER)))
+    except (ValueError, TypeError, RecursionError):
         return None
+    types = (
+        (failure.rank, int),
+        (failure.exit_code, int),
+        (failure.secondary, bool),
+        (failure.text, str),
+    )
+    return failure if all(isinstance(value, kind) for value, kind in types) else None
+
+
+def text_of(error: object) -> str:
+    """`str(error)`, whatever the class of the script's own makes of it."""
+    try:
+        return str(error)
+    except BaseException:
+        return f"<{type(error).__name__}, whose text cannot be had: its __str__ fails>"
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether `error`, or an error that led to it, only reports that another rank has gone."""
     return any(
         any(cls.__name__ in SECONDARY_CLASSES for cls in type(link).__mro__)
-        or any(message in str(link) for message in SECONDARY_MESSAGES)
+        or any(message in text_of(link) for message in SECONDARY_MESSAGES)
         for link in _chain(error)
     )
 

@@ -7,72 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from terminal import Terminal
 
 from hvdtrain.launch.running.members import ALONE, Members
 from hvdtrain.launch.running.noise import is_noise, without_stamp
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.sinks import LogFiles, write_all
-from hvdtrain.launch.running.streams import TagReader
-from hvdtrain.worker.failure import Failure
-
-WORDS = st.text("ab[0,1]<>:\r ", max_size=12).map(str.encode)
-
-
-def by_rank(data: bytes, cuts: list[int]) -> dict[int | None, bytes]:
-    """What the reader attributes to each rank when `data` arrives in pieces cut at `cuts`."""
-    reader = TagReader("stdout")
-    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
-    found: dict[int | None, bytes] = {}
-    pieces = [p for a, b in zip(places, places[1:]) for p in reader.feed(data[a:b])]  # noqa: B905, RUF007
-    for piece in [*pieces, *reader.finish()]:
-        found[piece.rank] = found.get(piece.rank, b"") + piece.data
-    return found
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 11), WORDS, st.booleans()), min_size=1),
-    st.lists(st.integers(0, 10_000)),
-    st.booleans(),
-)
-def test_every_byte_reaches_its_rank(
-    written: list[tuple[int, bytes, bool]], cuts: list[int], mpi: bool
-) -> None:
-    data, expected = b"", {}
-    for rank, text, ends in written:
-        text += b"\n" if ends else b"|"
-        data += (b"[1,%d]<stdout>:" if mpi else b"[%d]<stdout>:") % rank + text
-        expected[rank] = expected.get(rank, b"") + text
-    assert by_rank(data, cuts) == expected
-
-
-def test_tags_inside_lines_and_the_launchers_own_words() -> None:
-    data = b"0 2 [1,0]<stdout>:[3.]\n--------\nmpirun noticed\n[1,1]<stdout>:x\n"
-    assert by_rank(b"[1,0]<stdout>:" + data, []) == {
-        0: b"0 2 [3.]\n",
-        1: b"x\n",
-        None: b"--------\nmpirun noticed\n",
-    }
-
-
-class Terminal:
-    """An Output with two buffers for a terminal."""
-
-    def __init__(self, log_dir: Path, **view: Any) -> None:
-        self.out, self.err = io.BytesIO(), io.BytesIO()
-        self.log_dir = log_dir
-        self.output = Output(log_dir, self.out, self.err, **view)
-
-    def run(self, stdout: bytes = b"", stderr: bytes = b"") -> "Terminal":
-        with self.output:
-            self.output.feed("stdout", stdout)
-            self.output.feed("stderr", stderr)
-            self.output.finish()
-        return self
-
-    def logged(self, name: str) -> bytes:
-        return (self.log_dir / name).read_bytes()
+from hvdtrain.worker.failure import LONGEST_TEXT, Failure, from_line
 
 
 def test_rank_0_looks_as_if_it_ran_alone(tmp_path: Path) -> None:
@@ -85,7 +26,7 @@ def test_rank_0_looks_as_if_it_ran_alone(tmp_path: Path) -> None:
 def test_all_ranks(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path, all_ranks=True).run(
         b"[1,0]<stdout>:one\n[1,1]<stdout>:oth[1,0]<stdout>:two\n[1,1]<stdout>:er",
-        b"[1,1]<stderr>:careful\n[1,1]<stderr>:I0000 00:00:1 2 port.cc:1] hello\n",
+        b"[1,1]<stderr>:careful\n[1,1]<stderr>:I0000 00:00:1 2 port.cc:1] oneDNN custom operations are on\n",
     )
     assert terminal.out.getvalue() == b"[0] one\n[0] two\n[1] other\n"
     assert terminal.err.getvalue() == b"[1] careful\n"
@@ -115,12 +56,12 @@ def test_rank_0_may_repeat_itself(tmp_path: Path) -> None:
 def test_unfinished_lines_come_through(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     with terminal.output as output:
-        output.feed("stdout", b"[0]<stdout>:1/5 [")
-        output.feed("stderr", b"[0]<stderr>: 10%|=")
+        output.feed("stdout", b"[1,0]<stdout>:1/5 [")
+        output.feed("stderr", b"[1,0]<stderr>: 10%|=")
         output.settle()
         assert terminal.out.getvalue() == b"1/5 ["
         assert terminal.err.getvalue() == b" 10%|="
-        output.feed("stderr", b"[0]<stderr>:==\r[0]<stderr>: 20%")
+        output.feed("stderr", b"[1,0]<stderr>:==\r[1,0]<stderr>: 20%")
         output.finish()
     assert terminal.err.getvalue() == b" 10%|===\r 20%"
 
@@ -150,6 +91,10 @@ def test_the_launchers_words_are_kept_apart(tmp_path: Path) -> None:
         b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
         b"I0000 00:00:1795250392.336366    5528 port.cc:153] oneDNN custom operations are on.",
         b"2025-03-01 10:00:00.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations",
+        b"I0000 00:00:1.2 3 cpu_feature_guard.cc:227] This TensorFlow binary is optimized to use",
+        b"I0000 00:00:1.2 3 service.cc:153] XLA service 0x5589fc0e8cd0 initialized for platform Host",
+        b"I0000 00:00:1.2 3 service.cc:161]   StreamExecutor [0]: Host, Default Version",
+        b"I0000 00:00:1.2 3 device_compiler.h:208] Compiled cluster using XLA!",
         b"E0000 00:00:1.2 3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to",
         b"W0000 00:00:1.2 3 computation_placer.cc:177] computation placer already registered",
         b"To enable the following instructions: AVX2, in other operations, rebuild TensorFlow",
@@ -168,6 +113,10 @@ def test_greetings_are_noise(line: bytes) -> None:
         b"E0000 00:00:1.2 3 cuda_executor.cc:1] CUDA_ERROR_OUT_OF_MEMORY",
         b"[2025-01-01 00:00:00.1: W stall_inspector.cc:107] One or more tensors were submitted",
         b"Killed the wrong bird",
+        b"I1122 21:34:10.123456 140123 train.py:10] step 5",
+        b"I0000 00:00:1795384181.230767   18659 my_reader.cc:12] 40 files",
+        b"I20251122 21:34:10.123456 18659 service.cc:5] ready",
+        b"2025-03-01 10:00:00.123456: I my/own/op.cc:153] built",
         b"Iteration 7",
     ],
 )
@@ -312,8 +261,44 @@ def test_there_may_be_as_many_logs_as_the_system_allows(tmp_path: Path) -> None:
         logs = LogFiles(tmp_path, lost.append)
         for number in range(200):
             logs.append(f"rank.{number}/stdout", b"x")
+            logs.flush()
         logs.close()
         assert (lost, resource.getrlimit(resource.RLIMIT_NOFILE)) == ([], few)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert len(list(tmp_path.glob("rank.*/stdout"))) == 200
+
+
+def test_a_failure_may_hold_any_text(tmp_path: Path) -> None:
+    """Names of files that are no UTF-8 come back as the bytes that they are; other halves of characters, in
+    words."""
+    failure = Failure(0, 1, False, "no file caf\udce9 \ud800")
+    named = Failure(1, 1, False, "no file caf\udce9")
+    lines = [f"[{one.rank}]<stderr>:{one.to_line()}\n".encode() for one in (failure, named)]
+    terminal = Terminal(tmp_path).run(stderr=b"".join(lines))
+    assert terminal.output.failures == [failure, named]
+    assert terminal.logged("rank.0/stderr") == b"no file caf\\udce9 \\ud800\n"
+    assert terminal.logged("rank.1/stderr") == b"no file caf\xe9\n"
+    terminal.output.say(named.text)
+    assert terminal.err.getvalue() == b"no file caf\xe9\n"
+
+
+@pytest.mark.parametrize(
+    "fields", ["[]", '{"rank": 0}', '{"rank":0,"exit_code":"x","secondary":0,"text":7}', "[" * 9999]
+)
+def test_what_only_looks_like_a_failure_is_text(tmp_path: Path, fields: str) -> None:
+    line = f"@hvdtrain-failure {fields}\n".encode()
+    terminal = Terminal(tmp_path).run(stderr=b"[0]<stderr>:" + line)
+    assert (terminal.output.failures, terminal.err.getvalue()) == ([], line)
+
+
+def test_a_long_failure_is_cut_to_its_end() -> None:
+    failure = from_line(Failure(0, 1, False, "\U0001f600" * 2 * LONGEST_TEXT + "end").to_line())
+    assert failure is not None and failure.text.startswith("[...]\n")
+    assert failure.text.endswith("end")
+
+
+def test_files_are_for_the_user_only(tmp_path: Path) -> None:
+    Terminal(tmp_path).run(b"[0]<stdout>:one\n", b"words\n")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    assert modes == {"rank.0": 0o700, "stdout": 0o600, "launcher.log": 0o600}

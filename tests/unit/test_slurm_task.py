@@ -18,7 +18,8 @@ from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.launch.slurm.task import task_environment
-from hvdtrain.start.task import LONGEST_PIECE, interface_to, marked
+from hvdtrain.start.marks import LONGEST_PIECE, marked
+from hvdtrain.start.task import interface_to
 from hvdtrain.worker.rank_environment import rank_environment
 
 

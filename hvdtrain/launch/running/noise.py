@@ -1,23 +1,40 @@
 """Which lines on a rank's standard error are TensorFlow's greeting, and not worth a user's
 attention.
 
-Only patterns of messages that say nothing about the user's run; everything else is shown.
+Only messages that say nothing about the user's run, known by their text or by TensorFlow's source file
+that they come from; everything else is shown. The script's own absl and glog lines look alike but for
+the file.
 """
 
 from __future__ import annotations
 
 import re
 
-_STAMP = rb"(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +"
+_STAMP = rb"(?:[IWE]\d{4} [\d:.]+ +\d+ |(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +[IWE] )"
+# Files of TensorFlow, XLA and gRPC that say in information messages (I) what they found or did.
+_CHATTY = (
+    rb"cpu_feature_guard|cudart_stub|cuda_(?:dnn|blas|fft|executor|diagnostics|platform|solvers)"
+    rb"|cuda_gpu_executor|cublas_\w+|gpu_device|gpu_helpers|gpu_process_state|gpu_cudamallocasync_allocator"
+    rb"|pluggable_device\w*|rocm_\w+|pjrt_\w+|tpu_\w+|device_compiler|xla_\w+|gpu_compiler|nvptx_\w+"
+    rb"|ptx_compiler_helpers|subprocess_compilation|asm_compiler|conv_algorithm_picker|gemm_algorithm_picker"
+    rb"|autotuner(?:_util)?|dump_mlir_util|mlir_graph_optimization_pass|mlir_\w*bridge\w*|direct_session"
+    rb"|master_session|profiler_(?:lock|session)|nccl_(?:manager|utils)|collective_param_resolver_\w+"
+    rb"|coordination_service\w*|grpc_(?:server_lib|channel|client\w*)|local_rendezvous|base_rendezvous_mgr"
+)
+_OF_TENSORFLOW = rb"(?:external/)?(?:local_)?(?:tensorflow|xla|tsl)/\S+"
 _GREETINGS = re.compile(
     rb"|".join(
         (
             rb"WARNING: All log messages before absl::InitializeLog\(\) is called",
-            rb"I\d{4} ",  # absl: I0000 00:00:1719 1234 port.cc:153] ...
-            _STAMP + rb"I ",  # older logging: 2025-01-01 00:00:00.000000: I tensorflow/...
-            rb"(?:[WE]\d{4} |" + _STAMP + rb"[WE] ).*(?:"
-            rb"Unable to register (?:cuDNN|cuBLAS|cuFFT) factory"
-            rb"|computation placer (?:already registered|.*already registered)"
+            rb"I\d{4} [\d:.]+ +\d+ (?:%s)\.(?:cu\.)?(?:cc|h):\d+\]" % _CHATTY,
+            # Older logging: 2025-01-01 00:00:00.000000: I tensorflow/core/util/port.cc:153] ...
+            rb"(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +I %s:\d+\]" % _OF_TENSORFLOW,
+            _STAMP + rb".*(?:"
+            rb"XLA service 0x[0-9a-f]+ initialized"
+            rb"|StreamExecutor (?:device )?[\[(]\d+[\])]: "
+            rb"|Reading (?:SavedModel from|meta graph with tags)|Restoring SavedModel bundle|SavedModel load for tags"
+            rb"|Unable to register (?:cuDNN|cuBLAS|cuFFT) factory"
+            rb"|computation placer already registered"
             rb"|oneDNN custom operations are on"
             rb"|Could not find cuda drivers"
             rb"|failed call to cuInit: .*(?:no CUDA-capable device|UNKNOWN ERROR \(303\))"
@@ -35,6 +52,8 @@ _GREETINGS = re.compile(
         )
     )
 )
+# How such a line begins: it is not known yet whether it will be one.
+_BEGUN = re.compile(rb"(?:[IWE]\d|\d{4}-\d|WARNING: All|To enable|Skipping reg|Terminated|Killed)")
 # What differs between two ranks' copies of one message: time stamps, process and thread numbers.
 _VARYING = re.compile(
     rb"\A(?:([IWEF])\d{4} [\d:.]+ +\d+ |\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? ?)"
@@ -44,6 +63,11 @@ _VARYING = re.compile(
 def is_noise(line: bytes) -> bool:
     """Whether `line` (one line of standard error) is start-up noise."""
     return _GREETINGS.match(line) is not None
+
+
+def may_be_noise(begin: bytes) -> bool:
+    """Whether the line that begins so may turn out to be noise."""
+    return _BEGUN.match(begin) is not None
 
 
 def without_stamp(line: bytes) -> bytes:

@@ -9,23 +9,40 @@ is rank 0 here. What cannot be written any more, files or terminal, is said once
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
+from hvdtrain.launch.running.echoes import Echoes
+from hvdtrain.launch.running.lines import LONGEST, Line, Lines
 from hvdtrain.launch.running.members import RANKS, Members
-from hvdtrain.launch.running.noise import is_noise, without_stamp
-from hvdtrain.launch.running.sinks import LogFiles, Screen
+from hvdtrain.launch.running.noise import is_noise, may_be_noise
+from hvdtrain.launch.running.sinks import LogFiles, Screen, encoded
 from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
-from hvdtrain.worker.failure import Failure, from_line
+from hvdtrain.worker.failure import LONGEST_LINE, MARKER, Failure, from_line
 
-# A line, or the part of one up to a carriage return (a progress bar's), with its end.
-_SEGMENT = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n)")
+_MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024
-_LARGEST_MEMORY = 10_000
+
+
+@dataclass
+class _Source:
+    """What one rank writes to one stream.
+
+    Attributes:
+        logged, shown: how many bytes of the line that is held are in the file and on the screen.
+        hidden: whether the line that has begun is not shown.
+        stamp: of the line that has begun.
+    """
+
+    rank: int
+    stream: Stream
+    lines: Lines
+    logged: int = 0
+    shown: int = 0
+    hidden: bool = False
+    stamp: bytes = b""
 
 
 @dataclass
@@ -57,10 +74,8 @@ class Output:
     _logs: LogFiles = field(init=False)
     _screens: dict[Stream, Screen] = field(init=False)
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
-    _pending: dict[tuple[int, Stream], bytes] = field(default_factory=dict)
-    _mid_line: set[int] = field(default_factory=set)
-    _said: dict[int, Counter[bytes]] = field(default_factory=dict)
-    _shown: Counter[bytes] = field(default_factory=Counter)
+    _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
+    _echoes: Echoes = field(default_factory=Echoes)
 
     def __post_init__(self) -> None:
         self._logs = LogFiles(self.log_dir, self._say_logs_lost)
@@ -81,32 +96,33 @@ class Output:
         """Take what horovodrun wrote to `stream`."""
         for piece in self._readers[stream].feed(data):
             self._take(piece)
+        self._flush()
 
     def settle(self) -> None:
-        """Nothing more came for a moment: unfinished lines may be shown."""
+        """Nothing more came for a moment: unfinished lines may be seen."""
         for reader in self._readers.values():
             for piece in reader.finish():
                 self._take(piece)
-        if not self.all_ranks:
-            rest = self._pending.pop((0, "stderr"), b"")
-            if rest and not is_noise(rest):
-                rest = self._stamped(0, "stderr", rest)
-                self._log(0, "stderr", rest)
-                self._mid_line.add(0)
-                self._write("stderr", rest)
-            elif rest:
-                self._pending[0, "stderr"] = rest
+        for source in self._sources.values():
+            held = source.lines.held
+            if held and not (source.lines.begins and _may_be_failure(source, held)):
+                self._keep(source, Line(held, source.lines.begins, ends=False))
+                source.logged = len(held)
+                self._show_held(source, held)
+        self._flush()
 
     def finish(self) -> None:
         """The run has ended: show the rest."""
         self.settle()
-        for (rank, stream), rest in sorted(self._pending.items()):
-            self._show_segment(rank, stream, rest)
-        self._pending.clear()
+        for _, source in sorted(self._sources.items()):
+            for line in source.lines.finish():
+                self._take_line(source, line)
+        self._flush()
 
     def say(self, text: str) -> None:
         """Tell the user something, in lines of their own."""
-        self._write("stderr", f"{text}\n".encode(errors="backslashreplace"))
+        self._write("stderr", encoded(f"{text}\n"))
+        self._flush()
 
     def leave_terminal(self) -> None:
         """Show no more, not even to wait for a reader that has halted."""
@@ -121,62 +137,86 @@ class Output:
             if piece.rank == 0:
                 self._write("stdout", piece.data)
         else:
-            key = (piece.rank, piece.stream)
-            data = self._pending.pop(key, b"") + piece.data
-            end = 0
-            for segment in _SEGMENT.finditer(data):
-                # A carriage return at the very end may be the first half of a line's end.
-                self._show_segment(piece.rank, piece.stream, segment[0])
-                end = segment.end()
-            if data[end:]:
-                self._pending[key] = data[end:]
+            source = self._source(piece.rank, piece.stream)
+            for line in source.lines.feed(piece.data):
+                self._take_line(source, line)
 
-    def _show_segment(self, rank: int, stream: Stream, segment: bytes) -> None:
-        """Log and perhaps show one line (or part of a progress bar) of a rank."""
-        line = segment.rstrip(b"\r\n")
-        failure = from_line(line.decode(errors="replace")) if stream == "stderr" else None
-        if failure is not None:
-            if self.members.is_vital(rank):
-                # Only ranks know their numbers.
-                self.failures.append(replace(failure, rank=rank) if self.members.roles else failure)
-            else:
-                self._write("stderr", self._labelled(rank, f"{failure.text}\n".encode()))
-            self._log(rank, "stderr", f"{failure.text}\n".encode())
+    def _source(self, rank: int, stream: Stream) -> _Source:
+        if (rank, stream) not in self._sources:
+            lines = (
+                Lines(whole=_MARKER, longest_whole=LONGEST_LINE) if stream == "stderr" else Lines()
+            )
+            self._sources[rank, stream] = _Source(rank, stream, lines)
+        return self._sources[rank, stream]
+
+    def _take_line(self, source: _Source, line: Line) -> None:
+        if line.begins and _may_be_failure(source, line.data):
+            failure = from_line(line.data.decode(errors="replace").rstrip("\r\n"))
+            if failure is not None:
+                self._take_failure(source.rank, failure)
+                return
+        self._keep(source, line)
+        self._show(source, line)
+        source.logged = source.shown = 0
+
+    def _take_failure(self, rank: int, failure: Failure) -> None:
+        text = encoded(f"{failure.text}\n")
+        if self.members.is_vital(rank):
+            # Only ranks know their numbers.
+            self.failures.append(replace(failure, rank=rank) if self.members.roles else failure)
+        else:
+            self._write("stderr", self._labelled(rank, text))
+        self._log(rank, "stderr", text)
+
+    def _keep(self, source: _Source, line: Line) -> None:
+        """Log what of the line is not in the file yet."""
+        data = line.data[source.logged :]
+        if line.begins and not source.logged:
+            source.stamp = self.stamp() if self.stamp else b""
+            data = source.stamp + data
+        self._log(source.rank, source.stream, data)
+
+    def _show(self, source: _Source, line: Line) -> None:
+        """Show what of the line is not on the screen yet, if it is worth it."""
+        if line.begins:
+            # What has begun to be shown goes on, and is no echo for the others either.
+            hidden = self._hides(source, line)
+            source.hidden = hidden and not source.shown
+        if source.hidden:
             return
-        stamped = self._stamped(rank, stream, segment)
-        self._log(rank, stream, stamped)
+        data = line.data[source.shown :]
+        if line.begins and not source.shown:
+            data = source.stamp + data
+        if self.all_ranks or source.rank != 0:
+            data = self._labelled(source.rank, data.rstrip(b"\r\n")) + b"\n"
+        self._write(source.stream, data)
+
+    def _show_held(self, source: _Source, held: bytes) -> None:
+        """Show an unfinished line: only of rank 0 that looks as if it ran alone."""
+        begins = source.lines.begins
+        if self.all_ranks or source.rank != 0 or (begins and may_be_noise(held)):
+            return
+        if begins or not source.hidden:
+            lead = source.stamp if begins and not source.shown else b""
+            self._write(source.stream, lead + held[source.shown :])
+            source.shown = len(held)
+
+    def _hides(self, source: _Source, line: Line) -> bool:
+        text = line.data.rstrip(b"\r\n")
+        if self.all_ranks and not text:
+            return True
+        if source.stream == "stdout":
+            return not self.all_ranks and source.rank != 0
+        if is_noise(text):
+            return True
         if self.all_ranks:
-            if line and not (stream == "stderr" and is_noise(line)):
-                self._write(stream, self._labelled(rank, stamped.rstrip(b"\r\n")) + b"\n")
-        elif stream == "stdout":
-            if rank == 0:
-                self._write("stdout", stamped)
-        elif rank in self._mid_line:
-            self._mid_line.discard(rank)
-            self._write("stderr", segment)
-        elif not is_noise(line) and (rank == 0 or segment.endswith(b"\n")):
-            self._show_once(rank, line, stamped)
+            return False
+        if source.rank != 0 and not line.data.endswith(b"\n") and len(line.data) < LONGEST:
+            return True  # A progress bar's, or never ended.
+        return self._echoes.is_echo(source.rank, text) or not (text or source.rank == 0)
 
     def _labelled(self, rank: int, line: bytes) -> bytes:
         return b"[%s] %s" % (self.members.label(rank).encode(), line)
-
-    def _stamped(self, rank: int, stream: Stream, segment: bytes) -> bytes:
-        """What was begun before (only rank 0's standard error is shown so) has its stamp."""
-        begun = stream == "stderr" and rank in self._mid_line
-        return segment if self.stamp is None or begun else self.stamp() + segment
-
-    def _show_once(self, rank: int, line: bytes, segment: bytes) -> None:
-        """The k-th time that any rank says this is shown; the k-th times of the others are not."""
-        text = without_stamp(line)
-        said = self._said.setdefault(rank, Counter())
-        said[text] += 1
-        if said[text] > self._shown[text]:
-            self._shown[text] += 1
-            if line or rank == 0:
-                self._write("stderr", segment if rank == 0 else self._labelled(rank, segment))
-        if len(self._shown) > _LARGEST_MEMORY:
-            self._shown.clear()
-            self._said.clear()
 
     def _take_launcher(self, piece: Piece) -> None:
         self.launcher_text = (self.launcher_text + piece.data)[-_LAUNCHER_TAIL:]
@@ -187,6 +227,11 @@ class Output:
     def _log(self, rank: int | None, stream: Stream, data: bytes) -> None:
         name = "launcher.log" if rank is None else f"{self.members.folder(rank)}/{stream}"
         self._logs.append(name, data)
+
+    def _flush(self) -> None:
+        self._logs.flush()
+        for screen in self._screens.values():
+            screen.flush()
 
     def _write(self, stream: Stream, data: bytes) -> None:
         self._screens[stream].show(data)
@@ -205,3 +250,8 @@ class Output:
                 f"\ncannot write standard output: {error.strerror}; the run goes on, its output is in "
                 f"{self.log_dir}"
             )
+
+
+def _may_be_failure(source: _Source, line: bytes) -> bool:
+    """Whether the line is what a rank says when it fails, or the beginning of that."""
+    return source.stream == "stderr" and _MARKER.startswith(line[: len(_MARKER)])

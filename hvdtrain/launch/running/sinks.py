@@ -7,12 +7,21 @@ that cannot be written to any more is left out from then on.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
+
+
+def encoded(text: str) -> bytes:
+    """Text as bytes. Names of files that are no UTF-8 get back the bytes that they are."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace")
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
@@ -35,21 +44,29 @@ class LogFiles:
     folder: Path
     on_loss: Callable[[OSError], None]
     _files: dict[str, BinaryIO | None] = field(default_factory=dict)
+    _waiting: dict[str, list[bytes]] = field(default_factory=dict)
     _lost: bool = False
     _most_files: tuple[int, int] | None = None
 
     def append(self, name: str, data: bytes) -> None:
-        """Append to the file `name`, which is given up at its first error."""
-        try:
-            if name not in self._files:
-                self._files[name] = self._open(self.folder / name)
-            file = self._files[name]
-            if file is not None:
-                write_all(file, data)
-        except OSError as error:
-            self._lose(name, error)
+        """Append to the file `name`, at the next `flush`."""
+        self._waiting.setdefault(name, []).append(data)
+
+    def flush(self) -> None:
+        """Write what was appended. A file is given up at its first error."""
+        waiting, self._waiting = self._waiting, {}
+        for name, parts in waiting.items():
+            try:
+                if name not in self._files:
+                    self._files[name] = self._open(self.folder / name)
+                file = self._files[name]
+                if file is not None:
+                    write_all(file, b"".join(parts))
+            except OSError as error:
+                self._lose(name, error)
 
     def close(self) -> None:
+        self.flush()
         for name, file in self._files.items():
             try:
                 if file is not None:
@@ -68,15 +85,20 @@ class LogFiles:
             self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (self._most_files[1],) * 2)
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         # Unbuffered: what was said is in the file even if this process is killed.
-        return path.open("ab", buffering=0)
+        return open(path, "ab", buffering=0, opener=_open_private)
 
     def _lose(self, name: str, error: OSError) -> None:
         self._files[name] = None
         if not self._lost:
             self._lost = True
             self.on_loss(error)
+
+
+def _open_private(path: str, flags: int) -> int:
+    """What a job prints is for its user only."""
+    return os.open(path, flags, 0o600)
 
 
 @dataclass
@@ -90,9 +112,16 @@ class Screen:
     target: BinaryIO
     on_loss: Callable[[OSError], None]
     _lost: bool = False
+    _waiting: list[bytes] = field(default_factory=list)
 
     def show(self, data: bytes) -> None:
-        if self._lost:
+        """Show it, at the next `flush`."""
+        self._waiting.append(data)
+
+    def flush(self) -> None:
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        if self._lost or not data:
             return
         try:
             write_all(self.target, data)

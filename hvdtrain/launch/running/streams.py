@@ -1,13 +1,16 @@
 """Whose bytes are these? Takes the output of a launcher apart by rank.
 
-mpirun tags what its ranks write with `[1,RANK]<stdout>:`, horovodrun over Gloo with
-`[RANK]<stdout>:`. mpirun tags every piece that it reads, so tags also stand inside lines, and lines
-of several ranks interleave; a piece goes on to the next tag or the end of its line. What follows a
-line's end without a tag is the launcher's own. Nothing but the tags is taken away, and bytes stay
-bytes: a piece may end inside a character.
+There are two kinds of tags, and the first one in a stream tells which it is.
 
-Tasks of srun tag themselves, line by line (see `hvdtrain.start.task`); a line that the rank has not
-ended, or that was too long for srun, is tagged `[RANK]<stdout+>:`, and its end is taken away too.
+- Our own marks, `[RANK]<stdout>:` (see `hvdtrain.start.marks`), over Gloo and srun. They stand at the
+  beginning of a line and nowhere else, so the same text in a rank's output is never taken for one. A
+  line that the rank has not ended is marked `[RANK]<stdout+>:`, and its end is taken away too.
+- mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads, so also inside lines, and
+  lines of several ranks interleave. mpirun passes on no empty piece: what looks like a tag right behind
+  a tag is a rank's own text. Over MPI such text inside of a line is taken for a tag all the same.
+
+What follows a line's end without a tag is the launcher's own. Nothing but the tags is taken away, and
+bytes stay bytes: a piece may end inside a character.
 """
 
 from __future__ import annotations
@@ -18,10 +21,17 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Stream = Literal["stdout", "stderr"]
+Attributed = tuple[tuple[int | None, Stream], bytes]
 
-_TAG = re.compile(rb"\[(?:\d+,)?(\d+)\]<(stdout|stderr|stddiag)(\+?)>:")
+# Groups: rank, stream, and what else is told: whether the line goes on; the rank's own text.
+_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr)(\+?)>:")
+_MPI_TAG = rb"\[\d{1,9},\d{1,9}\]<(?:stdout|stderr|stddiag)>:"
+_MPI = re.compile(rb"\[\d{1,9},(\d{1,9})\]<(stdout|stderr|stddiag)>:((?:%s)*)" % _MPI_TAG)
+_MPI_TEXT = re.compile(rb"(?:%s)+" % _MPI_TAG)
+_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag)\+?>:")
 # The beginning of a tag at the end of what has been read so far.
-_TAG_BEGUN = re.compile(rb"\[(\d*|\d+,\d*|(\d+,)?\d+\](<[a-z]{0,7}\+?>?)?)\Z")
+_BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}\+?>?)?)\Z")
+_LONGEST_TAG = len(b"[123456789,123456789]<stddiag>:")
 
 
 @dataclass(frozen=True)
@@ -52,7 +62,10 @@ class TagReader:
 
     stream: Stream
     _source: tuple[int | None, Stream] = field(init=False)
+    _tags: re.Pattern[bytes] | None = None
     _held: bytes = b""
+    _begins: bool = True  # A line.
+    _tagged: bool = False  # Nothing has come behind the last tag.
     _end: bytes = b"\n"  # What the end of the current line is to the rank.
 
     def __post_init__(self) -> None:
@@ -60,32 +73,69 @@ class TagReader:
 
     def feed(self, data: bytes) -> Iterator[Piece]:
         data = self._held + data
-        begun = _TAG_BEGUN.search(data)
+        begun = _BEGUN.search(data, max(0, len(data) - _LONGEST_TAG))
         cut = begun.start() if begun else len(data)
         self._held = data[cut:]
-        yield from self._split(data[:cut])
+        yield from self._joined(data[:cut])
 
     def finish(self) -> Iterator[Piece]:
         """What looked like the beginning of a tag, and was none."""
         held, self._held = self._held, b""
-        yield from self._split(held)
+        yield from self._joined(held)
 
-    def _split(self, data: bytes) -> Iterator[Piece]:
-        position = 0
-        for tag in _TAG.finditer(data):
-            yield from self._attribute(data[position : tag.start()])
-            name: Stream = "stdout" if tag[2] == b"stdout" else "stderr"
-            self._source = (int(tag[1]), name)
-            self._end = b"" if tag[3] else b"\n"
-            position = tag.end()
-        yield from self._attribute(data[position:])
+    def _joined(self, data: bytes) -> Iterator[Piece]:
+        """The pieces of `data`; those of one source that follow each other are one."""
+        source, parts = self._source, list[bytes]()
+        for of, part in self._split(data):
+            if of != source:
+                if parts:
+                    yield Piece(*source, b"".join(parts))
+                source, parts = of, []
+            parts.append(part)
+        if parts:
+            yield Piece(*source, b"".join(parts))
 
-    def _attribute(self, data: bytes) -> Iterator[Piece]:
-        """The data between two tags: up to the line's end the last tag's, then the launcher's."""
-        rank, stream = self._source
-        if rank is not None and b"\n" in data:
-            line, _, data = data.partition(b"\n")
-            yield Piece(rank, stream, line + self._end)
-            self._source = (None, self.stream)
+    def _split(self, data: bytes) -> Iterator[Attributed]:
+        if not data:
+            return
+        # Marks are looked for behind a line's end, here that of the data before.
+        lead = b"\n" if self._begins else b" "
+        self._begins = data.endswith(b"\n")
+        if self._tags is None:
+            if not (first := _FIRST.search(lead + data)):
+                yield self._source, data
+                return
+            self._tags = _MPI if first[1] else _MARK
+        yield from self._split_mpi(data) if self._tags is _MPI else self._split_marks(lead, data)
+
+    def _split_marks(self, lead: bytes, data: bytes) -> Iterator[Attributed]:
+        before, *found = _MARK.split(lead + data)
+        if found:
+            before += b"\n"
+        yield from self._attribute(before[1:])
+        for at in range(0, len(found), 4):
+            rank, name, more, text = found[at : at + 4]
+            self._source = (int(rank), "stdout" if name == b"stdout" else "stderr")
+            self._end = b"" if more else b"\n"
+            yield from self._attribute(text if at + 4 == len(found) else text + b"\n")
+
+    def _split_mpi(self, data: bytes) -> Iterator[Attributed]:
+        own = _MPI_TEXT.match(data) if self._tagged else None
+        skipped = own.end() if own else 0
+        before, *found = _MPI.split(data[skipped:])
+        yield from self._attribute(data[:skipped] + before)
+        for at in range(0, len(found), 4):
+            rank, name, own_text, text = found[at : at + 4]
+            self._source = (int(rank), "stdout" if name == b"stdout" else "stderr")
+            yield from self._attribute(own_text + text)
+        self._tagged = not found[-1] if found else self._tagged and skipped == len(data)
+
+    def _attribute(self, data: bytes) -> Iterator[Attributed]:
+        """What follows a tag: up to the line's end the tag's, then the launcher's."""
+        if self._source[0] is not None:
+            end = data.find(b"\n")
+            if end >= 0:
+                yield self._source, data[:end] + self._end
+                self._source, data = (None, self.stream), data[end + 1 :]
         if data:
-            yield Piece(*self._source, data)
+            yield self._source, data

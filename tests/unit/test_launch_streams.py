@@ -1,0 +1,167 @@
+"""Whose bytes are these? Whatever ranks write, and however it arrives, each gets back its own."""
+
+import itertools
+import re
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from terminal import Terminal
+
+from hvdtrain.launch.running.lines import LONGEST, Lines
+from hvdtrain.launch.running.streams import TagReader
+from hvdtrain.start.marks import marked
+from hvdtrain.worker.failure import LONGEST_LINE
+
+# Text like tags and line ends, and any bytes.
+HOSTILE = st.lists(
+    st.sampled_from(
+        [
+            b"[0]<stdout>:",
+            b"[1,0]<stdout>:",
+            b"[1]<stderr+>:",
+            b"[1,",
+            b"[",
+            b"\n",
+            b"\r",
+            b"\r\n",
+            b"\xff",
+        ]
+    )
+    | st.binary(max_size=5),
+    max_size=8,
+).map(b"".join)
+WRITTEN = st.lists(st.tuples(st.integers(0, 11), HOSTILE), max_size=12)
+CUTS = st.lists(st.integers(0, 10_000))
+_MPI_TAG = re.compile(rb"\[\d+,\d+\]<(stdout|stderr|stddiag)>:")
+
+
+def chunks(data: bytes, cuts: Iterable[int]) -> list[bytes]:
+    places = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    return [data[a:b] for a, b in itertools.pairwise(places)]
+
+
+def by_rank(data: bytes, cuts: Iterable[int]) -> dict[int | None, bytes]:
+    """What the reader attributes to each rank when `data` arrives in pieces cut at `cuts`."""
+    reader = TagReader("stdout")
+    found: dict[int | None, bytes] = {}
+    pieces = [piece for chunk in chunks(data, cuts) for piece in reader.feed(chunk)]
+    for piece in [*pieces, *reader.finish()]:
+        found[piece.rank] = found.get(piece.rank, b"") + piece.data
+    return found
+
+
+def mpirun(written: Iterable[tuple[int, bytes]]) -> bytes:
+    """What mpirun makes of it: a tag in front of each piece, and of each line in it."""
+    return b"".join(
+        b"[1,%d]<stdout>:%s" % (rank, line)
+        for rank, text in written
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", text)
+    )
+
+
+def together(written: Iterable[tuple[int, bytes]]) -> dict[int | None, bytes]:
+    expected: dict[int | None, bytes] = {}
+    for rank, text in written:
+        if text:
+            expected[rank] = expected.get(rank, b"") + text
+    return expected
+
+
+@given(WRITTEN, CUTS)
+def test_marked_output_comes_back_byte_for_byte(
+    written: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    data = b"".join(marked(text, rank, 1) for rank, text in written)
+    assert by_rank(data, cuts) == together(written)
+
+
+@given(WRITTEN, CUTS)
+def test_over_mpi_too_but_for_tags_inside_lines(
+    written: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    written = [(rank, _MPI_TAG.sub(b"", text)) for rank, text in written]
+    # A tag may also be cut in two by a piece's end.
+    written = [(rank, text.replace(b"<", b"")) for rank, text in written]
+    assert by_rank(mpirun(written), cuts) == together(written)
+
+
+@given(CUTS)
+def test_what_looks_like_a_tag_at_a_lines_beginning_is_the_ranks_own(cuts: list[int]) -> None:
+    text = b"[1,1]<stdout>:[1,0]<stderr>:mine\n[0]<stdout>:mine too [0]<stdout>:\n"
+    assert by_rank(mpirun([(2, text), (1, b"x\n")]), cuts) == {2: text, 1: b"x\n"}
+
+
+@pytest.mark.parametrize("tag", [b"[1,%d]<stdout>:", b"[%d]<stdout>:"])
+def test_the_launchers_own_words(tag: bytes) -> None:
+    words = b"--------\nmpirun noticed\n"
+    data = words + tag % 0 + b"0 2 [3.]\n" + words + tag % 1 + b"x\n"
+    assert by_rank(data, []) == {0: b"0 2 [3.]\n", 1: b"x\n", None: words * 2}
+
+
+@given(HOSTILE.map(lambda text: text * 3), CUTS, st.integers(1, 20))
+def test_lines_do_not_depend_on_the_chunks(text: bytes, cuts: list[int], longest: int) -> None:
+    def lines(pieces: list[bytes]) -> list[tuple[bytes, bool, bool]]:
+        cutter = Lines(longest=longest)
+        found = [line for piece in pieces for line in cutter.feed(piece)]
+        return [tuple(line) for line in [*found, *cutter.finish()]]
+
+    whole = lines([text])
+    assert lines(chunks(text, cuts)) == whole
+    assert b"".join(data for data, *_ in whole) == text
+    assert all(len(data) <= longest for data, *_ in whole)
+
+
+@pytest.mark.parametrize("view", [{}, {"all_ranks": True}, {"stamp": lambda: b"12:00 "}])
+@given(written=WRITTEN, errors=WRITTEN, cuts=CUTS)
+def test_what_comes_out_does_not_depend_on_the_chunks(
+    tmp_path_factory: pytest.TempPathFactory,
+    view: dict[str, object],
+    written: list[tuple[int, bytes]],
+    errors: list[tuple[int, bytes]],
+    cuts: list[int],
+) -> None:
+    stdout = b"".join(marked(text, rank, 1) for rank, text in written)
+    stderr = b"".join(marked(text, rank, 2) for rank, text in errors)
+    seen = []
+    for out, err in (([stdout], [stderr]), (chunks(stdout, cuts), chunks(stderr, cuts))):
+        terminal = Terminal(tmp_path_factory.mktemp("log"), **view)
+        with terminal.output as output:
+            for data in out:
+                output.feed("stdout", data)
+            for data in err:
+                output.feed("stderr", data)
+            output.finish()
+        seen.append((terminal.out.getvalue(), terminal.err.getvalue()))
+    assert seen[0] == seen[1]
+    if "stamp" not in view:
+        for name, wrote in (("stdout", written), ("stderr", errors)):
+            for rank, text in together(wrote).items():
+                assert terminal.logged(f"rank.{rank}/{name}") == text
+
+
+@pytest.mark.parametrize("view", [{}, {"all_ranks": True}, {"stamp": lambda: b"12:00 "}])
+@pytest.mark.parametrize("text", [b"x", b"[1,", b"\r[0]<", b"@hvdtrain-failure {"])
+def test_a_line_that_never_ends_is_passed_on(
+    tmp_path: Path, view: dict[str, object], text: bytes
+) -> None:
+    """Little of it is held back: more only of what begins as a failure's report does."""
+    text *= 2 * LONGEST_LINE // len(text) if text[0] == b"@"[0] else 1_000_000 // len(text)
+    for stream, descriptor in (("stdout", 1), ("stderr", 2)):
+        terminal = Terminal(tmp_path / stream, **view)
+        terminal.log_dir.mkdir()
+        data = marked(text, 0, descriptor)
+        begun = time.monotonic()
+        with terminal.output as output:
+            for at in range(0, len(data), 65536):
+                output.feed(stream, data[at : at + 65536])  # type: ignore[arg-type]
+            shown = len((terminal.out if stream == "stdout" else terminal.err).getvalue())
+            assert shown > len(text) - 2 * LONGEST
+            # Quadratic work would take hours; this allows for a busy machine.
+            assert time.monotonic() - begun < 20
+            output.finish()
+        if "stamp" not in view:
+            assert terminal.logged(f"rank.0/{stream}") == text
