@@ -102,6 +102,16 @@ def replace_functions(
         else pass_on_marked(source, target, name, rank)
     )
 
+    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
+    safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
+
+
+def _execute(
+    execute: Callable[..., int], command: str, *args: Any, index: int | None = None, **more: Any
+) -> int:
+    """`execute` has a shell run `command`; with `index` it is that rank's."""
+    return execute(f"{command} < /dev/null" if index else command, *args, index=index, **more)
+
 
 def _ssh_command(
     local_command: str,

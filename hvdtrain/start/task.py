@@ -48,7 +48,6 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
     process = subprocess.Popen(
         argv,
         env=environment,
-        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         preexec_fn=_default_signals,

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import BinaryIO, Protocol
 
 from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS
+from hvdtrain.launch.running.stdin import InputRelay
 from hvdtrain.launch.running.streams import Stream
 from hvdtrain.signals import ending_signals
 
@@ -100,6 +101,7 @@ def run_process(
         os.fdopen(reading, "rb", buffering=0) as news,
         _recorded_signals() as came,
         _guarded(launch_id),
+        InputRelay() as given,
     ):
         process = subprocess.Popen(
             argv,
@@ -109,13 +111,14 @@ def run_process(
                 NEWS: str(writing),
                 GRACE_SECONDS: str(grace),
             },
-            stdin=subprocess.DEVNULL,
+            stdin=given.reading,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
             pass_fds=(writing,),
         )
         os.close(writing)
+        given.start()
         with process:
             try:
                 watch = _Watch(process, launch_id, came, run, grace)
