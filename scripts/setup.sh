@@ -3,23 +3,30 @@
 # Needs no root. Run it again at any time: what is there stays, and a second run takes about a second.
 set -euo pipefail
 
+readonly root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+selectable() { # the extras of setup.cfg that no other option chooses
+    awk '/^\[/ { inside = /options.extras_require/ }
+         inside && /^[a-z]+ *=/ && $1 !~ /^(cpu|gpu|mpi|openmpi)$/ { printf "%s%s", comma, $1; comma = ", " }' \
+        "$root/setup.cfg"
+}
+
 usage() {
-    cat <<'END'
+    cat <<END
 Usage: scripts/setup.sh [options]
 
   --gpu           TensorFlow with CUDA, Horovod with NCCL (needs the CUDA 12 tool kit)
   --system-mpi    use the MPI in PATH instead of Open MPI from a wheel
   --python PY     Python 3.11, 3.12 or 3.13 (default: python3 if it is one, else the newest of them)
-  --venv DIR      the environment's folder (default: $HVDTRAIN_VENV, else .venv in the clone)
-  --with EXTRAS   more of hvdtrain's extras, for example: test
+  --venv DIR      the environment's folder (default: \$HVDTRAIN_VENV, else .venv in the clone)
+  --with EXTRAS   more of hvdtrain's extras, separated by commas: $(selectable)
   --help          this text
 
-Horovod's wheel is built once (about two minutes on two cores) and kept in $HVDTRAIN_CACHE,
+Horovod's wheel is built once (about two minutes on two cores) and kept in \$HVDTRAIN_CACHE,
 by default hvdtrain in the user's cache folder.
 END
 }
 
-readonly root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 readonly tf_keras='tf-keras==2.21.0'
 readonly supported='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))'
 
@@ -43,7 +50,10 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-[[ $extras =~ ^[a-z,]+$ ]] || wrong_usage "--with takes names of extras, separated by commas: $extras"
+[[ $extras =~ ^[a-z]+(,[a-z]+)*$ ]] || wrong_usage "--with takes $(selectable), separated by commas"
+for extra in ${extras//,/ }; do
+    [[ ", $(selectable)," = *", $extra,"* ]] || wrong_usage "--with takes $(selectable), and not $extra"
+done
 [[ $venv = /* ]] || venv=$PWD/$venv
 
 # What is missing, all of it at once and before anything long starts.
@@ -80,7 +90,7 @@ free_megabytes() { # of the disk that will hold $1
 }
 
 check_machine() {
-    local needed=$1 free
+    local needed=$1 free cuda
     if [ -n "$python" ] && runs "$python" && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
         problem "$python cannot make virtual environments: install its venv package (Debian, Ubuntu: apt-get install python3-venv)."
     fi
@@ -95,6 +105,13 @@ check_machine() {
     fi
     if [ "$mpi" = system ] && ! { command -v mpicxx && command -v mpirun; } >/dev/null; then
         problem "--system-mpi, but there is no mpicxx and mpirun in PATH: install them (Debian, Ubuntu: apt-get install libopenmpi-dev openmpi-bin; clusters: module load openmpi)."
+    fi
+    if [ "$accelerator" = gpu ]; then
+        # As the installer looks for it, which comes after some 5 GB of downloads.
+        cuda=${HOROVOD_CUDA_HOME:-${CUDA_HOME:-}}
+        if [ ! -f "${cuda:-/usr/local/cuda}/bin/nvcc" ] && { [ -n "$cuda" ] || ! command -v nvcc >/dev/null; }; then
+            problem "--gpu, but there is no CUDA 12 tool kit (nvcc) in ${cuda:-PATH or /usr/local/cuda}: install it (the images nvidia/cuda:12.*-devel have it; clusters: module load cuda/12), and set CUDA_HOME to its folder."
+        fi
     fi
     free=$(free_megabytes "$venv")
     if [ "$free" -lt "$needed" ]; then

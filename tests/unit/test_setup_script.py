@@ -56,7 +56,11 @@ def add_python(folder: Path, name: str = "python3") -> None:
         (["extra"], "unknown option: extra"),
         (["--python"], "--python needs a value"),
         (["--venv", ""], "--venv needs a value"),
-        (["--with", "a b"], "--with takes names of extras"),
+        (["--with", "a b"], "--with takes examples, test, separated by commas"),
+        (["--with", "test,"], "--with takes examples, test, separated by commas"),
+        (["--with", "test,nonsense"], "--with takes examples, test, and not nonsense"),
+        (["--with", "gpu"], "--with takes examples, test, and not gpu"),
+        (["--with", "tes"], "and not tes"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
@@ -69,8 +73,8 @@ def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
 def test_help() -> None:
     done = setup("--help")
     assert done.returncode == 0
-    for option in ("--gpu", "--system-mpi", "--python", "--venv", "--with"):
-        assert option in done.stdout
+    for words in ("--gpu", "--system-mpi", "--python", "--venv", "commas: examples, test\n"):
+        assert words in done.stdout
 
 
 def test_python_that_does_not_exist(tmp_path: Path) -> None:
@@ -115,6 +119,29 @@ def test_all_that_is_missing_is_said_before_anything_starts(
     for line, start in zip(lines, starts, strict=True):
         assert line.startswith(f"  {start}")
     assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_gpu_without_cuda_is_said_before_gigabytes_are_downloaded(
+    bare_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """CUDA_HOME counts more than an nvcc in PATH, for the installer too."""
+    add_python(bare_path)
+    for name in ("c++", "make", *(["nvcc"] if named else [])):
+        (bare_path / name).write_text("#!/bin/sh\n")
+        (bare_path / name).chmod(0o755)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+    if named:
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    elif Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("there is CUDA here")
+    venv = tmp_path / "venv"
+    done = setup("--gpu", path=str(bare_path), venv=venv)
+    assert done.returncode == 1
+    where = tmp_path / "cuda" if named else "PATH or /usr/local/cuda"
+    assert f"--gpu, but there is no CUDA 12 tool kit (nvcc) in {where}: install it" in done.stderr
+    assert not venv.exists()
 
 
 def test_folder_with_other_things_in_it_is_left_alone(bare_path: Path, tmp_path: Path) -> None:
