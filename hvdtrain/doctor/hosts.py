@@ -15,7 +15,7 @@ from typing import Any
 from hvdtrain.doctor import host_probe
 from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
 from hvdtrain.launch.running.bounded import Ran, run
-from hvdtrain.launch.ssh import BATCH, unseen_keys
+from hvdtrain.launch.ssh import BATCH, path_variables, unseen_keys
 from hvdtrain.launch.ssh import where as reach
 from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh, is_unknown_key
 
@@ -98,8 +98,11 @@ def ask(
     """
     argv = ["ssh", *BATCH, "-o", f"ConnectTimeout={max(1, round(limit / 2))}"]
     where = reach(options.ssh_port, options.ssh_identity_file)
+    # By a variable, not by -P: an old Python is to say that it is old.
+    settings = [f"{name}={value}" for name, value in path_variables(options.environ).items()]
+    settings += ["PYTHONSAFEPATH=1"]
     return run(
-        [*argv, *where, *more, host, shlex.join([sys.executable, "-P", "-", question])],
+        [*argv, *where, *more, host, shlex.join(["env", *settings, sys.executable, "-", question])],
         limit=limit,
         environ=options.environ,
         stdin=Path(host_probe.__file__).read_text(),

@@ -12,6 +12,7 @@ ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 """A connection that broke is noticed within 30 s."""
 ACCEPT_NEW = ("-o", "StrictHostKeyChecking=accept-new")
 """A key that was never seen is accepted and remembered; one that has changed is refused."""
+_PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 _ASK_SECONDS = 10
 
 
@@ -21,6 +22,11 @@ def where(port: int | None, identity_file: object | None) -> list[str]:
         *(["-p", str(port)] if port is not None else []),
         *(["-i", str(identity_file)] if identity_file is not None else []),
     ]
+
+
+def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """What an interpreter needs on another host to be found, and to find its modules, as it does here."""
+    return {name: environ[name] for name in _PATHS if name in environ}
 
 
 def unseen_keys(

@@ -23,7 +23,7 @@ from hvdtrain.doctor.hosts import ask, check_host, check_ssh
 from hvdtrain.launch.running.bounded import run
 
 # Runs the last argument, the command line for the other host, with our standard input.
-HERE = 'for command; do :; done; exec /bin/sh -c "exec $command"'
+HERE = 'PATH=/usr/bin:/bin; for command; do :; done; exec /bin/sh -c "exec $command"'
 ADDRESS = {"eth0": "127.0.0.1"}
 
 
@@ -64,17 +64,15 @@ def test_a_host_that_is_well(
     assert f"Python {sys.version.split()[0]}" in found["versions"].seen
 
 
-def test_ssh_is_asked_as_the_user_wants(
-    look: Callable[..., dict[str, Result]], tmp_path: Path
+def test_ssh_is_asked_as_the_user_wants_and_as_a_launch_asks_it(
+    look: Callable[..., dict[str, Result]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look(
-        f'echo "$@" > {tmp_path}/argv; exit 255',
-        ssh_port=2222,
-        ssh_identity_file=Path("/my key"),
-        limit=8,
-    )
+    monkeypatch.setenv("PYTHONPATH", "/my modules")
+    key = Path("/my key")
+    look(f'echo "$@" > {tmp_path}/argv; exit 255', ssh_port=2222, ssh_identity_file=key, limit=8)
     words = (tmp_path / "argv").read_text()
-    assert words.startswith("-o BatchMode=yes -o ConnectTimeout=4 -p 2222 -i /my key node1 ")
+    assert words.startswith("-o BatchMode=yes -o ConnectTimeout=4 -p 2222 -i /my key node1 env ")
+    assert "'PYTHONPATH=/my modules'" in words
 
 
 @pytest.mark.parametrize(
