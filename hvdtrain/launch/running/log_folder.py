@@ -1,34 +1,146 @@
-"""The folder where the files of a run are kept."""
+"""The folder where the files of a run are kept, for the user's eyes only.
+
+A run that names none gets a new one under `.hvdtrain/logs`, where the last ones are kept. In a folder that
+is named, the files of an earlier run are moved aside: those of two runs never mix. While a run lasts it
+holds a lock in its folder, which is neither removed nor used again.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import re
+import shutil
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
 
+KEPT_RUNS = 20
+_FOLDER = Path(".hvdtrain/logs")
+_NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+_LOCK = ".running"
+_STREAMS = {"stdout", "stderr"}
+_CHOOSE = "choose another with --log-dir"
+
 
 def make_log_dir(wanted: Path | None) -> Path:
     """Make the folder for a run's files: `wanted`, or a new one. Raises UsageError."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    path = wanted or Path(".hvdtrain/logs") / stamp
+    if wanted is None:
+        return _new_folder()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for number in range(2, 1000):
-            try:
-                path.mkdir(exist_ok=wanted is not None)
-                if not os.access(path, os.W_OK | os.X_OK):
-                    raise UsageError(
-                        f"the log folder {path} is not writable: choose another with --log-dir"
-                    )
-                return path
-            except FileExistsError:
-                if wanted is not None:
-                    raise
-                path = path.with_name(f"{stamp}-{number}")
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(wanted, os.W_OK | os.X_OK):
+            raise UsageError(f"the log folder {wanted} is not writable: {_CHOOSE}")
+        if is_running(wanted):
+            raise UsageError(f"another run keeps its output in {wanted}: {_CHOOSE}")
+        _move_aside(wanted)
     except OSError as error:
         raise UsageError(
-            f"cannot make the log folder {path}: {error.strerror}; choose another with --log-dir"
+            f"cannot make the log folder {wanted}: {error.strerror}; {_CHOOSE}"
         ) from error
-    raise UsageError(f"too many log folders in {path.parent}: choose another with --log-dir")
+    return wanted
+
+
+@contextlib.contextmanager
+def running_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, where the file system has locks."""
+    lock = folder / _LOCK
+    try:
+        descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()
+        os.close(descriptor)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a run that has not ended, or one of which nobody can tell, has its files in `folder`."""
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _new_folder() -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        _FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for number in range(1, 1000):
+            path = _FOLDER / (stamp if number == 1 else f"{stamp}-{number}")
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                _remove_old(path)
+                return path
+        raise UsageError(f"too many log folders in {_FOLDER}: {_CHOOSE}")
+    except OSError as error:
+        return _elsewhere(error)
+
+
+def _elsewhere(error: OSError) -> Path:
+    """A training need not end for want of a folder that can be written."""
+    try:
+        path = tempfile.mkdtemp(prefix="hvdtrain-logs-")
+    except OSError as second:
+        raise UsageError(
+            f"cannot make a log folder, neither {_FOLDER} ({error.strerror}) nor one for temporary files "
+            f"({second.strerror}): {_CHOOSE}"
+        ) from second
+    _warn(f"cannot write to {_FOLDER} ({error.strerror}): the logs of this run are in {path}")
+    return Path(path)
+
+
+def _remove_old(new: Path) -> None:
+    """Keep the last runs, with the new one, and those that have not ended."""
+    runs = sorted(
+        (match[1], int(match[2] or 1), path)
+        for path in _FOLDER.iterdir()
+        if path != new and (match := _NAME.fullmatch(path.name)) and not path.is_symlink()
+    )
+    for *_, path in runs[: 1 - KEPT_RUNS]:
+        with contextlib.suppress(OSError):
+            if not is_running(path):
+                shutil.rmtree(path)
+
+
+def _move_aside(folder: Path) -> None:
+    earlier = [path for path in folder.iterdir() if _is_of_run(path)]
+    if not earlier:
+        return
+    number = 1
+    while (target := folder / f"earlier-{number}").exists():
+        number += 1
+    target.mkdir(mode=0o700)
+    for path in earlier:
+        path.rename(target / path.name)
+    _warn(f"the files of an earlier run in {folder} are now in {target}")
+
+
+def _is_of_run(path: Path) -> bool:
+    """Whether a run made this: what its launcher said, or a folder with what a rank said."""
+    if path.is_dir():
+        names = {entry.name for entry in path.iterdir()}
+        return bool(names) and names <= _STREAMS
+    return path.name == "launcher.log"
+
+
+def _warn(text: str) -> None:
+    print(f"Warning: {text}", file=sys.stderr)

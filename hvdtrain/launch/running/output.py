@@ -10,12 +10,14 @@ is rank 0 here. What cannot be written any more, files or terminal, is said once
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from hvdtrain.launch.running.echoes import Echoes
 from hvdtrain.launch.running.lines import LONGEST, Line, Lines
+from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.noise import is_noise, may_be_noise
 from hvdtrain.launch.running.sinks import LogFiles, Screen, encoded
@@ -76,6 +78,7 @@ class Output:
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
     _echoes: Echoes = field(default_factory=Echoes)
+    _running: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self._logs = LogFiles(self.log_dir, self._say_logs_lost)
@@ -87,10 +90,12 @@ class Output:
     def __enter__(self) -> Output:
         reader = TagReader if self.members.tagged else PlainReader
         self._readers = {"stdout": reader("stdout"), "stderr": reader("stderr")}
+        self._running.enter_context(running_in(self.log_dir))
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._logs.close()
+        self._running.close()
 
     def feed(self, stream: Stream, data: bytes) -> None:
         """Take what horovodrun wrote to `stream`."""
