@@ -83,7 +83,8 @@ def is_running(folder: Path) -> bool:
 def _new_folder() -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
-        _FOLDER.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (_FOLDER.parent, _FOLDER):
+            folder.mkdir(mode=0o700, exist_ok=True)
         for number in range(1, 1000):
             path = _FOLDER / (stamp if number == 1 else f"{stamp}-{number}")
             with contextlib.suppress(FileExistsError):
