@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from jobs import RANK, SECONDS, Job, user_environment
 
@@ -41,36 +43,58 @@ def test_rank_0_is_shown_as_if_alone(start: Callable[..., Job], controller: str)
     assert job.left() == []
 
 
-def test_the_printed_command_does_the_same(start: Callable[..., Job], controller: str) -> None:
-    script = (
-        RANK
-        + "print('rank', rank, sys.argv[1:], os.environ['HOROVOD_STALL_SHUTDOWN_TIME_SECONDS'])\n"
-    )
-    job = start(script, "-np", "1", "--controller", controller)
-    stdout, stderr = job.process.communicate(timeout=SECONDS)
-    assert (job.process.returncode, stdout, stderr) == (0, "rank 0 [] 50\n", "")
-    printed = subprocess.run(
-        [
-            *(sys.executable, "-m", "hvdtrain.cli", "run", "--dry-run"),
-            *("-np", "1", "--controller", controller, "train.py"),
-        ],
-        cwd=job.folder,
-        env=user_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    pasted = subprocess.run(
-        ["/bin/sh", "-c", printed],
-        cwd=job.folder,
-        env=user_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=SECONDS,
-    ).stdout
-    # horovodrun leaves its tags in, wherever it read a piece of a line.
-    assert re.sub(r"\[(1,)?0\]<stdout>:", "", pasted) == stdout
+ENVIRONMENT = (
+    RANK
+    + "import json, pathlib\n"
+    + "pathlib.Path(f'{sys.argv[1]}.{rank}').write_text(json.dumps([sys.argv, dict(os.environ)]))\n"
+)
+_TOLD = re.compile(r"(HOROVOD|OMP|TF|NCCL|OMPI_MCA_mpi|OMPI_COMM_WORLD)_\w+|PYTHON\w+|PATH|A|B")
+
+
+def told(folder: Path, name: str) -> list[tuple[list[str], dict[str, str]]]:
+    """Of each of two ranks: its arguments after the first, and what of its environment it was told."""
+    found = []
+    for rank in (0, 1):
+        argv, environ = json.loads((folder / f"{name}.{rank}").read_text())
+        kept = {
+            name: value
+            for name, value in environ.items()
+            if _TOLD.fullmatch(name) and name != "HOROVOD_GLOO_RENDEZVOUS_PORT"
+        }
+        found.append((argv[2:], kept))
+    return found
+
+
+def test_the_printed_command_starts_the_same_ranks(tmp_path: Path, controller: str) -> None:
+    """By plain horovodrun, which is not what hvdtrain run starts."""
+    (tmp_path / "train.py").write_text(ENVIRONMENT)
+    options = ["-np", "2", "--controller", controller, "--fusion-threshold-mb", "3"]
+    options += ["--env", "A=b 'c", "--env", "B"]
+    user = {"B": "here", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_LOG_LEVEL": "warning"}
+
+    def output(*words: str) -> str:
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            env=user_environment(**user),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    hvdtrain_run = (sys.executable, "-m", "hvdtrain.cli", "run", *options)
+    output(*hvdtrain_run, "train.py", "launched", "a; b")
+    printed = output(*hvdtrain_run, "--dry-run", "train.py", "pasted", "a; b")
+    assert re.match(r"env .*\bhorovodrun -np 2 ", printed)
+    output("/bin/sh", "-c", printed)
+    launched = told(tmp_path, "launched")
+    assert launched == told(tmp_path, "pasted")
+    arguments, environ = launched[1]
+    assert (arguments, environ["A"], environ["B"]) == (["a; b"], "b 'c", "here")
+    assert environ["HOROVOD_FUSION_THRESHOLD"] == str(3 * 2**20)
 
 
 def test_all_ranks_on_demand(start: Callable[..., Job]) -> None:

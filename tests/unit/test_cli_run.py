@@ -131,6 +131,29 @@ def test_what_to_do_before_a_printed_command_is_pasted(
     assert call(*words).stderr == ""  # It is set by now.
 
 
+@pytest.mark.parametrize(
+    ("exported", "options", "line"),
+    [
+        ("gloo", [], "horovodrun -np 2 --gloo "),
+        ("GLOO", [], "horovodrun -np 2 --gloo "),
+        ("mpi", ["--gloo"], "env -u HOROVOD_CONTROLLER horovodrun -np 2 --gloo "),
+        (
+            "gloo",
+            ["--controller", "mpi"],
+            "env -u HOROVOD_CONTROLLER OMPI_MCA_mpi_yield_when_idle=1 horovodrun -np 2 --mpi ",
+        ),
+    ],
+)
+def test_an_exported_controller_is_a_wish(
+    folder: Path, exported: str, options: list[str], line: str
+) -> None:
+    """In the ranks' environment it would go before what the launcher tells them."""
+    words = ["run", "--dry-run", "-np", "2", *options, "train.py"]
+    result = CliRunner().invoke(main, words, env={"HOROVOD_CONTROLLER": exported})
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(line)
+
+
 def test_the_environment_may_set_the_stall_times(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
