@@ -43,6 +43,7 @@ def replace_functions(
     built: Collection[str],
     in_command_line: Callable[[str], bool],
     interfaces: Callable[[], Collection[str]],
+    one_host: bool,
     fit_hosts: Callable[[Any], Any] | None = None,
 ) -> None:
     """Replace what Horovod would ask anew, does unsafely, or gets wrong.
@@ -52,6 +53,7 @@ def replace_functions(
         built: the controllers that Horovod was built with.
         in_command_line: whether the variable of a name goes to the ranks as part of their command (over MPI, its name).
         interfaces: those to communicate over, once they are asked for.
+        one_host: whether all ranks are on this host.
         fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks; for elastic jobs.
     """
     # Horovod imports TensorFlow in a process of its own to find out: 3 to 4 s.
@@ -78,6 +80,10 @@ def replace_functions(
         Rendezvous, lambda: network.get_driver_ip(interfaces())
     )
     elastic_driver.WorkerNotificationClient = WorkerNotifier
+
+    # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.
+    if one_host:
+        mpi_run._OMPI_FLAGS = ["-mca pml ob1", "-mca btl ^openib,tcp"]
 
     # Horovod accepts every host key, also one that has changed, and against the user's configuration.
     remote.get_ssh_command = _ssh_command

@@ -77,6 +77,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
             find_engine().built,
             functools.partial(in_command_line, parsed, asked),
             hosts.interfaces if hosts else lambda: parsed.nics,
+            not elastic and not remote,
             (lambda found: FitHosts(found, hosts)) if hosts else None,
         )
         for stream in (sys.stdout, sys.stderr):

@@ -76,15 +76,19 @@ class NamespaceHost:
                     found[int(entry.name)] = line
         return found
 
-    def listeners(self) -> set[int]:
-        """The TCP ports at which something listens on every interface of the host."""
-        ports = set()
+    def listeners(self) -> set[str]:
+        """The programs that listen on every interface of the host, sshd apart."""
+        sockets = set()
         for version in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.pid}/net/{version}").read_text().splitlines()[1:]:
-                (address, port), state = line.split()[1].split(":"), line.split()[3]
-                if state == _LISTEN and not int(address, 16):
-                    ports.add(int(port, 16))
-        return ports
+                words = line.split()
+                if words[3] == _LISTEN and not int(words[1].partition(":")[0], 16):
+                    sockets.add(f"socket:[{words[9]}]")
+        return {
+            Path(line.split()[0]).name
+            for pid, line in self.processes().items()
+            if pid not in self.quiet and sockets & set(_open_files(pid))
+        }
 
     def left(self, seconds: float = 0) -> list[str]:
         """What still runs there beside sshd, after waiting up to `seconds` for it to end."""
@@ -94,6 +98,16 @@ class NamespaceHost:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+
+def _open_files(pid: int) -> list[str]:
+    """What a process has open: files, and sockets by their number."""
+    found = []
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(str(link.readlink()))
+    return found
 
 
 def child_of(pid: int, seconds: float = 10) -> int:

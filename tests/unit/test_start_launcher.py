@@ -70,7 +70,7 @@ from horovod.runner.common.util import env, safe_shell_exec
 from horovod.runner.driver import driver_service
 from horovod.runner.util.remote import get_remote_command
 arguments = argparse.Namespace()
-replace_functions(arguments, {"mpi"}, {"A"}.__contains__, lambda: {"lo"})
+replace_functions(arguments, {"mpi"}, {"A"}.__contains__, lambda: {"lo"}, True)
 """
 
 
