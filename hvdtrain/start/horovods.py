@@ -129,4 +129,5 @@ def _ssh_command(
     """A line for a shell; `local_command` is quoted already."""
     options = [*BATCH, *ALIVE, *unseen_keys(host, port, identity_file), *where(port, identity_file)]
     timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
-    return f"{shlex.join(['ssh', *options, *timeout, host])} {local_command}"
+    # A shell runs its last command in its own place, and where a signal ends that, ssh says 255 and not which.
+    return f"{shlex.join(['ssh', *options, *timeout, host])} {local_command} '; exit'"

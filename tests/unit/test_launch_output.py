@@ -98,6 +98,7 @@ def test_the_launchers_words_are_kept_apart(tmp_path: Path) -> None:
         b"E0000 00:00:1.2 3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to",
         b"W0000 00:00:1.2 3 computation_placer.cc:177] computation placer already registered",
         b"To enable the following instructions: AVX2, in other operations, rebuild TensorFlow",
+        b"bash: line 1:  1362 Killed                  env HOROVOD_RANK=1 /v/python -P -m hvdtrain.worker train.py",
     ],
 )
 def test_greetings_are_noise(line: bytes) -> None:
@@ -113,6 +114,7 @@ def test_greetings_are_noise(line: bytes) -> None:
         b"E0000 00:00:1.2 3 cuda_executor.cc:1] CUDA_ERROR_OUT_OF_MEMORY",
         b"[2025-01-01 00:00:00.1: W stall_inspector.cc:107] One or more tensors were submitted",
         b"Killed the wrong bird",
+        b"bash: line 1: 1362 Killed  ./my_tool",
         b"I1122 21:34:10.123456 140123 train.py:10] step 5",
         b"I0000 00:00:1795384181.230767   18659 my_reader.cc:12] 40 files",
         b"I20251122 21:34:10.123456 18659 service.cc:5] ready",

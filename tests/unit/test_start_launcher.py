@@ -119,7 +119,7 @@ def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
     unsure = replaced(code, PATH=path, CHECKING="ask").decode()
     assert unsure.startswith("ssh -o BatchMode=yes ")
     assert " -o StrictHostKeyChecking=accept-new " in unsure
-    assert unsure.endswith(" -p 2222 -i '/my key' node1 'a b'")
+    assert unsure.endswith(" -p 2222 -i '/my key' node1 'a b' '; exit'")
     for set_by_user in ("true", "false", "accept-new"):
         assert "StrictHostKey" not in replaced(code, PATH=path, CHECKING=set_by_user).decode()
 

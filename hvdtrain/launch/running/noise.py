@@ -48,12 +48,16 @@ _GREETINGS = re.compile(
             rb"This could happen if the remote target has been disconnected from the client",
             rb"To enable the following instructions: .*rebuild TensorFlow",
             rb"Skipping registering GPU devices",
-            rb"(?:Terminated|Killed)\Z",  # A shell of horovodrun's; the run's outcome says it.
+            # A shell of horovodrun's, here and on another host; the run's outcome says it.
+            rb"(?:Terminated|Killed)\Z",
+            rb"\w*sh: line \d+: +\d+ [A-Z][a-z]+.* -m hvdtrain\.worker ",
         )
     )
 )
 # How such a line begins: it is not known yet whether it will be one.
-_BEGUN = re.compile(rb"(?:[IWE]\d|\d{4}-\d|WARNING: All|To enable|Skipping reg|Terminated|Killed)")
+_BEGUN = re.compile(
+    rb"(?:[IWE]\d|\d{4}-\d|WARNING: All|To enable|Skipping reg|Terminated|Killed|\w*sh: line )"
+)
 # What differs between two ranks' copies of one message: time stamps, process and thread numbers.
 _VARYING = re.compile(
     rb"\A(?:([IWEF])\d{4} [\d:.]+ +\d+ |\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? ?)"
