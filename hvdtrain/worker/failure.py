@@ -77,6 +77,14 @@ def text_of(error: object) -> str:
         return f"<{type(error).__name__}, whose text cannot be had: its __str__ fails>"
 
 
+def encoded(text: str) -> bytes:
+    """Text as bytes. Names of files that are no UTF-8 get back the bytes that they are."""
+    try:
+        return text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode(errors="backslashreplace")
+
+
 def is_secondary(error: BaseException) -> bool:
     """Whether `error`, or an error that led to it, only reports that another rank has gone."""
     return any(

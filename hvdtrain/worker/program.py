@@ -28,18 +28,17 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAU
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.rank_variables import rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
-from hvdtrain.worker import notifications, orphan, phases, unreduced, warning
+from hvdtrain.worker import main_module, notifications, orphan, phases, unreduced, warning
 from hvdtrain.worker.delivery import delivered
-from hvdtrain.worker.failure import Failure, is_secondary
+from hvdtrain.worker.failure import Failure, encoded, is_secondary, text_of
 from hvdtrain.worker.heartbeat import beat
 from hvdtrain.worker.imports import on_import
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 CLEAN_UP_SECONDS = 1.0
-LONGEST_TEXT = 100_000
 HASH_SEED = "PYTHONHASHSEED"
 MODULE, PROGRAM = "-m", "--program"
-OWN_FILES = {__file__, runpy.__file__, "<frozen runpy>"}
+OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>"}
 
 
 def main() -> None:
@@ -69,15 +68,15 @@ def main() -> None:
     on_import(phases.HOOKS, *([watching.hooks] if watching else []))
     try:
         if kind == MODULE:
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
+            main_module.run_module(script)
         else:
-            runpy.run_path(script, run_name="__main__")
+            main_module.run_script(script)
     except KeyboardInterrupt:
         _end(EXIT_INTERRUPTED)
     except SystemExit as request:
         _exit_as_asked(request.code)
     except HvdtrainError as error:
-        _fail(error.exit_code, is_secondary(error), str(error))
+        _fail(error.exit_code, is_secondary(error), text_of(error))
     except BaseException as error:
         _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
     beat("ended")
@@ -147,8 +146,7 @@ def script_traceback(error: BaseException) -> str:
     frame: TracebackType | None = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in OWN_FILES:
         frame = frame.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
-    return text if len(text) <= LONGEST_TEXT else f"[...]\n{text[-LONGEST_TEXT:]}"
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
 
 
 def _prepare_output() -> None:
@@ -161,7 +159,8 @@ def _prepare_output() -> None:
         # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives
         # none.
         answer = terminal == "1" and rank_of(os.environ) == 0
-        sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
+        if sys.stdout is not None:
+            sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
 
 
 def _exit_as_asked(code: object) -> None:
@@ -170,7 +169,7 @@ def _exit_as_asked(code: object) -> None:
         return
     if isinstance(code, int):
         _fail(code & 0xFF or EXIT_FAILURE, False, "")
-    _fail(EXIT_FAILURE, False, str(code))
+    _fail(EXIT_FAILURE, False, text_of(code))
 
 
 def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
@@ -182,7 +181,7 @@ def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
         # A leading newline, for the script may have left a line unfinished.
         line = f"\n{failure.to_line()}\n" if under_launcher else f"{text}\n"
         with contextlib.suppress(OSError):
-            _write_all(2, line.encode(errors="backslashreplace"))
+            _write_all(2, encoded(line))
     _end(exit_code)
 
 

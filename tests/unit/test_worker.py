@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import zipapp
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_the_script_is_main(tmp_path: Path) -> None:
     result = work(tmp_path, script, "--epochs", "a b")
     assert result.stderr == ""
     assert result.stdout == (
-        f"__main__ ['sub/train.py', '--epochs', 'a b'] sub/train.py {tmp_path / 'sub'}\n"
+        f"__main__ ['sub/train.py', '--epochs', 'a b'] {tmp_path}/sub/train.py {tmp_path / 'sub'}\n"
     )
 
 
@@ -73,14 +74,14 @@ def test_sets_have_the_same_order_on_all_ranks(
         (
             "def f():\n    raise ValueError('x')\nf()",
             1,
-            'Traceback (most recent call last):\n  File "sub/train.py", line 3, in <module>\n'
-            "    f()\n  File \"sub/train.py\", line 2, in f\n    raise ValueError('x')\n"
+            'Traceback (most recent call last):\n  File "{folder}/sub/train.py", line 3, in <module>\n'
+            "    f()\n  File \"{folder}/sub/train.py\", line 2, in f\n    raise ValueError('x')\n"
             "ValueError: x\n",
         ),
         (
             "def",
             1,
-            '  File "sub/train.py", line 1\n    def\n       ^\nSyntaxError: invalid syntax\n',
+            '  File "{folder}/sub/train.py", line 1\n    def\n       ^\nSyntaxError: invalid syntax\n',
         ),
         ("import os\nos.kill(os.getpid(), 15)", -signal.SIGTERM, ""),
     ],
@@ -88,7 +89,7 @@ def test_sets_have_the_same_order_on_all_ranks(
 def test_how_scripts_end(tmp_path: Path, script: str, exit_code: int, said: str) -> None:
     result = work(tmp_path, script)
     assert result.returncode == exit_code
-    assert result.stderr == said
+    assert result.stderr == said.replace("{folder}", str(tmp_path))
     assert result.stdout == ""
 
 
@@ -192,3 +193,66 @@ def test_ranks_that_train_apart_are_told(
     assert len(warnings) == (said != ""), result.stderr
     assert said in result.stderr
     assert ("import hvdtrain.keras as hvd" in result.stderr) == (said != "")
+
+
+SEEN = """
+import json, sys
+def names():
+    return sorted(name for name in globals() if name.startswith("__"))
+seen = [sys.argv, sys.path, __file__, __name__, repr(__spec__), repr(__package__), names(), __doc__]
+seen += [type(__loader__).__name__, type(__builtins__).__name__, __annotations__]
+seen += [sys.modules["__main__"].__dict__ is globals()]
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_the_script_sees_what_python_shows_it(tmp_path: Path, archive: bool) -> None:
+    script = tmp_path / ("train.pyz" if archive else "train.py")
+    if archive:
+        (tmp_path / "app").mkdir()
+        (tmp_path / "app/__main__.py").write_text(SEEN)
+        zipapp.create_archive(tmp_path / "app", script)
+    else:
+        script.write_text(SEEN)
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "0"}
+    by_python, by_worker = (
+        subprocess.run([*words, script.name, "a"], cwd=tmp_path, env=environ, capture_output=True)
+        for words in ([sys.executable], [sys.executable, "-P", "-m", "hvdtrain.worker"])
+    )
+    assert by_worker.stderr == b""
+    assert by_worker.stdout == by_python.stdout != b""
+
+
+def test_exit_functions_can_pickle_what_the_script_defines(tmp_path: Path) -> None:
+    script = """
+import atexit, multiprocessing, pickle
+class Thing: pass
+def double(x): return 2 * x
+atexit.register(lambda: print(pickle.loads(pickle.dumps(Thing()))))
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(double, [4]))
+"""
+    result = work(tmp_path, script)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("[8]\n<__main__.Thing object")
+
+
+def test_an_error_without_a_text_is_told_all_the_same(tmp_path: Path) -> None:
+    for how in ("raise Odd()", "raise SystemExit(Odd())", "raise Odd() from Odd()"):
+        script = f"class Odd(Exception):\n    def __str__(self):\n        raise TypeError\n{how}\n"
+        result = work(tmp_path, script, **{TERMINAL: "0"})
+        lines = [line for line in result.stderr.splitlines() if line]
+        (failure,) = (from_line(line) for line in lines)
+        assert failure is not None and "Odd" in failure.text
+        assert result.returncode == 1
+
+
+def test_an_error_may_name_a_file_that_is_no_utf_8(tmp_path: Path) -> None:
+    script = r"open(b'caf\xe9')" + "\n"
+    result = work(tmp_path, script, **{TERMINAL: "0"})
+    (failure,) = (from_line(line) for line in result.stderr.splitlines() if line)
+    assert failure is not None and failure.text.endswith("No such file or directory: b'caf\\xe9'")
+    script = r"raise SystemExit('no file caf\udce9')" + "\n"
+    assert "caf\\udce9" in work(tmp_path, script, **{TERMINAL: "0"}).stderr

@@ -20,9 +20,9 @@ from hvdtrain.launch.running.lines import LONGEST, Line, Lines
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.noise import is_noise, may_be_noise
-from hvdtrain.launch.running.sinks import LogFiles, Screen, encoded
+from hvdtrain.launch.running.sinks import LogFiles, Screen
 from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
-from hvdtrain.worker.failure import LONGEST_LINE, MARKER, Failure, from_line
+from hvdtrain.worker.failure import LONGEST_LINE, MARKER, Failure, encoded, from_line
 
 _MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024

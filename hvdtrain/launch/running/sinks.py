@@ -16,14 +16,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 
-def encoded(text: str) -> bytes:
-    """Text as bytes. Names of files that are no UTF-8 get back the bytes that they are."""
-    try:
-        return text.encode(errors="surrogateescape")
-    except UnicodeEncodeError:
-        return text.encode(errors="backslashreplace")
-
-
 def write_all(file: BinaryIO, data: bytes) -> None:
     """Write every byte; a file without a buffer may take fewer at a time. Raises OSError."""
     while data:
