@@ -91,8 +91,9 @@ def main() -> None:
 def _become(words: list[str]) -> NoReturn:
     """Run a program that is no Python script in place of this one, with the rank's environment.
 
-    A file that is here goes before one in PATH.
+    A file that is here goes before one in PATH. Its end is not told: the heartbeat ends here.
     """
+    beat("ended")
     try:
         os.execvp(Path(words[0]).absolute() if Path(words[0]).is_file() else words[0], words)
     except OSError as error:

@@ -86,7 +86,7 @@ def test_command(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyP
     printed = shlex.split(result.stdout)
     program = "hvdtrain.worker" if "--strategy" in rest else "horovodrun"
     assert any(word.endswith(program) for word in printed)
-    assert "train.py" in printed
+    assert {"train.py", "package.module"} & set(printed)
 
 
 def test_extras_are_there() -> None:

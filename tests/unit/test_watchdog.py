@@ -46,6 +46,8 @@ WELL = [rank(0), rank(1)]
         [rank(0, "script", idle=9999), rank(1, "script", idle=9999)],
         [rank(0, "ended"), rank(1, "ended", state="gone", held=1000)],
         [rank(0), rank(1, "ended", state="gone", held=1000)],
+        # Programs that are no Python scripts; one has ended.
+        [replace(rank(0), heartbeat=None), replace(rank(1), heartbeat=None, state="gone", held=99)],
         [rank(0, "init", waiting=True, idle=299), rank(1, "starting", idle=299)],
         [rank(0, "init", waiting=True, idle=301), rank(1, "starting", allowed=600.0, idle=301)],
         [rank(0, idle=1799), rank(1, idle=5000)],

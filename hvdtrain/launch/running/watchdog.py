@@ -98,7 +98,8 @@ def _lost(
     found = [
         one
         for one in ranks
-        if one.state == "gone" and not one.has_ended and one.held >= limits.still
+        # What is no Python script does not tell its end.
+        if one.state == "gone" and one.heartbeat and not one.has_ended and one.held >= limits.still
     ]
     if not any(not one.has_ended for one in there):
         return ""
