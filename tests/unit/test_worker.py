@@ -229,8 +229,8 @@ def test_exit_functions_can_pickle_what_the_script_defines(tmp_path: Path) -> No
 import atexit, multiprocessing, pickle
 class Thing: pass
 def double(x): return 2 * x
-atexit.register(lambda: print(pickle.loads(pickle.dumps(Thing()))))
 if __name__ == "__main__":
+    atexit.register(lambda: print(pickle.loads(pickle.dumps(Thing()))))
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         print(pool.map(double, [4]))
 """
