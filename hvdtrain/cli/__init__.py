@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvdtrain.inherited import heed_children, open_streams
+
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
@@ -83,10 +85,24 @@ class CommandTable(click.Group):
             ctx.fail(f"No such command '{name}'.{_hint(name)}")
         return super().resolve_command(ctx, args)
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Whatever the parent has left to this process, the command can work."""
+        open_streams()
+        heed_children()
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error of hvdtrain's own is one message and its exit code."""
-        from hvdtrain.environment import EXIT_INTERRUPTED
+        from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_USAGE
         from hvdtrain.errors import HvdtrainError
+
+        try:
+            os.getcwd()  # noqa: PTH109
+        except FileNotFoundError:
+            click.echo(
+                "Error: the working folder has been removed: change to another one", err=True
+            )
+            ctx.exit(EXIT_USAGE)
 
         if os.environ.get("NO_COLOR"):  # no-color.org; Click itself does not look.
             ctx.color = False
