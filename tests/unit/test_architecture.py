@@ -18,6 +18,7 @@ LAUNCH = {"launch"}
 GROUND = {
     "environment",
     "errors",
+    "inherited",
     "signals",
     "rank_variables",
     "strategy_names",
