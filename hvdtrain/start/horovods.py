@@ -28,7 +28,7 @@ from horovod.runner.elastic import driver as elastic_driver  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
 from hvdtrain.launch.passing import masked  # noqa: E402
-from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where  # noqa: E402
+from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.marks import pass_on_marked  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier  # noqa: E402
 
@@ -36,6 +36,9 @@ __all__ = ["horovod_hosts", "horovods_exportable", "launch", "network", "replace
 
 horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
 """Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
+
+_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
+"""Longer than an agent's connection, whose end tells what has happened: ssh's own exit code does not."""
 
 
 def replace_functions(
@@ -127,7 +130,12 @@ def _ssh_command(
     timeout_s: int | None = None,
 ) -> str:
     """A line for a shell; `local_command` is quoted already."""
-    options = [*BATCH, *ALIVE, *unseen_keys(host, port, identity_file), *where(port, identity_file)]
+    options = [
+        *BATCH,
+        *_ALIVE,
+        *unseen_keys(host, port, identity_file),
+        *where(port, identity_file),
+    ]
     timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
     # A shell runs its last command in its own place, and where a signal ends that, ssh says 255 and not which.
     return f"{shlex.join(['ssh', *options, *timeout, host])} {local_command} '; exit'"

@@ -209,8 +209,8 @@ def test_variables_warning_and_ctrl_c(
         line = f"rank {rank}: warned by SIGUSR1: this job will be ended soon\n"
         assert stderr.count(line) == 1
     assert stderr.count("SIGUSR1: this job will be ended soon; all ranks are told") == 1
-    brought = Path(f"/tmp/hvdtrain-{os.getuid()}").glob(f"{here['HVDTRAIN_LAUNCH_ID']}.*")
-    assert list(brought) == []
+    launch_id = here["HVDTRAIN_LAUNCH_ID"]
+    assert list(Path("/tmp").glob(f"hvdtrain-brought-*/{launch_id}.*")) == []
 
     shown = b"\n".join(sampler.seen)
     assert b"hvdtrain.worker" in shown and b"ssh" in shown
