@@ -21,6 +21,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import parse_hosts, read_hostfile
 from hvdtrain.launch.running.bounded import ending_commands
 
+_DAY_SECONDS = 86400.0
 PARTS = (software, machine, services, horovod, other_hosts)
 """What is checked, in the order in which it is shown."""
 
@@ -80,14 +81,16 @@ def doctor(
     """
     options = Options(
         environ=os.environ,
-        limit=timeout,
+        limit=min(_DAY_SECONDS, timeout),  # In this order: of nan, too.
         hosts=_names(hosts, hostfile),
         interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
     )
     start = time.monotonic()
-    wait = Wait(moves=sys.stdout.isatty() and not wants_json)
+    # Python has no standard output where the shell has closed it.
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    wait = Wait(moves=is_terminal and not wants_json)
     found: list[tuple[str, Result]] = []
     # Closed, whatever comes: then no check starts any more, and those that run can be ended.
     with ending_commands(), closing(_results(options, wait.draw)) as results_by_group:

@@ -62,6 +62,14 @@ def took_too_long(name: str, limit: float, fix: str = "") -> Result:
     )
 
 
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder; none if it is not there, or not for this user."""
+    try:
+        return sorted(path.name for path in folder.iterdir())
+    except OSError:
+        return []
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asks the doctor to check.

@@ -60,9 +60,13 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
     if is_here(host):
         missing = _missing(options.interfaces, found, "this machine")
         return [name, missing or ok("ssh", "not needed: this machine")]
+    try:
+        folder = str(Path.cwd())
+    except FileNotFoundError:
+        return [name, fail("folder", "the folder of this shell has been deleted", "cd to another")]
     ours = wanted_interfaces(found, options.interfaces)
     with listening(list(ours.values())) as addresses:
-        question = json.dumps({"addresses": addresses, "folder": str(Path.cwd())})
+        question = json.dumps({"addresses": addresses, "folder": folder})
         said = ask(host, question, options, limit)
         accepting = accepts_unseen(host, options) if is_refused_unseen(said) else ()
         if accepting:
@@ -77,12 +81,12 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
     answer = answer_of(said)
     if isinstance(answer, Result):
         return [name, login, answer]
-    own = host_probe.report({"addresses": [], "folder": str(Path.cwd())})
+    own = host_probe.report({"addresses": [], "folder": folder})
     return [
         name,
         login,
         check_versions(answer, own),
-        check_folder(answer),
+        check_folder(answer, folder),
         check_network(answer, found, options.interfaces),
         check_clock(answer["time"], said.started, finished),
     ]
@@ -142,7 +146,7 @@ def unknown_key(host: str, options: Options) -> Result:
 def check_name(host: str, resolve: Callable[[str], str]) -> Result:
     try:
         address = resolve(host)
-    except OSError:
+    except (OSError, UnicodeError):  # Of labels that are empty or too long.
         fix = "correct it, or add it to DNS or /etc/hosts, or give its address"
         return fail("name", f"{host} is not known here", fix)
     return ok("name", address if address != host else "an address")
@@ -180,8 +184,7 @@ def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
     return ok("versions", "as here: " + ", ".join(names))
 
 
-def check_folder(answer: Mapping[str, Any]) -> Result:
-    folder = Path.cwd()
+def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
     if answer["folder"]:
         return ok("folder", f"{folder} is there too")
     fix = "start from a folder that all hosts share, or copy the script and its data there"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from os import statvfs_result
 from pathlib import Path
 
-from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
+from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.cores import cgroup_quota
 from hvdtrain.launch.engine import find_engine, find_mpirun
@@ -91,8 +91,9 @@ def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
 def check_log_folder(folder: Path) -> Result:
     name = "log folder"
     if why := write_error(folder):
+        seen = f"{folder}: {why}; a run keeps its logs among the temporary files"
         fix = "start where you may write, or name another folder: hvdtrain run --log-dir"
-        return fail(name, f"{folder}: {why}", fix)
+        return warn(name, seen, fix)
     return ok(name, f"{folder} can be written")
 
 
@@ -113,11 +114,13 @@ def check_private_folder() -> Result:
     name = "private folder"
     launch_id = f"doctor-{uuid.uuid4().hex}"
     try:
-        folder = deliver(launch_id, {}).parent
+        deliver(launch_id, {})
     except HvdtrainError as error:
-        return fail(name, str(error), "it must be yours, with mode 700, on a disk with room")
+        return fail(
+            name, str(error), "make room in /tmp, or let users write there: chmod 1777 /tmp"
+        )
     withdraw(launch_id)
-    return ok(name, f"{folder} can be written")
+    return ok(name, "secret variables can be kept for the ranks")
 
 
 def write_error(folder: Path) -> str:
@@ -197,7 +200,7 @@ def _check_locked_memory(soft: int, infiniband: Path) -> Result:
     if soft == resource.RLIM_INFINITY:
         return ok(name, "locked memory: unlimited")
     seen = f"locked memory: {soft // 1024} kB"
-    adapters = sorted(path.name for path in infiniband.iterdir()) if infiniband.is_dir() else []
+    adapters = names_in(infiniband)
     if not adapters:
         return ok(name, f"{seen}, no InfiniBand here that would need more")
     fix = "ulimit -l unlimited (for good: /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
@@ -281,8 +284,9 @@ def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) 
     """
     try:
         resolve(name)
-    except OSError as error:
-        seen = f"{name} has no address ({error.strerror or error}): ranks over Gloo crash"
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        seen = f"{name} has no address ({why}): ranks over Gloo crash"
         fix = f"add it to /etc/hosts: echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
         return (
             warn(OWN_NAME, f"{seen}, over MPI they run", fix)

@@ -13,6 +13,7 @@ from hvdtrain.doctor.checks import Result, Status
 
 SCHEMA = 1
 _NAME_WIDTH = 22
+_LONGEST = 500
 _CLEAR = "\r\033[K"
 """Empties a terminal's line. No colour: click.echo is to pass it on where colours are off, too."""
 _WORDS: dict[Status, tuple[str, str]] = {
@@ -27,10 +28,16 @@ def lines_of(result: Result) -> list[str]:
     """The result, and below it the fix if there is one."""
     word, colour = _WORDS[result.status]
     mark = click.style(f"{word:<4}", fg=colour, bold=result.status == "fail")
-    lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {result.seen}"]
+    lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {_in_a_line(result.seen)}"]
     if result.fix:
-        lines.append(f"{'':{_NAME_WIDTH + 8}}  fix: {result.fix}")
+        lines.append(f"{'':{_NAME_WIDTH + 8}}  fix: {_in_a_line(result.fix)}")
     return lines
+
+
+def _in_a_line(text: str) -> str:
+    """What a program, a host or a variable says, without what would move in the terminal or fill it."""
+    kept = "".join(character if character.isprintable() else "?" for character in text[:_LONGEST])
+    return kept + "..." * (len(text) > _LONGEST)
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:

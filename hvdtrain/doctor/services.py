@@ -7,7 +7,17 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, skip, took_too_long, warn
+from hvdtrain.doctor.checks import (
+    Check,
+    Options,
+    Result,
+    fail,
+    names_in,
+    ok,
+    skip,
+    took_too_long,
+    warn,
+)
 from hvdtrain.launch.running.bounded import Ran, run
 
 PARTITIONS = "Slurm"
@@ -55,7 +65,9 @@ def check_slurm(
     path = environ.get("PATH")
     if not shutil.which("sinfo", path=path) and not shutil.which("srun", path=path):
         return [skip(PARTITIONS, "not installed here (no sinfo, no srun in PATH)")]
-    if "SLURM_CONF" not in environ and not any(file.exists() for file in configurations):
+    if "SLURM_CONF" not in environ and not any(
+        file.name in names_in(file.parent) for file in configurations
+    ):
         return [skip(PARTITIONS, "its programs are installed, but no cluster is configured here")]
     sinfo = run(["sinfo", "--noheader", "--format=%P|%D|%t"], limit=limit / 2, environ=environ)
     srun = run(["srun", "--mpi=list"], limit=limit / 2, environ=environ)
@@ -163,8 +175,7 @@ def _engine_fix(name: str, text: str) -> str:
 def _check_gpus(
     name: str, answer: Ran | None, path: str | None, cdi_folders: Sequence[Path]
 ) -> Result:
-    files = [file for folder in cdi_folders if folder.is_dir() for file in folder.iterdir()]
-    if any("nvidia" in file.name for file in files):
+    if any("nvidia" in file for folder in cdi_folders for file in names_in(folder)):
         return ok(GPU_RUNTIME, f"{name}: described by CDI")
     if name == "podman":
         fix = "install nvidia-container-toolkit; sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"

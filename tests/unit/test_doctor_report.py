@@ -132,6 +132,15 @@ def test_lines_are_aligned_and_coloured() -> None:
     assert plain[0].index("3.11") == plain[1].index("full") == plain[2].index("fix: empty it")
 
 
+def test_a_result_is_one_line_whatever_a_program_says() -> None:
+    """Control characters would move in the terminal, a second line could forge a result."""
+    said = "no\n  ok    forged\x1b[2J \udcff\u202e é"
+    (line,) = lines_of(skip("docker", said))
+    assert line.endswith("no?  ok    forged?[2J ?? é")
+    long = lines_of(fail("docker", "x" * 100_000_000, "mend it"))
+    assert len(long[0]) < 600 and long[0].endswith("x...")
+
+
 def test_summary() -> None:
     findings = [fail("a", "b", "c"), fail("a", "b", "c"), warn("a", "b", "c"), ok("a", "b")]
     assert "2 failures, 1 warning (3 s)" in summary(findings, 3.2)
@@ -186,6 +195,24 @@ def test_exit_code_and_output(findings: list[Result]) -> None:
     assert "\x1b" not in bad.stdout, "not a terminal"
     answer = call("--json")
     assert (answer.exit_code, json.loads(answer.stdout)["failures"]) == (1, 1)
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e300"])
+def test_a_time_that_is_no_time(findings: list[Result], seconds: str) -> None:
+    assert call("--timeout", seconds).exit_code == 0
+
+
+def test_a_closed_standard_output() -> None:
+    code = """
+import importlib, types
+from hvdtrain.cli import main
+importlib.import_module("hvdtrain.cli.doctor").PARTS = [types.SimpleNamespace(checks=lambda options: [])]
+main(["doctor"])
+"""
+    closed = ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", code]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(closed, env=environ, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_hosts_and_their_joint_allreduce(monkeypatch: pytest.MonkeyPatch) -> None:

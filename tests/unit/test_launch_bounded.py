@@ -9,8 +9,43 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.install import build, probe, recipe
-from hvdtrain.launch.running.bounded import ending_commands
+from hvdtrain.launch.running.bounded import Ran, ending_commands, run
 from hvdtrain.signals import leaving_on_signals
+
+
+def sh(lines: str, limit: float = 20.0, stdin: str = "") -> Ran:
+    said = run(
+        ["/bin/sh", "-c", lines], limit=limit, environ={"PATH": "/usr/bin:/bin"}, stdin=stdin
+    )
+    assert said is not None
+    return said
+
+
+def test_a_command_that_writes_without_end_is_kept_in_part() -> None:
+    said = sh("echo first; head -c 100000000 /dev/zero | tr '\\0' x; echo; echo last", limit=60)
+    assert (said.returncode, said.last_line) == (0, "last")
+    assert said.stdout.startswith("first\nxxx")
+    assert len(said.stdout) < 1_000_000
+    endless = sh("yes", limit=0.5)
+    assert endless.returncode is None
+    assert len(endless.stdout) < 1_000_000
+
+
+def test_what_is_no_text() -> None:
+    assert sh(r"printf '\377\n'; printf '\000\376' >&2").text == "\ufffd\n\0\ufffd"
+
+
+def test_input_that_nobody_reads() -> None:
+    assert sh("exec 0<&-; sleep 0.2; echo done", stdin="x" * 1_000_000).stdout == "done\n"
+    assert sh("wc -c", stdin="x" * 1_000_000).stdout.strip() == "1000000"
+
+
+def test_a_process_without_the_mark_does_not_hold_its_caller() -> None:
+    """Started with another environment, in a session of its own; it ends by itself."""
+    began = time.monotonic()
+    said = sh("env -i setsid sleep 12 & exit 3", limit=1)
+    assert said.returncode is None, "its output has not ended"
+    assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

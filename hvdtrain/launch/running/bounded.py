@@ -6,11 +6,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.launch.running.process import end_processes
@@ -19,6 +21,9 @@ from hvdtrain.signals import leaving_on_signals
 _GRACE_SECONDS = 6.0
 """`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""
 _TICK_SECONDS = 0.1
+_REST_SECONDS = 1.0
+_KEPT_BYTES = 1 << 18
+"""Of the beginning and of the end of what a command writes."""
 
 
 @dataclass(frozen=True)
@@ -68,23 +73,54 @@ def run(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
     except OSError:
         return None
-    returncode: int | None
+    writer = threading.Thread(target=_write, args=(process, stdin.encode()), daemon=True)
+    readers = [_Reader(process.stdout), _Reader(process.stderr)]
     try:
-        stdout, stderr = process.communicate(stdin, limit)
-        returncode = process.returncode
+        for thread in (writer, *readers):
+            thread.start()
+        for reader in readers:
+            reader.join(max(0.0, begin + limit - time.monotonic()))
+        process.wait(max(0.0, begin + limit - time.monotonic()))
+        in_time = not any(reader.is_alive() for reader in readers)
     except subprocess.TimeoutExpired:
-        _end(process, mark)
-        stdout, stderr = process.communicate()
-        returncode = None
+        in_time = False
     finally:
         _end(process, mark)
+    for reader in readers:
+        reader.join(_REST_SECONDS)  # A process that has shed the mark may hold the pipe for ever.
+    stdout, stderr = (reader.text() for reader in readers)
+    returncode = process.returncode if in_time else None
     return Ran(returncode, stdout, stderr, started, time.monotonic() - begin)
+
+
+class _Reader(threading.Thread):
+    """Reads a stream to its end, and keeps no more than its beginning and its end."""
+
+    def __init__(self, stream: IO[bytes] | None) -> None:
+        super().__init__(daemon=True)
+        assert stream is not None
+        self._stream = stream
+        self._beginning = self._end = b""
+
+    def run(self) -> None:
+        with self._stream:
+            while data := os.read(self._stream.fileno(), _KEPT_BYTES):
+                room = _KEPT_BYTES - len(self._beginning)
+                self._beginning += data[:room]
+                self._end = (self._end + data[room:])[-_KEPT_BYTES:]
+
+    def text(self) -> str:
+        return (self._beginning + self._end).decode(errors="replace")
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin as stream:  # It may not want to read it.
+        stream.write(data)
 
 
 @contextlib.contextmanager
@@ -120,7 +156,7 @@ def _children() -> list[int]:
     return found
 
 
-def _end(process: subprocess.Popen[str], mark: str) -> None:
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
     if process.poll() is None:
         # Politely first: launchers end their ranks on other hosts themselves.
         os.killpg(process.pid, signal.SIGTERM)
