@@ -196,21 +196,28 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the number of the present batch in `state.batch`; 0 between epochs.
+    """Keeps the number of finished batches of the present epoch, over all resets, in `state.batch`; 0 between epochs.
 
-    Put it before CommitStateCallback. A callback cannot shorten an epoch of Keras 3: to leave out batches
-    that were trained before a reset, give fit `steps_per_epoch` less `state.batch`.
+    Put it before CommitStateCallback. A callback cannot shorten an epoch of Keras 3: to leave out batches that were
+    trained before a reset, train the rest of that epoch first,
+
+        if state.batch:
+            model.fit(..., steps_per_epoch=steps - state.batch, epochs=1)
     """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
         self.state = state
+        self.initial_batch = state.batch
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self.initial_batch = self.state.batch
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self.state.batch = batch
+        self.state.batch = self.initial_batch + batch + 1
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.state.batch = 0
+        self.state.batch = self.initial_batch = 0
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 from launch import ROOT, program, run_command
 
 from hvdtrain.errors import UsageError
+from hvdtrain.keras import elastic
 from hvdtrain.keras.elastic import KerasState, run
 from hvdtrain.runtime import start_horovod
 
@@ -76,6 +78,56 @@ def test_only_horovods_errors_are_tried_again(monkeypatch: pytest.MonkeyPatch) -
     errors.append(tf.errors.UnknownError(None, None, "disk is full"))
     with pytest.raises(tf.errors.UnknownError, match="disk is full"):
         train(state)
+
+
+class Counted(keras.callbacks.Callback):
+    """Counts the steps that are kept; a failure in step 20 loses what was done since the last commit."""
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self.failed = False
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.state.steps += 1
+        if self.state.steps == 20 and not self.failed:
+            self.failed = True
+            raise HorovodInternalError("a rank was killed")
+
+
+class Kept(SimpleNamespace):
+    """A state without ranks."""
+
+    def commit(self) -> None:
+        self.kept = {name: getattr(self, name) for name in ("batch", "epoch", "steps")}
+
+
+def test_no_batch_is_trained_twice_after_a_failure_in_an_epoch() -> None:
+    steps, epochs = 8, 4
+    state = Kept(batch=0, epoch=0, steps=0)
+    counted = Counted(state)
+    callbacks = [
+        counted,
+        elastic.UpdateBatchStateCallback(state),
+        elastic.UpdateEpochStateCallback(state),
+        elastic.CommitStateCallback(state, batches_per_commit=2),
+    ]
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    data = tf.data.Dataset.from_tensors((np.ones((1, 1)), np.ones((1, 1)))).repeat()
+
+    def train() -> None:
+        settings: dict[str, Any] = {"callbacks": callbacks, "verbose": 0}
+        if state.batch:
+            model.fit(data, steps_per_epoch=steps - state.batch, epochs=1, **settings)
+        model.fit(data, steps_per_epoch=steps, epochs=epochs - state.epoch, **settings)
+
+    with pytest.raises(HorovodInternalError):
+        train()
+    vars(state).update(state.kept)
+    assert (state.epoch, state.batch, state.steps) == (2, 2, 18)
+    train()
+    assert (state.epoch, state.batch, state.steps) == (epochs, 0, steps * epochs)
 
 
 def test_save_and_restore() -> None:
