@@ -12,6 +12,8 @@ from hvdtrain.launch.rules import mpi_words
 
 _HOROVODS_START_TIMEOUT = 30
 _SECONDS_FOR_A_FURTHER_HOST = 2
+COOLDOWN = (10, 300)
+"""Horovod's own default is never to use a host again on which a single rank has failed."""
 
 
 def horovodrun_options(plan: LaunchPlan) -> list[str]:
@@ -42,6 +44,8 @@ def _words(plan: LaunchPlan, setting: Setting) -> list[str]:
             value = plan.min_np or plan.np  # horovodrun takes --max-np alone as not elastic.
         case "slots_per_host" if plan.host_discovery_script:
             value = plan.slots_per_host or 1  # horovodrun fails at a host without slots.
+        case "blacklist_cooldown_range" if plan.elastic:
+            value = plan.blacklist_cooldown_range or COOLDOWN
         case "stall_warning_seconds" | "stall_shutdown_seconds" if not plan.stall_check:
             return []
         case "host_discovery_script" if value is not None:

@@ -255,7 +255,7 @@ class LaunchPlan(Knobs):
             least=1,
             most=3600,
             needs=("elastic",),
-            unset="never again",
+            unset="10 300",
         ),
     ] = None
 
