@@ -16,6 +16,17 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 
 
+def listen_for_warnings() -> None:
+    """Call this first: a warning that comes early waits until `supervise` of hvdtrain.start takes it.
+
+    The handler never runs; it shows in /proc that a warning does not end this process. The mask
+    does not: it is lifted while `supervise` waits.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        signal.signal(number, lambda number, frame: None)
+
+
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """SIGTERM, and SIGHUP unless it is ignored, take the way of Ctrl-C: what was started is ended."""

@@ -11,10 +11,9 @@ import types
 from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
-from click.shell_completion import CompletionItem
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, parse_hosts
@@ -23,6 +22,9 @@ from hvdtrain.launch.options import GROUPS, Setting, settings_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
 from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # Fields whose command line has one more choice, which is made before there is a plan.
 _WITH_AUTO = {"controller", "launcher"}

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 
-from hvdtrain.start.supervise import listen_for_warnings
+from hvdtrain.signals import listen_for_warnings
 
 
 def main() -> None:

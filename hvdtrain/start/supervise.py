@@ -24,17 +24,6 @@ ENDING_SECONDS = 10.0
 """What a launcher may take to end its ranks. mpirun waits for ever for a host that is cut off."""
 
 
-def listen_for_warnings() -> None:
-    """Call this first: a warning that comes early waits until `supervise` takes it.
-
-    The handler never runs; it shows in /proc that a warning does not end this process. The mask
-    does not: it is lifted while `supervise` waits.
-    """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-        signal.signal(number, lambda number, frame: None)
-
-
 def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     """Run `run` in a process of its own, which may become another program; returns its exit code.
 

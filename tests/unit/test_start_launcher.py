@@ -130,3 +130,18 @@ def test_any_bytes_of_a_rank_come_through() -> None:
 raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
 """
     assert replaced(code) == b"[0]<stdout>:a\xffb\n[0]<stdout+>:c\xc3\n"
+
+
+def test_what_every_helper_of_gloo_loads_is_light() -> None:
+    """Each rank over Gloo has a helper process, which loads the program that started it."""
+    code = "import sys, hvdtrain.start.horovodrun; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {name for name in done.stdout.split() if name.startswith(("hvdtrain", "horovod"))}
+    own = {"hvdtrain.start", "hvdtrain.start.horovodrun"}
+    assert loaded == {"hvdtrain", "hvdtrain.environment", "hvdtrain.signals", *own}

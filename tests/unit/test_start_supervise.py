@@ -13,10 +13,11 @@ REPOSITORY = Path(__file__).parents[2]
 # `run` is the launcher; `Told` stands for agents of other hosts, `Lost` for those whose host is cut off.
 CODE = """
 import os, signal, sys, time
+from hvdtrain.signals import listen_for_warnings
 from hvdtrain.start import supervise
 from hvdtrain.start.agents import Agents
 supervise.ENDING_SECONDS = 1.0
-supervise.listen_for_warnings()
+listen_for_warnings()
 class Told(Agents):
     def order_all(self, **order):
         if "warn" in order:
