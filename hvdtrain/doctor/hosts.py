@@ -8,12 +8,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import host_probe
 from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
+from hvdtrain.doctor.software import minor
 from hvdtrain.launch.running.bounded import Ran, run
 from hvdtrain.launch.ssh import BATCH, path_variables, unseen_keys
 from hvdtrain.launch.ssh import where as reach
@@ -24,7 +25,6 @@ CLOCK_SECONDS = 5.0
 
 NO_COMMAND = (126, 127)
 """What a shell exits with if it cannot run the command."""
-
 
 _FORGET = ("-o", "UserKnownHostsFile=/dev/null")
 
@@ -154,10 +154,11 @@ def check_name(host: str, resolve: Callable[[str], str]) -> Result:
 
 def answer_of(said: Ran) -> dict[str, Any] | Result:
     """What host_probe printed there; a red line if Python did not run it."""
-    lines = [line for line in said.stdout.splitlines() if line.startswith(host_probe.MARKER)]
-    if lines:
-        answer: dict[str, Any] = json.loads(lines[-1].removeprefix(host_probe.MARKER))
-        return answer
+    for line in said.stdout.splitlines():
+        if line.startswith(host_probe.MARKER):
+            with suppress(ValueError):
+                answer: dict[str, Any] = json.loads(line.removeprefix(host_probe.MARKER))
+                return answer
     if said.returncode in NO_COMMAND:
         fix = "make the same environment there, at the same path (or on a file system that all hosts share)"
         return fail("Python", f"there is no {sys.executable}", fix)
@@ -166,13 +167,14 @@ def answer_of(said: Ran) -> dict[str, Any] | Result:
 
 
 def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
-    """Python, TensorFlow, Keras, Horovod and hvdtrain must be the same, and hvdtrain at the same place."""
+    """TensorFlow, Keras, Horovod and hvdtrain must be the same, and Python but for its last number."""
     theirs = {"Python": answer["python"], **answer["versions"]}
     ours = {"Python": own["python"], **own["versions"]}
     other = [
         f"{name} {theirs[name] or 'missing'} (here {ours[name] or 'none'})"
         for name in ours
         if theirs[name] != ours[name]
+        and not (name == "Python" and minor(theirs[name]) == minor(ours[name]))
     ]
     if other:
         fix = "set up the same environment there, at the same path"

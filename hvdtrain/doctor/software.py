@@ -118,7 +118,7 @@ def check_tensorflow(found: TensorFlow | Missing) -> Result:
         return fail("TensorFlow", seen, fix)
     tested = tested_range(found.distribution)
     seen = f"{found.version} ({found.distribution})"
-    if _minor(found.version) == _minor(str(tested)) or not tested.text:
+    if minor(found.version) == minor(str(tested)) or not tested.text:
         return ok("TensorFlow", seen)
     extra = "cpu" if found.distribution == "tensorflow-cpu" else "gpu"
     return fail("TensorFlow", f"{seen}; tested: {tested}", f"pip install 'hvdtrain[{extra}]'")
@@ -184,6 +184,6 @@ def _keras_folder(environ: Mapping[str, str]) -> Path:
     return (home if os.access(home, os.W_OK) else Path("/tmp")) / ".keras"
 
 
-def _minor(version: str) -> str:
+def minor(version: str) -> str:
     """`2.21` of `2.21.0`."""
     return ".".join(version.split(".")[:2])

@@ -236,6 +236,21 @@ def test_other_versions_there(look: Callable[..., dict[str, Result]], tmp_path: 
     assert "hvdtrain lies in /opt/elsewhere there" in elsewhere.seen
 
 
+@pytest.mark.parametrize(("change", "status"), [(".99", "ok"), ("9.0", "fail")])
+def test_another_python_there(
+    change: str, status: str, look: Callable[..., dict[str, Result]], tmp_path: Path
+) -> None:
+    """A launch asks for the same minor version."""
+    major, minor, _ = sys.version.split()[0].split(".")
+    lines = answering(tmp_path, python=f"{major}.{minor}{change}")
+    assert look(lines)["versions"].status == status
+
+
+def test_an_answer_that_is_cut_off(look: Callable[..., dict[str, Result]]) -> None:
+    found = look(f"echo '{host_probe.MARKER}{{\"host\":'; echo 'Killed' >&2; exit 137")
+    assert (found["Python"].status, found["Python"].seen) == ("fail", "Killed")
+
+
 def test_another_folder_there(look: Callable[..., dict[str, Result]], tmp_path: Path) -> None:
     finding = look(answering(tmp_path, folder=False))["folder"]
     assert finding.status == "warn"
