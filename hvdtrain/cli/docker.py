@@ -13,7 +13,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain.cli.run import print_command
+from hvdtrain.cli.options import PATH
+from hvdtrain.cli.run import print_command, run
 from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.container.command import (
@@ -36,11 +37,8 @@ from hvdtrain.launch.container.engine import (
 
 # Run options that say that ranks are on other hosts, or are given as paths of this machine.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
-_FILES = {
-    *("hostfile", "config", "host_discovery_script", "ssh_identity_file", "log_dir"),
-    # Written in the container, and lost with it if their folder is not the machine's.
-    *("output_filename", "timeline_filename", "autotune_log_file"),
-}
+# What the run reads must be in the container; what it writes is lost with it elsewhere.
+_FILES = sorted(str(one.name) for one in run.params if one.type is PATH and one.name != "script")
 
 # Its number in Linux.
 CAP_SYS_RESOURCE = 24
@@ -156,7 +154,7 @@ def _run_command(part: RunPart, env: Sequence[str], ssh_port: int | None) -> tup
 
 def _check_paths(said: Mapping[str, Any], container: Container, machine: Machine) -> None:
     """Raises UsageError if the script, or a file that an option names, is not there, or not in the container."""
-    files = [said[name] for name in sorted(_FILES) if said.get(name)]
+    files = [said[name] for name in _FILES if said.get(name)]
     script: Path = said["script"]
     # Any other word may be a program of the image.
     is_file = script.suffix == ".py" or len(script.parts) > 1 or script.is_file()

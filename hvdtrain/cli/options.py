@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
 
+from hvdtrain.cli.other_launchers import instead
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.launchers import LAUNCHERS, launcher_names
@@ -73,7 +74,20 @@ class GroupedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section, those without one first."""
+    """A command whose --help shows its options by section, those without one first.
+
+    It knows what users of other launchers type.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            advice = instead(error.option_name)
+            if not advice:
+                raise
+            message = f"No such option '{error.option_name}': {advice}."
+            raise click.NoSuchOption(error.option_name, message, None, error.ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]

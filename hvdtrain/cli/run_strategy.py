@@ -30,17 +30,8 @@ from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
 _ALWAYS = {
-    *(
-        "script",
-        "arguments",
-        "module",
-        "strategy",
-        "env",
-        "verbose",
-        "config",
-        "show_config",
-        "dry_run",
-    ),
+    *("script", "arguments", "module", "strategy", "env", "verbose"),
+    *("config", "show_config", "dry_run"),
     *("log_dir", "all_ranks", "prefix_output_with_timestamp"),
 }
 _OF_ONE_PROCESS = {"np"}

@@ -65,7 +65,9 @@ class ThroughRun(SectionedCommand):
         self.params += self._passed
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given, _, order = self.make_parser(ctx).parse_args(list(args))
+        typed = list(args)
+        rest = super().parse_args(ctx, args)
+        given, _, order = self.make_parser(ctx).parse_args(typed)
         passed: dict[str, click.Parameter] = {}
         for one in self._passed:  # The first of a name is the option, others are flags that set it.
             passed.setdefault(str(one.name), one)
@@ -74,7 +76,7 @@ class ThroughRun(SectionedCommand):
             tuple(word for name in names if name in passed for word in _words(passed[name], given)),
             tuple(_program(given)),
         )
-        return super().parse_args(ctx, args)
+        return rest
 
 
 def _passed(parameter: click.Parameter, taken: set[str]) -> click.Parameter:

@@ -26,7 +26,7 @@ REPORT = (
     + """
 import json, signal
 names = ("SLURMD_NODENAME", "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "HOROVOD_SIZE",
-    "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_IFACE", "SLURM_GPUS_ON_NODE", "API_KEY", "UNASKED")
+    "HOROVOD_LOCAL_RANK", "HOROVOD_GLOO_IFACE", "HOROVOD_CYCLE_TIME", "SLURM_GPUS_ON_NODE", "API_KEY", "UNASKED")
 seen = {name: os.environ.get(name) for name in names}
 with open(f"seen.{rank}.tmp", "w") as file:
     json.dump(seen, file)
@@ -77,9 +77,11 @@ def test_scancel_leaves_nothing(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "train.py").write_text(
         REPORT + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
     )
-    job_id = submit(slurm, folder, *TWO_BY_TWO, "--requeue", "train.py")
+    launch = ("--controller", "gloo", "--cycle-time-ms", "2.5")
+    job_id = submit(slurm, folder, *TWO_BY_TWO, *launch, "--requeue", "train.py")
     seen = wait_for_ranks(folder, 4)
     assert [one["SLURMD_NODENAME"] for one in seen] == ["n1", "n1", "n2", "n2"]
+    assert {one["HOROVOD_CYCLE_TIME"] for one in seen} == {"2.5"}
     assert len(slurm.hosts[1].left()) >= 4
     slurm.run("scancel", "--batch", "--signal=USR1", job_id)
     time.sleep(1)

@@ -249,6 +249,25 @@ def test_each_long_name_is_a_variable(
     assert result.stderr == ""
 
 
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        (["--nnodes=2"], "-H NAME:SLOTS,... names the hosts"),
+        (["--num_machines", "2"], "-H NAME:SLOTS,... names the hosts"),
+        (["--master-addr", "a"], "leave it out: hvdtrain run is called once"),
+        (["--rdzv_endpoint=a:1"], "leave it out: hvdtrain run is called once"),
+        (["-x", "A=b"], "--env NAME=VALUE"),
+    ],
+)
+def test_words_of_other_launchers(
+    folder: Path, command: str, words: list[str], advice: str
+) -> None:
+    result = call(command, *words, "train.py")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"No such option '{words[0].partition('=')[0]}': {advice}" in result.stderr
+
+
 @pytest.mark.parametrize("names", [["--version", "-v"], ["--check-build", "-cb"]])
 def test_horovodruns_questions(monkeypatch: pytest.MonkeyPatch, names: list[str]) -> None:
     for module in ("version", "doctor"):

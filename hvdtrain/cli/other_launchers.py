@@ -1,0 +1,27 @@
+"""Options of torchrun, accelerate and mpirun that have no counterpart of the same form: what to give instead.
+
+Those that mean the same as one of ours are names of it (see `hvdtrain.launch.options.Option.aliases`).
+"""
+
+from __future__ import annotations
+
+_HOSTS = "-H NAME:SLOTS,... names the hosts; in Slurm, hvdtrain submit --nodes N asks for them"
+_ONCE = "leave it out: hvdtrain run is called once, on one host, and the workers find each other"
+_INSTEAD = {
+    **dict.fromkeys(("nnodes", "num_machines"), _HOSTS),
+    **dict.fromkeys(
+        (
+            *("node_rank", "machine_rank", "master_addr", "master_port", "standalone"),
+            *("main_process_ip", "main_process_port", "rdzv_id", "rdzv_endpoint", "rdzv_backend"),
+        ),
+        _ONCE,
+    ),
+    **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run finds out itself"),
+    "mixed_precision": "the script says it: hvdtrain.Trainer(..., precision=...)",
+    "x": "--env NAME=VALUE, or --env NAME",
+}
+
+
+def instead(option: str) -> str:
+    """What to give in place of another launcher's option; empty if it is none of those."""
+    return _INSTEAD.get(option.lstrip("-").replace("-", "_"), "")
