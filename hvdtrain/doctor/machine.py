@@ -14,6 +14,7 @@ from os import statvfs_result
 from pathlib import Path
 
 from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
+from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.cores import cgroup_quota
 from hvdtrain.launch.engine import find_engine, find_mpirun
@@ -82,15 +83,22 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
 def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
     """The folders in which every run writes: its logs, its temporary files, what its ranks are given in secret."""
     return [
-        check_log_folder(Path(".hvdtrain/logs")),
+        check_log_folder(environ),
         check_temporary_folder(environ),
         check_private_folder(),
     ]
 
 
-def check_log_folder(folder: Path) -> Result:
+def check_log_folder(environ: Mapping[str, str]) -> Result:
+    """The folder that the user has named, or the one that a run makes where it starts."""
     name = "log folder"
-    if why := write_error(folder):
+    named = environ.get(LOG_DIR)
+    folder = Path(named or ".hvdtrain/logs")
+    why = write_error(folder)
+    if why and named:
+        fix = f"export {LOG_DIR}=... with a folder that you may write, or unset it"
+        return fail(name, f"{folder} ({LOG_DIR}): {why}", fix)
+    if why:
         seen = f"{folder}: {why}; a run keeps its logs among the temporary files"
         fix = "start where you may write, or name another folder: hvdtrain run --log-dir"
         return warn(name, seen, fix)

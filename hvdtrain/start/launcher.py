@@ -27,6 +27,7 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.passing import acts_at_start, looks_secret, travelling
+from hvdtrain.launch.ssh import path_variables
 from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.agents import Agents, greet
@@ -45,7 +46,6 @@ START_SECONDS = 30
 """Horovod's default for --start-timeout."""
 ELASTIC_SECONDS = 600
 """Horovod's default for --elastic-timeout."""
-_PATH_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
@@ -107,7 +107,7 @@ def _is_elastic(arguments: argparse.Namespace) -> bool:
 def _reach(arguments: argparse.Namespace) -> Reach:
     return Reach(
         python=arguments.command[0] if arguments.command else sys.executable,
-        path_variables={name: os.environ[name] for name in _PATH_VARIABLES if name in os.environ},
+        path_variables=path_variables(os.environ),
         port=arguments.ssh_port,
         identity_file=arguments.ssh_identity_file,
         seconds=arguments.start_timeout

@@ -35,6 +35,7 @@ from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.slurm.task import environment_of_srun
+from hvdtrain.launch.ssh import path_variables
 from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.launch.variables import without_value
 from hvdtrain.signals import ending_signals
@@ -56,7 +57,6 @@ ORDER_SECONDS = 0.5
 TICK_SECONDS = 0.1
 LOOPBACK = "127.0.0.1"
 _AGENT = "hvdtrain.start.agent"
-_PATH_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
 def main() -> None:
@@ -326,7 +326,7 @@ def _agent_commands(
 def _reach(options: argparse.Namespace) -> Reach:
     return Reach(
         python=options.command[0],
-        path_variables={name: os.environ[name] for name in _PATH_VARIABLES if name in os.environ},
+        path_variables=path_variables(os.environ),
         port=options.ssh_port,
         identity_file=options.ssh_identity_file,
         seconds=options.start_timeout,

@@ -87,8 +87,10 @@ def test_no_shared_memory(tmp_path: Path) -> None:
     assert finding.fix.startswith("mount -t tmpfs")
 
 
-def test_folders_that_can_be_written(tmp_path: Path) -> None:
-    assert check_log_folder(tmp_path / ".hvdtrain/logs").status == "ok"
+def test_folders_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check_log_folder({"HVDTRAIN_LOG_DIR": str(tmp_path / "new/logs")}).status == "ok"
+    monkeypatch.chdir(tmp_path)
+    assert check_log_folder({}).status == "ok"
     found = check_temporary_folder({"TMPDIR": str(tmp_path / "new")})
     assert (found.status, found.seen) == ("ok", f"{tmp_path}/new (TMPDIR) can be written")
     assert check_temporary_folder({}).seen == "/tmp can be written"
@@ -98,12 +100,15 @@ def test_folders_that_can_be_written(tmp_path: Path) -> None:
 
 def test_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for root, who may write anywhere but in /proc."""
-    found = check_log_folder(Path("/proc/.hvdtrain/logs"))
+    monkeypatch.chdir("/proc")
+    found = check_log_folder({})
     assert found.status == "warn", "a run takes another folder"
-    assert found.seen.startswith("/proc/.hvdtrain/logs: ")
+    assert found.seen.startswith(".hvdtrain/logs: ")
     assert "--log-dir" in found.fix
-    (tmp_path / ".hvdtrain").touch()
-    assert check_log_folder(tmp_path / ".hvdtrain/logs").status == "warn", "a file is in its place"
+    assert check_log_folder({"HVDTRAIN_LOG_DIR": "logs"}).status == "fail", "a run refuses it"
+    monkeypatch.chdir(tmp_path)
+    Path(".hvdtrain").touch()
+    assert check_log_folder({}).status == "warn", "a file is in its place"
     found = check_temporary_folder({"TMPDIR": "/proc/scratch", "TMP": str(tmp_path)})
     assert found.status == "fail"
     assert "/proc/scratch (TMPDIR)" in found.seen
