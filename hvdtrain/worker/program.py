@@ -31,6 +31,7 @@ from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
 from hvdtrain.worker import main_module, notifications, orphan, phases, unreduced, warning
 from hvdtrain.worker.delivery import delivered
 from hvdtrain.worker.failure import Failure, encoded, is_secondary, text_of
+from hvdtrain.worker.frames import frame_output
 from hvdtrain.worker.heartbeat import beat
 from hvdtrain.worker.imports import on_import
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
@@ -152,6 +153,7 @@ def script_traceback(error: BaseException) -> str:
 
 def _prepare_output() -> None:
     """Pass each line on as it is printed; let only rank 0 believe in a terminal, if there is one."""
+    frame_output(os.environ)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)

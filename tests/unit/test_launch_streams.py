@@ -1,7 +1,10 @@
 """Whose bytes are these? Whatever ranks write, and however it arrives, each gets back its own."""
 
 import itertools
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from terminal import Terminal
 
+from hvdtrain.environment import TERMINAL
 from hvdtrain.launch.running.lines import LONGEST, Lines
 from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.start.marks import marked
 from hvdtrain.worker.failure import LONGEST_LINE
+from hvdtrain.worker.frames import Unframer, frame
 
+REPOSITORY = Path(__file__).parents[2]
 # Text like tags and line ends, and any bytes.
 HOSTILE = st.lists(
     st.sampled_from(
@@ -87,6 +93,62 @@ def test_over_mpi_too_but_for_tags_inside_lines(
     # A tag may also be cut in two by a piece's end.
     written = [(rank, text.replace(b"<", b"")) for rank, text in written]
     assert by_rank(mpirun(written), cuts) == together(written)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 11), HOSTILE.map(lambda text: text * 40)), max_size=9), CUTS
+)
+def test_frames_come_back_from_mpirun_byte_for_byte(
+    written: list[tuple[int, bytes]], cuts: list[int]
+) -> None:
+    """mpirun reads any part of what there is, and has room for twice of what it reads."""
+    streams: dict[int, bytes] = {}
+    for rank, text in written:
+        if text:
+            streams[rank] = streams.get(rank, b"") + frame(text)
+    pieces = []
+    sizes = itertools.cycle([1 + cut % 4096 for cut in cuts] or [4096])
+    while streams:
+        for rank in list(streams):
+            size = next(sizes)
+            pieces.append((rank, streams[rank][:size]))
+            assert len(mpirun(pieces[-1:])) <= 8192
+            if not (rest := streams.pop(rank)[size:]):
+                continue
+            streams[rank] = rest
+    assert by_rank(mpirun(pieces), cuts) == together(written)
+
+
+def test_short_frames_fit_with_their_tags() -> None:
+    many = b"".join(frame(b"%d\n" % (number % 10)) for number in range(4096))
+    assert all(
+        len(mpirun([(99_999, many[at : at + 4096])])) <= 8192 for at in range(0, 40_960, 4096)
+    )
+
+
+def test_a_rank_writes_in_frames_where_mpirun_tags(tmp_path: Path) -> None:
+    """Its children too, and to the end; the script does not see the helper among its own processes."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "print('<one>')\n"
+        "subprocess.run(['sh', '-c', 'echo two; echo three >&2'])\n"
+        "try:\n    os.wait()\nexcept ChildProcessError:\n    print('alone')\n"
+        "subprocess.Popen(['sleep', '60'])\n"
+        "print('x' * 1_000_000)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    names = {TERMINAL: "0", "OMPI_MCA_orte_tag_output": "1", "PYTHONHASHSEED": "0"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hvdtrain.worker", str(script)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **names},
+        capture_output=True,
+        timeout=30,
+    )
+    assert done.returncode == -9
+    assert b"<" not in done.stdout
+    assert Unframer().feed(done.stdout) == b"<one>\ntwo\nalone\n" + b"x" * 1_000_000 + b"\n"
+    assert Unframer().feed(done.stderr) == b"three\n"
 
 
 @given(CUTS)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvdtrain.launch.running.process import ProcessState, processes_of, state_of
 from hvdtrain.rank_variables import is_rank
+from hvdtrain.worker.frames import HELPER
 
 _MPI_DAEMONS = {"orted", "prted"}
 
@@ -43,7 +44,10 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
     for pid in processes_of(launch_id):
         with contextlib.suppress(OSError, ValueError):
             environ = environment_of(pid)
-            if is_rank(environ):
+            if (
+                is_rank(environ)
+                and (Path("/proc") / str(pid) / "comm").read_text() != f"{HELPER}\n"
+            ):
                 found[pid] = RankProcess(environ, state_of(pid))
     return found
 

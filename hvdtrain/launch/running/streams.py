@@ -6,8 +6,9 @@ There are two kinds of tags, and the first one in a stream tells which it is.
   beginning of a line and nowhere else, so the same text in a rank's output is never taken for one. A
   line that the rank has not ended is marked `[RANK]<stdout+>:`, and its end is taken away too.
 - mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads, so also inside lines, and
-  lines of several ranks interleave. mpirun passes on no empty piece: what looks like a tag right behind
-  a tag is a rank's own text. Over MPI such text inside of a line is taken for a tag all the same.
+  lines of several ranks interleave. Python scripts write in frames, in which there is nothing like a tag
+  (see `hvdtrain.worker.frames`). Of other programs, text like a tag inside of a line is taken for one; right
+  behind a tag it is not, for mpirun passes on no empty piece.
 
 What follows a line's end without a tag is the launcher's own. Nothing but the tags is taken away, and
 bytes stay bytes: a piece may end inside a character.
@@ -15,10 +16,14 @@ bytes stay bytes: a piece may end inside a character.
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
+
+from hvdtrain.worker.frames import Unframer
 
 Stream = Literal["stdout", "stderr"]
 Attributed = tuple[tuple[int | None, Stream], bytes]
@@ -66,6 +71,9 @@ class TagReader:
     _held: bytes = b""
     _begins: bool = True  # A line.
     _tagged: bool = False  # Nothing has come behind the last tag.
+    _frames: defaultdict[tuple[int | None, Stream], Unframer] = field(
+        default_factory=lambda: defaultdict(Unframer)
+    )
     _end: bytes = b"\n"  # What the end of the current line is to the rank.
 
     def __post_init__(self) -> None:
@@ -85,15 +93,13 @@ class TagReader:
 
     def _joined(self, data: bytes) -> Iterator[Piece]:
         """The pieces of `data`; those of one source that follow each other are one."""
-        source, parts = self._source, list[bytes]()
-        for of, part in self._split(data):
-            if of != source:
-                if parts:
-                    yield Piece(*source, b"".join(parts))
-                source, parts = of, []
-            parts.append(part)
-        if parts:
-            yield Piece(*source, b"".join(parts))
+        for source, parts in itertools.groupby(self._split(data), key=lambda one: one[0]):
+            joined = b"".join(part for _, part in parts)
+            if self._tags is _MPI and source[0] is not None:
+                joined = self._frames[source].feed(joined)
+            if joined:
+                rank, stream = source
+                yield Piece(rank, stream, joined)
 
     def _split(self, data: bytes) -> Iterator[Attributed]:
         if not data:
