@@ -6,7 +6,6 @@ the defaults. The first three layers are Click's own; the file becomes Click's `
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain.cli.options import HOSTS, NAMES, PATH, VARIABLE, SectionedCommand
+from hvdtrain.cli.options import HOSTS, NAMES, PATH, VARIABLE, GroupedOption, SectionedCommand
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.config import Entry, read_config
 from hvdtrain.launch.hosts import Host
@@ -146,10 +145,7 @@ def _rank(ctx: click.Context, name: str) -> int:
 
 def _set_by(ctx: click.Context, parameter: click.Parameter) -> str | None:
     """The variable that a value comes from; None if from none."""
-    if ctx.get_parameter_source(parameter.name or "") is not ParameterSource.ENVIRONMENT:
-        return None
-    names = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar
-    return next(name for name in names or () if os.environ.get(name))
+    return parameter.variable(ctx) if isinstance(parameter, GroupedOption) else None
 
 
 def _switched_off_by(setting: Setting, values: dict[str, Any]) -> str | None:

@@ -6,6 +6,7 @@ and help stand in one place.
 
 from __future__ import annotations
 
+import os
 import shlex
 import types
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 
 from hvdtrain.cli.other_launchers import instead
 from hvdtrain.errors import UsageError
@@ -65,6 +67,18 @@ class GroupedOption(click.Option):
     def shown(self) -> list[str]:
         """Its names in --help."""
         return [name for name in self.opts if name not in self._aliases]
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Its names, or the variable that its value is from."""
+        if ctx is not None and (variable := self.variable(ctx)):
+            return variable
+        return " / ".join(f"'{name}'" for name in self.shown)
+
+    def variable(self, ctx: click.Context) -> str | None:
+        """The variable that its value comes from; None if from none."""
+        if ctx.get_parameter_source(self.name or "") is not ParameterSource.ENVIRONMENT:
+            return None
+        return next(name for name in self.envvar or () if os.environ.get(name))
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         other = copy(self)
@@ -174,6 +188,8 @@ class FilePath(Parsed):
 
 def files_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Leaves the completion to the shell, which knows the files."""
+    from click.shell_completion import CompletionItem  # Not for every start of a run.
+
     return [CompletionItem(incomplete, type="file")]
 
 

@@ -18,6 +18,8 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run finds out itself"),
     "mixed_precision": "the script says it: hvdtrain.Trainer(..., precision=...)",
+    # Where it is no name of -np.
+    "gpus": "--gpus-per-node N asks Slurm for GPUs, -np N for workers",
     "x": "--env NAME=VALUE, or --env NAME",
 }
 

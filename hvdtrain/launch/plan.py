@@ -54,7 +54,7 @@ class LaunchPlan(Knobs):
             flag="-np",
             names=("-np", "--num-proc"),
             aliases=(
-                *("-n", "--gpus", "--nproc-per-node", "--nproc_per_node"),
+                *("-n", "--np", "--gpus", "--nproc-per-node", "--nproc_per_node"),
                 *("--num-processes", "--num_processes"),
             ),
             metavar="N",

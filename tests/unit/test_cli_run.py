@@ -36,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
         (["-np", "0", "train.py"], "-np 0: give at least 1"),
-        (["-np", "two", "train.py"], "'two' is not a valid integer"),
+        (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
             ["--host-discovery-script", "x", "train.py"],
             "how many workers to start with? Give -np N",
@@ -266,6 +266,15 @@ def test_words_of_other_launchers(
     result = call(command, *words, "train.py")
     assert (result.exit_code, result.stdout) == (2, "")
     assert f"No such option '{words[0].partition('=')[0]}': {advice}" in result.stderr
+
+
+def test_a_wrong_variable_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOROVOD_START_TIMEOUT", "HVDTRAIN_NUM_PROC"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "soon")
+            result = call("run", "--dry-run", "train.py")
+        assert f"Error: Invalid value for {name}: 'soon' is not a valid" in result.stderr
+    assert "'--gpus': --gpus-per-node N asks Slurm" in call("submit", "--gpus", "2", "x.py").stderr
 
 
 @pytest.mark.parametrize("names", [["--version", "-v"], ["--check-build", "-cb"]])
