@@ -44,3 +44,6 @@ RANK_CORES = "HVDTRAIN_RANK_CORES"
 
 FORWARD = "HVDTRAIN_FORWARD"
 """Names, with commas between, of the variables that --env asked to travel to the ranks on all hosts."""
+
+HASH_SEED = "PYTHONHASHSEED"
+"""Read by Python when it starts: the same on all ranks, so that they go through a set of names in one order."""

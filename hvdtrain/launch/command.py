@@ -67,7 +67,7 @@ class Prepared:
         words: the command, as a user would type it.
         settings: variables to set for it beside those that there are; None takes one away.
         stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
-        for_stand_in: variables for `stand_in` alone.
+        for_stand_in: variables for `stand_in` alone, without which the command does the same.
         lacks: what a user who pastes the command must know, in one line.
         members: what its processes are called.
         elastic: whether the others go on without a rank that fails.
@@ -100,7 +100,7 @@ class Prepared:
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what is set for what is started."""
-        changed = {**environ, **self.settings, **self.for_stand_in}
+        changed = {**environ, **self.for_stand_in, **self.settings}
         return {name: value for name, value in changed.items() if value is not None}
 
 

@@ -24,7 +24,14 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, LAUNCH_ID, TERMINAL
+from hvdtrain.environment import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    HASH_SEED,
+    LAUNCH_ID,
+    TERMINAL,
+)
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.rank_variables import rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
@@ -37,7 +44,6 @@ from hvdtrain.worker.imports import on_import
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 CLEAN_UP_SECONDS = 1.0
-HASH_SEED = "PYTHONHASHSEED"
 MODULE, PROGRAM = "-m", "--program"
 OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>"}
 
@@ -105,7 +111,8 @@ def _order_sets_alike() -> None:
     """Start this program again, in the same process, with PYTHONHASHSEED, unless the user has set it.
 
     Python hashes texts differently in each process, so that a script which goes through a set of names would take them
-    in another order on each rank. The interpreter reads the variable only when it starts; that takes 20 ms.
+    in another order on each rank. The interpreter reads the variable only when it starts, so `hvdtrain run` sets it
+    before: starting again takes some 60 ms.
     """
     if HASH_SEED not in os.environ:
         os.environ[HASH_SEED] = "0"

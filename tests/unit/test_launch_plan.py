@@ -214,7 +214,9 @@ def test_the_smallest_command(script: Path) -> None:
         *(sys.executable, "-P", "-m", "hvdtrain.worker", str(script)),
     ]
     assert launch.argv == [*STAND_IN, *launch.typed[1:]]
-    assert launch.environment({"A": "1"}) == {"A": "1"}
+    assert launch.environment({"A": "1"}) == {"A": "1", "PYTHONHASHSEED": "0"}
+    users = Site({"PYTHONHASHSEED": "7"})
+    assert prepare(plan_of(script), users).environment(users.environ) == users.environ
 
 
 def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
@@ -258,7 +260,7 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
     assert launch.argv == [*STAND_IN, *launch.typed[5:]]
     assert launch.environment({"B": "hush", "C": "old"}) == {
         **{"A": "1", "B": "hush", "C": "x y", "OMPI_MCA_mpi_yield_when_idle": "1"},
-        "HVDTRAIN_FORWARD": "A,B,C",
+        **{"HVDTRAIN_FORWARD": "A,B,C", "PYTHONHASHSEED": "0"},
     }
 
 

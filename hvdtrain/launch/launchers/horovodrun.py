@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from hvdtrain.environment import HASH_SEED
 from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
 from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
@@ -28,7 +29,8 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
         words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
         settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
         stand_in=_STAND_IN,
-        for_stand_in=forward(plan),
+        # The ranks set the seed themselves where it is not set, which costs them a second start of Python.
+        for_stand_in={HASH_SEED: site.environ.get(HASH_SEED, "0"), **forward(plan)},
         lacks=_WAITS if plan.host_discovery_script and not plan.network_interfaces else "",
         elastic=plan.elastic,
     )
