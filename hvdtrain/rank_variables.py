@@ -33,6 +33,11 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     return any(name in environ for name in _RANKS)
 
 
+def is_elastic(environ: Mapping[str, str]) -> bool:
+    """Whether the number of ranks of this one's job may change."""
+    return "HOROVOD_ELASTIC" in environ
+
+
 def rank_of(environ: Mapping[str, str]) -> int:
     """This process's rank as its launcher tells it; 0 without one."""
     return _first_number(environ, _RANKS, 0)

@@ -11,7 +11,7 @@ ends everything of the launch on this host.
 Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
 {"stacks": true}, {"signal": number}. News: {"report": ..., "ports": [...]}, {"problem": text},
 {"output": [number, descriptor, text]}, {"ended": [number, exit code]}, {"ranks": [...]} once a second, and after a
-signal with {"passed_on": number}.
+signal with {"passed_on": number}; {"left": [names]} of what scripts have left behind, and the agent has ended.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from hvdtrain.launch.running.ranks import mpi_daemons_of
 from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.strategies.roles import host_environment
 from hvdtrain.rank_variables import without_place
-from hvdtrain.start.host_processes import GRACE_SECONDS, HostProcesses
-from hvdtrain.start.host_watch import HostWatch
+from hvdtrain.start.host_processes import HostProcesses
+from hvdtrain.start.host_watch import GRACE_SECONDS, HostWatch
 from hvdtrain.worker.delivery import deliver, withdraw
 from hvdtrain.worker.rank_environment import available_cores
 
@@ -123,6 +123,8 @@ class Agent:
             if self._is_alone:
                 for statuses in self._watch.tick():
                     _tell(ranks=as_json(statuses))
+                    if names := self._watch.end_left_behind():
+                        _tell(left=names)
 
     def end(self) -> None:
         """End all of the launch on this host; at once if there is nothing."""

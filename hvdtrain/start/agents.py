@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdtrain.launch.host_report import HostReport, differences, late, ssh_problem
 from hvdtrain.start.agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
-from hvdtrain.start.host_processes import GRACE_SECONDS
+from hvdtrain.start.host_watch import GRACE_SECONDS
 from hvdtrain.start.reach import Reach
 
 BEAT_SECONDS = SILENCE_SECONDS / 6

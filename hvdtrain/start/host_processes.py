@@ -15,9 +15,8 @@ from typing import Any
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.process import state_of
+from hvdtrain.start.host_watch import GRACE_SECONDS
 
-GRACE_SECONDS = 2.0
-"""From SIGTERM to SIGKILL."""
 DRAIN_SECONDS = 0.5
 """How long a process's output is waited for after its end."""
 _PR_SET_PDEATHSIG = 1

@@ -14,6 +14,10 @@ from hvdtrain.launch.running.process import state_of
 from hvdtrain.launch.running.ranks import Warner
 
 LOOK_SECONDS = 1.0
+LEAVING_SECONDS = 2.0
+"""What scripts have left behind may take to end by itself when all ranks of the host have gone."""
+GRACE_SECONDS = 2.0
+"""From SIGTERM to SIGKILL."""
 INTERRUPT_SECONDS = 2.0
 """Within which Ctrl-C must have reached a script as KeyboardInterrupt, else it is blocked and will not see it."""
 
@@ -28,6 +32,8 @@ class HostWatch:
     _looked: float = float("-inf")
     _asked: dict[int, int] = field(default_factory=dict)
     _asked_at: float = 0.0
+    _gone_since: float = 0.0
+    _told_left: bool = False
 
     def __post_init__(self) -> None:
         self._lookout = Lookout(self.launch_id)
@@ -43,6 +49,26 @@ class HostWatch:
         """What the ranks do now."""
         self._looked = time.monotonic()
         return [replace(one, ending=self._is_ending(one)) for one in self._lookout.look()]
+
+    def end_left_behind(self) -> list[str]:
+        """End what scripts have left behind when all ranks of this host have gone; return what was told to end now.
+
+        It may hold the output open, for which the launcher would wait.
+        """
+        if not self._gone_since and not self._lookout.left_behind():
+            return []
+        now = time.monotonic()
+        self._gone_since = self._gone_since or now
+        told = []
+        if now - self._gone_since > LEAVING_SECONDS:
+            late = now - self._gone_since > LEAVING_SECONDS + GRACE_SECONDS
+            for pid, name in self._lookout.left_behind().items():
+                with suppress(OSError):
+                    os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+                    if not self._told_left:
+                        told.append(f"{name} (process {pid})")
+            self._told_left = True
+        return told
 
     def warn(self) -> None:
         """Warn all ranks that this job will be ended soon."""

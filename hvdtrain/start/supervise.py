@@ -51,6 +51,7 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
+            ranks.look_again()
             return (code or end.code) if code >= 0 else EXIT_SIGNAL_BASE - code
         ranks.tick()
         end.tick()
@@ -98,22 +99,33 @@ class _AllRanks:
         for host, news in self._agents.news(0):
             with suppress(KeyError, TypeError):
                 self._elsewhere[host] = from_json(news["ranks"], host)
-                self._tell(self._elsewhere[host])
+                self._tell_of(self._elsewhere[host])
             if "passed_on" in news:
                 self._unanswered.discard(host)
+            if "left" in news:
+                self._tell(left=f"{', '.join(news['left'])} on host {host}")
         for statuses in self._here.tick():
-            self._tell(statuses)
+            self._tell_of(statuses)
+            if names := self._here.end_left_behind():
+                self._tell(left=", ".join(names))
 
-    def _tell(self, statuses: list[RankStatus]) -> None:
+    def look_again(self) -> None:
+        """Tell how the ranks on this host were at their end."""
+        self._tell_of(self._here.look())
+
+    def _tell_of(self, statuses: list[RankStatus]) -> None:
         """A line for each rank, none longer than what a pipe takes whole."""
         for one in statuses:
-            try:
-                if self._pipe is not None:
-                    os.write(self._pipe, json.dumps({"ranks": as_json([one])}).encode() + b"\n")
-            except BlockingIOError:
-                return  # The reader is halted; it will be told again.
-            except OSError:
-                self._pipe = None  # Nobody asks any more.
+            self._tell(ranks=as_json([one]))
+
+    def _tell(self, **news: object) -> None:
+        try:
+            if self._pipe is not None:
+                os.write(self._pipe, json.dumps(news).encode() + b"\n")
+        except BlockingIOError:
+            pass  # The reader is halted; it will be told again.
+        except OSError:
+            self._pipe = None  # Nobody asks any more.
 
 
 @dataclass

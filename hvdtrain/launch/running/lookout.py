@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvdtrain.launch.running.ranks import rank_processes, topmost
-from hvdtrain.rank_variables import local_size_of, rank_of
+from hvdtrain.rank_variables import is_elastic, local_size_of, rank_of
 from hvdtrain.worker.heartbeat import Heartbeat, Page, page_of
 
 State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
@@ -22,7 +22,7 @@ _STATES: dict[str, State] = {
     "X": "gone",
 }
 FIRST_SEARCHES_SECONDS = 1.0
-LAST_SEARCHES_SECONDS = 60.0
+LAST_SEARCHES_SECONDS = 10.0
 """Between two searches of all processes while ranks of this host are missing: more and more."""
 _PAUSE_SECONDS = 5.0
 """Between two looks: then this process itself was stopped, and the ranks may have been as well."""
@@ -134,13 +134,29 @@ class Lookout:
             if seen.is_there:
                 yield rank, seen.pid
 
+    def left_behind(self) -> dict[int, str]:
+        """What scripts have started and what lives on after all ranks of this host: process ids with their names."""
+        if any(seen.is_there for seen in self._seen.values()):
+            return {}
+        if self._seen and len(self._seen) < self._expected:
+            return {}
+        found = {}
+        for pid, process in rank_processes(self.launch_id).items():
+            orphan = process.state.parent == 1
+            if (self._seen or orphan) and not is_elastic(process.environ):
+                with suppress(OSError):
+                    found[pid] = (Path("/proc") / str(pid) / "comm").read_text().strip()
+        return found
+
     def _search(self, now: float) -> None:
         """Find the process of each rank: the topmost with a page, as a launcher's may stand above it."""
         found = rank_processes(self.launch_id)
         pages = {pid: page for pid in found if (page := page_of(pid)) is not None}
         for one in (found.keys() - pages.keys(), pages.keys()):
             for pid in topmost({pid: found[pid].state.parent for pid in one}):
-                self._take(pid, found[pid].environ, pages.get(pid), now)
+                # What a rank has left behind is adopted by init.
+                if pid in pages or found[pid].state.parent != 1:
+                    self._take(pid, found[pid].environ, pages.get(pid), now)
 
     def _take(self, pid: int, environ: Mapping[str, str], page: Page | None, now: float) -> None:
         rank = rank_of(environ)

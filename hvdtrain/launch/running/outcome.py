@@ -17,6 +17,7 @@ from hvdtrain.worker.failure import Failure
 # horovodrun over Gloo, srun.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
+_MPI_LEFT = re.compile(r"process rank (\d+) with PID \d+ on\s+node \S+ exiting improperly")
 _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
@@ -53,7 +54,7 @@ def outcome_of(
         log_dir: named in the message.
         members: what the ranks are called.
         hung: why the watchdog ended the run; empty if it did not.
-        absent: which ranks the others may have missed when the first of them failed.
+        absent: which ranks the others have missed; empty if that is not known.
     """
     if ending.received is not None:
         return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
@@ -74,6 +75,9 @@ def outcome_of(
         return Outcome(cause.exit_code, f"{absent}\nbecause of that {said}\n{logs}")
     if cause is not None:
         return Outcome(cause.exit_code, f"{_describe(cause, failures, members)}\n{logs}")
+    if match := _MPI_LEFT.search(launcher_text):
+        left = f"rank {match[1]} left without coming to the script's end (os._exit?) while others needed it"
+        return Outcome(EXIT_FAILURE, f"{left}\n{logs}")
     if ended is not None:
         rank, code = ended
         return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}")

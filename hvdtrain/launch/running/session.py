@@ -107,7 +107,7 @@ def run_launch(
             log_dir,
             members,
             hung=run.hung,
-            absent=run.absent,
+            absent=run.watchdog.absent({failure.rank for failure in output.failures}),
         )
         if outcome.message:
             output.say(outcome.message)
@@ -120,7 +120,6 @@ class _ShownRun:
 
     Attributes:
         hung: why the watchdog ended it; empty if it did not.
-        absent: which ranks the others may have missed when the first of them failed.
     """
 
     output: Output
@@ -128,14 +127,16 @@ class _ShownRun:
     members: Members
     elastic: bool
     hung: str = ""
-    absent: str = ""
 
     def take_output(self, stream: Stream, data: bytes) -> None:
         self.output.feed(stream, data)
 
     def take_news(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError):
-            self.watchdog.hear(from_json(json.loads(line)["ranks"]))
+            news = json.loads(line)
+            self.watchdog.hear(from_json(news.get("ranks", [])))
+            if "left" in news:
+                self.output.say(f"\nended what the script has left behind: {news['left']}")
 
     def idle(self) -> None:
         self.output.settle()
@@ -147,17 +148,12 @@ class _ShownRun:
         self.output.say(_WARNED)
 
     def has_failed(self) -> bool:
-        if self.elastic or not self.output.failures:
-            return False
-        self.absent = self.absent or self.watchdog.absent(
-            {failure.rank for failure in self.output.failures}
-        )
-        return True
+        return bool(self.output.failures) and not self.elastic
 
     def is_hung(self) -> bool:
         if not self.hung and (reason := self.watchdog.verdict()):
             self.hung = reason
-            self.output.say(f"\n{reason.partition(chr(10))[0]}: ending the run")
+            self.output.say("\nthis run hangs: its ranks show their stacks, and are ended")
         return bool(self.hung)
 
     def is_unread(self) -> bool:

@@ -49,7 +49,11 @@ class Watchdog:
 
     def hear(self, statuses: Iterable[RankStatus]) -> None:
         """The ranks of a host, now."""
-        self.statuses.update((status.rank, status) for status in statuses)
+        for one in statuses:
+            before = self.statuses.get(one.rank)
+            # A rank that is killed while it is stopped was stopped.
+            was_stopped = before is not None and before.state == "stopped" and one.state == "gone"
+            self.statuses[one.rank] = before if before and was_stopped else one
 
     def verdict(self) -> str:
         """Why the run cannot go on; empty as long as it can."""
@@ -58,17 +62,32 @@ class Watchdog:
         return verdict(list(self.statuses.values()), self.limits)
 
     def absent(self, failed: Container[int]) -> str:
-        """Which ranks, other than those that `failed`, these may have missed; empty if none is known."""
+        """Which ranks, other than those that `failed`, these have missed; empty if none is known.
+
+        For a run that has ended: what has gone meanwhile may have been ended with it, so that counts least.
+        """
         others = [one for one in self.statuses.values() if one.rank not in failed]
-        away = [one for one in others if _is_away(one)]
-        return f"{_sentence(away, 'not there', '')}\n{picture(away)}" if away else ""
+        for is_away, what in _AWAY:
+            if away := [one for one in others if is_away(one)]:
+                return _sentence(away, what, "")
+        return ""
 
 
-def _is_away(one: RankStatus) -> bool:
-    """Whether no rank can meet it in a collective: it is frozen, gone, or has not called init."""
-    if one.state in ("stopped", "gone"):
-        return not one.has_ended
-    return one.phase == "starting"
+_AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
+    (lambda one: one.state == "stopped", "stopped (SIGSTOP) while others waited for THEM"),
+    (
+        lambda one: one.phase == "starting",
+        "missing: hvdtrain.init() was not called while others waited for THEM",
+    ),
+    (
+        lambda one: one.has_ended,
+        "missing: the script has come to its end there while others still need THEM",
+    ),
+    (
+        lambda one: one.state == "gone",
+        "gone without coming to the script's end (os._exit?) while others need THEM",
+    ),
+)
 
 
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> str:
