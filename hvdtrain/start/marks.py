@@ -2,6 +2,7 @@
 
     [0]<stdout>:a line
     [1]<stderr+>:a line, or part of one, that the rank has not ended here
+    [1]<news>:what the rank does, told by what stands above it
 
 Marks stand at the beginning of a line and every line has one, so nothing that a rank writes is ever taken
 for a mark. `hvdtrain.launch.running.streams` takes them off.
@@ -28,6 +29,11 @@ def marked(data: bytes, rank: int, descriptor: int) -> bytes:
         ended + piece if piece.endswith(b"\n") else b"%s%s\n" % (cut, piece)
         for piece in _PIECE.findall(data)
     )
+
+
+def marked_news(text: str, rank: int) -> bytes:
+    """A line about the rank, shorter than a piece of srun's."""
+    return b"[%d]<news>:%s\n" % (rank, text.encode())
 
 
 def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> None:

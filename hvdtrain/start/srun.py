@@ -114,6 +114,8 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        # At a first SIGINT srun only asks for a second one.
+        number = signal.SIGTERM if number == signal.SIGINT else number
         if process is None:
             early.append(number)
         else:

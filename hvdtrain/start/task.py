@@ -12,19 +12,27 @@ in one piece, so lines of several ranks never mix.
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.environment import EXIT_SIGNAL_BASE, LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.running.lookout import Lookout, as_json
 from hvdtrain.launch.slurm.task import RENDEZVOUS_ADDRESS, task_environment
-from hvdtrain.start.marks import marked
+from hvdtrain.start.host_watch import LOOK_SECONDS
+from hvdtrain.start.marks import marked, marked_news
 from hvdtrain.worker.rank_environment import available_cores
 
+NEWS_SECONDS = 5.0
+"""Of a rank that goes on as before, news come so often."""
 INTERFACE = "HOROVOD_GLOO_IFACE"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -37,10 +45,11 @@ def main() -> None:
         place = task_environment(os.environ, available_cores())
     except HvdtrainError as error:
         sys.exit(f"Error: {error}")
-    if RENDEZVOUS_ADDRESS in place and INTERFACE not in os.environ:
-        interface = interface_to(place[RENDEZVOUS_ADDRESS])
-        place |= {INTERFACE: interface} if interface else {}
-    sys.exit(run_marked(sys.argv[1:], {**os.environ, **place}, int(place["HOROVOD_RANK"])))
+    environment = {**os.environ, **place}
+    if RENDEZVOUS_ADDRESS in environment and INTERFACE not in environment:
+        interface = interface_to(environment[RENDEZVOUS_ADDRESS])
+        environment |= {INTERFACE: interface} if interface else {}
+    sys.exit(run_marked(sys.argv[1:], environment, int(place["HOROVOD_RANK"])))
 
 
 def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
@@ -52,6 +61,7 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
         stderr=subprocess.PIPE,
         preexec_fn=_default_signals,
     )
+    told = _RankNews(rank, environment)
     assert process.stdout is not None and process.stderr is not None
     with selectors.DefaultSelector() as selector:
         for number, pipe in ((1, process.stdout), (2, process.stderr)):
@@ -59,6 +69,7 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
         # A process that the rank left behind may keep the pipes open: its end is enough.
         while selector.get_map():
             ready = selector.select(timeout=0.1)
+            told.tick()
             for key, _ in ready:
                 data = os.read(key.fd, 65536)
                 if data:
@@ -68,7 +79,32 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
             if not ready and process.poll() is not None:
                 break
     code = process.wait()
+    told.tick(at_once=True)
     return code if code >= 0 else EXIT_SIGNAL_BASE - code
+
+
+class _RankNews:
+    """Tells `hvdtrain run`, if that launched it, what the rank does: at once what is new, else every few seconds."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._host = environment.get("SLURMD_NODENAME", "")
+        wanted = TERMINAL in environment and LAUNCH_ID in environment
+        self._lookout = Lookout(environment[LAUNCH_ID]) if wanted else None
+        self._looked = self._told = float("-inf")
+        self._before: tuple[str, str] | None = None
+
+    def tick(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if self._lookout is None or (now - self._looked < LOOK_SECONDS and not at_once):
+            return
+        self._looked = now
+        for one in self._lookout.look():
+            new = self._before != (one.state, one.phase) or now - self._told >= NEWS_SECONDS
+            if one.rank == self._rank and new:
+                self._told, self._before = now, (one.state, one.phase)
+                news = json.dumps({"ranks": as_json([replace(one, host=self._host)])})
+                _write_all(1, marked_news(news, self._rank))
 
 
 def interface_to(address: str) -> str | None:
@@ -87,10 +123,10 @@ def interface_to(address: str) -> str | None:
 def _default_signals() -> None:
     """In the command, signals end the process again, as usual.
 
-    Except SIGUSR1, the warning of a job that will end: until the rank listens for it, it is lost
-    and not deadly.
+    Except SIGUSR1, the warning of a job that will end, and SIGUSR2, which shows stacks: until the rank listens for
+    them, they are lost and not deadly.
     """
-    for number in set(_SIGNALS) - {signal.SIGUSR1}:
+    for number in set(_SIGNALS) - {signal.SIGUSR1, signal.SIGUSR2}:
         signal.signal(number, signal.SIG_DFL)
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,15 +37,15 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Namesp
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """start(script, *options) -> Job: write the script, and launch it from its folder."""
+    """start(script, *options, after=()) -> Job: write the script, and launch it from its folder with arguments."""
 
     jobs: list[Job] = []
 
-    def begin(script: str, *options: str) -> Job:
+    def begin(script: str, *options: str, after: Sequence[str] = ()) -> Job:
         (tmp_path / "train.py").write_text(script)
         mark = f"JOB_OF_TEST={tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}"
         process = subprocess.Popen(
-            [sys.executable, "-m", "hvdtrain.cli", "run", *options, "train.py"],
+            [sys.executable, "-m", "hvdtrain.cli", "run", *options, "train.py", *after],
             cwd=tmp_path,
             env=user_environment(JOB_OF_TEST=mark.partition("=")[2]),
             stdin=subprocess.DEVNULL,

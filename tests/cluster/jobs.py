@@ -40,6 +40,11 @@ class Job:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
 
+    def log(self, rank: int, stream: str) -> str:
+        """What a rank wrote, in its log folder."""
+        (path,) = self.folder.glob(f".hvdtrain/logs/*/rank.{rank}/{stream}")
+        return path.read_text(errors="replace")
+
     def left(self) -> list[str]:
         """The command lines of all processes of the job that still exist."""
         found = []

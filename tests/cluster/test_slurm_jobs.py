@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import hanging
 import numpy as np
 import pytest
 from jobs import RANK, REPOSITORY, SECONDS
@@ -181,6 +182,20 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     _, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 130
     assert "SIGINT: stopping all ranks" in stderr
+    assert slurm.left(seconds=5) == []
+
+
+def test_a_frozen_rank(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "train.py").write_text(hanging.SCRIPT)
+    job = slurm.start(
+        *("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *HVDTRAIN, "run"),
+        *("--hang-timeout", hanging.LIMIT, "train.py", "1", "training"),
+        cwd=folder,
+    )
+    _, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == hanging.EXIT_HANG, stderr
+    hanging.assert_named(stderr, 1, "training", host="n2")
+    assert "most recent call first" in stderr
     assert slurm.left(seconds=5) == []
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import hanging
 import numpy as np
 import pytest
 from jobs import RANK, SECONDS, user_environment
@@ -23,7 +24,7 @@ from namespaces import NamespaceHost, child_of
 
 Hosts = dict[str, NamespaceHost]
 END_SECONDS = 8
-"""A launch's keepers end what is left within a few seconds."""
+"""A launch's agents end what is left within a few seconds."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,41 @@ def test_hosts_train_to_the_weights_of_local_ranks(
     trained = weights(job.folder / "run")
     for ours, local in zip(trained, local_weights, strict=True):
         np.testing.assert_allclose(ours, local, rtol=0, atol=TOLERANCE)
+
+
+def test_a_frozen_rank_on_another_host(launch: Launch, tmp_path: Path, controller: str) -> None:
+    (tmp_path / "train.py").write_text(hanging.SCRIPT)
+    limit = ("--hang-timeout", hanging.LIMIT)
+    job = launch(
+        *("-H", "node1:1,node2:1", "--controller", controller, *limit, "train.py", "1", "training")
+    )
+    _, stderr = job.end()
+    assert job.process.returncode == hanging.EXIT_HANG, stderr
+    hanging.assert_named(stderr, 1, "training", host="node2")
+
+
+def test_scripts_on_all_hosts_have_their_grace(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        RANK
+        + """
+import signal
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # These hosts see each other's processes.
+    time.sleep(3 * rank)
+    open(f"saved.{rank}", "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+with open(f"started.{rank}", "w") as file:
+    file.write("{}")
+time.sleep(600)
+"""
+    )
+    job = launch("-H", "node1:1,node2:1", "--controller", "mpi", "train.py")
+    job.wait_for("started", 2)
+    os.kill(job.pid, signal.SIGTERM)
+    job.end()
+    assert job.process.returncode == 143
+    assert [(tmp_path / f"saved.{rank}").exists() for rank in range(2)] == [True, True]
 
 
 PROBLEMS = {

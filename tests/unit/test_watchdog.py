@@ -93,7 +93,7 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
                 rank(1, "saving", idle=302, detail="a file"),
             ],
             "rank 1 (process 101) is not there: for 300 s others have waited for it in the collective grad\n"
-            "  rank 0: in the collective grad\n"
+            "  rank 0: in the script, collective grad\n"
             "  rank 1: in saving (a file)",
         ),
         (
@@ -131,11 +131,17 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
     dog = Watchdog(LIMITS)
     dog.hear([rank(0), rank(1, "starting"), rank(2, state="stopped", held=1), rank(3)])
     assert dog.absent({0}) == (
-        "rank 1 (process 101), rank 2 (process 102) are not there\n"
-        "  rank 1: in starting\n"
-        "  rank 2: in training, step 8, stopped"
+        "rank 2 (process 102) is stopped (SIGSTOP) while others waited for it"
     )
-    assert dog.absent({0, 1, 2}) == ""
+    dog.hear([rank(2, state="gone")])
+    assert "rank 2 (process 102) is stopped" in dog.absent({0}), "and was killed so"
+    assert dog.absent({0, 2}) == (
+        "rank 1 (process 101) is missing: hvdtrain.init() was not called while others waited for it"
+    )
+    dog.hear([rank(1, "ended", state="gone"), rank(3, state="gone")])
+    assert "rank 1 (process 101) is missing: the script has come to its end" in dog.absent({0, 2})
+    assert "rank 3 (process 103) is gone without" in dog.absent({0, 1, 2})
+    assert dog.absent({0, 1, 2, 3}) == ""
 
 
 def test_statuses_travel_as_json() -> None:

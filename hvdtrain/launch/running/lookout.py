@@ -138,14 +138,14 @@ class Lookout:
         """What scripts have started and what lives on after all ranks of this host: process ids with their names."""
         if any(seen.is_there for seen in self._seen.values()):
             return {}
-        if self._seen and len(self._seen) < self._expected:
-            return {}
         found = {}
         for pid, process in rank_processes(self.launch_id).items():
-            orphan = process.state.parent == 1
-            if (self._seen or orphan) and not is_elastic(process.environ):
-                with suppress(OSError):
-                    found[pid] = (Path("/proc") / str(pid) / "comm").read_text().strip()
+            # One that was never seen may still be a rank, unless init has adopted it.
+            unseen = len(self._seen) < self._expected and process.state.parent != 1
+            if unseen or is_elastic(process.environ):
+                return {}
+            with suppress(OSError):
+                found[pid] = (Path("/proc") / str(pid) / "comm").read_text().strip()
         return found
 
     def _search(self, now: float) -> None:

@@ -58,6 +58,7 @@ class Output:
         show_launcher: show what horovodrun and mpirun say as well.
         stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
         members: what the ranks are called.
+        on_news: told each line about a rank by what stands above it.
         unread: whether nobody reads one of the two streams any more.
         failures: what ranks reported, in the order of arrival.
         launcher_text: the end of what horovodrun and mpirun said.
@@ -70,6 +71,7 @@ class Output:
     show_launcher: bool = False
     stamp: Callable[[], bytes] | None = None
     members: Members = RANKS
+    on_news: Callable[[bytes], None] = lambda line: None
     unread: bool = False
     failures: list[Failure] = field(default_factory=list)
     launcher_text: bytes = b""
@@ -77,6 +79,7 @@ class Output:
     _screens: dict[Stream, Screen] = field(init=False)
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
+    _news: dict[int, bytes] = field(default_factory=dict)
     _echoes: Echoes = field(default_factory=Echoes)
     _running: ExitStack = field(default_factory=ExitStack)
 
@@ -137,6 +140,12 @@ class Output:
     def _take(self, piece: Piece) -> None:
         if piece.rank is None:
             self._take_launcher(piece)
+        elif piece.stream == "news":
+            *news, self._news[piece.rank] = (self._news.get(piece.rank, b"") + piece.data).split(
+                b"\n"
+            )
+            for one in news:
+                self.on_news(one)
         elif piece.stream == "stdout" and not self.all_ranks and not self.stamp:
             self._log(piece.rank, "stdout", piece.data)
             if piece.rank == 0:

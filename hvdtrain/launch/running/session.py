@@ -93,6 +93,7 @@ def run_launch(
         members=members,
     )
     run = _ShownRun(output, Watchdog(None if elastic else patience.limits), members, elastic)
+    output.on_news = run.take_news
     with output:
         ending = run_process(
             argv, run, environment=environment, launch_id=uuid.uuid4().hex, grace=patience.grace

@@ -25,15 +25,17 @@ from typing import Literal
 
 from hvdtrain.worker.frames import Unframer
 
-Stream = Literal["stdout", "stderr"]
+Stream = Literal["stdout", "stderr", "news"]
+"""news: not of the rank, but of what stands above it and tells what it does; only among our own marks."""
 Attributed = tuple[tuple[int | None, Stream], bytes]
 
 # Groups: rank, stream, and what else is told: whether the line goes on; the rank's own text.
-_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr)(\+?)>:")
+_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr|news)(\+?)>:")
 _MPI_TAG = rb"\[\d{1,9},\d{1,9}\]<(?:stdout|stderr|stddiag)>:"
 _MPI = re.compile(rb"\[\d{1,9},(\d{1,9})\]<(stdout|stderr|stddiag)>:((?:%s)*)" % _MPI_TAG)
 _MPI_TEXT = re.compile(rb"(?:%s)+" % _MPI_TAG)
-_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag)\+?>:")
+_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag|news)\+?>:")
+_STREAMS: dict[bytes, Stream] = {b"stdout": "stdout", b"stderr": "stderr", b"news": "news"}
 # The beginning of a tag at the end of what has been read so far.
 _BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}\+?>?)?)\Z")
 _LONGEST_TAG = len(b"[123456789,123456789]<stddiag>:")
@@ -121,7 +123,7 @@ class TagReader:
         yield from self._attribute(before[1:])
         for at in range(0, len(found), 4):
             rank, name, more, text = found[at : at + 4]
-            self._source = (int(rank), "stdout" if name == b"stdout" else "stderr")
+            self._source = (int(rank), _STREAMS[name])
             self._end = b"" if more else b"\n"
             yield from self._attribute(text if at + 4 == len(found) else text + b"\n")
 

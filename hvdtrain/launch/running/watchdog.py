@@ -141,9 +141,9 @@ def _awaited(
     ]
     if not waiting:
         return ""
-    places = {_place(one) for one in waiting}
-    late = [one for one in there if _place(one) not in places and not one.has_ended]
-    where = " and ".join(sorted(places))
+    meetings = {_meeting(one) for one in waiting}
+    late = [one for one in there if _meeting(one) not in meetings and not one.has_ended]
+    where = " and ".join(sorted(meetings))
     if late:
         limit = limits.waiting + patience
         return _sentence(
@@ -177,16 +177,25 @@ def _name(one: RankStatus) -> str:
     return f"rank {one.rank}{place} (process {one.pid})"
 
 
+def _meeting(one: RankStatus) -> str:
+    """Where it waits for others; empty if it does not."""
+    if one.heartbeat is None or not one.heartbeat.waiting:
+        return ""
+    return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else "hvdtrain.init()"
+
+
 def _place(one: RankStatus) -> str:
     """What it does, so that ranks which do the same have the same words."""
     beat = one.heartbeat
     if beat is None:
         return "a program without a heartbeat"
-    if beat.waiting:
-        return f"the collective {beat.detail}" if beat.detail else "hvdtrain.init()"
+    if beat.waiting and not beat.detail:
+        return "hvdtrain.init()"
     words: str = "the script" if beat.phase == "script" else beat.phase
     if beat.step >= 0 and beat.phase in ("training", "input", "evaluating", "predicting"):
         words += f", step {beat.step + 1}"
+    if beat.waiting:
+        return f"{words}, collective {beat.detail}"
     return f"{words} ({beat.detail})" if beat.detail else words
 
 

@@ -1,0 +1,129 @@
+"""A frozen rank ends its run within the limit, and is named, whatever it was doing and whoever launched it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hanging import EXIT_HANG, LIMIT, PHASES, SCRIPT, assert_named
+from jobs import RANK, SECONDS, Job
+
+
+@pytest.mark.parametrize(
+    ("controller", "stopped", "phase"),
+    [(("mpi", "gloo")[n % 2], (1, 0, 1)[n % 3], phase) for n, phase in enumerate(PHASES)]
+    + [("mpi", 0, "init"), ("gloo", 1, "training")],
+)
+def test_a_frozen_rank(
+    start: Callable[..., Job], controller: str, stopped: int, phase: str
+) -> None:
+    options = ("-np", "2", "--controller", controller, "--hang-timeout", LIMIT)
+    job = start(SCRIPT, *options, after=(str(stopped), phase))
+    _, stderr = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == EXIT_HANG, stderr
+    assert_named(stderr, stopped, phase)
+    assert job.left() == []
+    other = 1 - stopped
+    stack = job.log(other, "stderr")
+    assert "most recent call first" in stack and "train.py" in stack, "the stack of the other rank"
+
+
+WAITS = RANK + "if rank == 1:\n    time.sleep(600)\nimport hvdtrain\nhvdtrain.init()\n"
+
+
+def test_a_rank_that_never_calls_init(start: Callable[..., Job]) -> None:
+    job = start(WAITS, "-np", "2", "--controller", "mpi", "--hang-timeout", LIMIT)
+    _, stderr = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == EXIT_HANG, stderr
+    assert "rank 1 (process" in stderr
+    assert "is not there: for 3 s others have waited for it in hvdtrain.init()" in stderr
+    assert job.left() == []
+
+
+LEAVES = """
+import hvdtrain, os, sys, tensorflow as tf
+import horovod.tensorflow as hvd
+hvdtrain.init()
+for step in range(10**6):
+    hvd.allreduce(tf.ones(4), name="sum")
+    if step == 20 and hvd.rank() == 1:
+        {leave}
+"""
+
+
+@pytest.mark.parametrize(
+    ("leave", "says"),
+    [
+        ("os._exit(0)", "without coming to the script's end (os._exit?)"),
+        ("sys.exit(0)", "missing: the script has come to its end there"),
+    ],
+)
+def test_a_rank_that_leaves_early(
+    start: Callable[..., Job], controller: str, leave: str, says: str
+) -> None:
+    job = start(LEAVES.format(leave=leave), "-np", "2", "--controller", controller)
+    _, stderr = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 1, stderr
+    assert says in stderr
+    assert "rank 1 " in next(line for line in stderr.splitlines() if says in line)
+
+
+LEFT = (
+    RANK
+    + """
+import subprocess
+if rank == 0:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("done")
+"""
+)
+
+
+def test_what_a_script_leaves_behind_holds_no_run_open(
+    start: Callable[..., Job], controller: str
+) -> None:
+    job = start(LEFT, "-np", "2", "--controller", controller)
+    stdout, stderr = job.process.communicate(timeout=30)
+    assert (job.process.returncode, stdout) == (0, "done\n")
+    assert stderr.strip().startswith("ended what the script has left behind: python")
+    assert job.left() == []
+
+
+SAVES = (
+    RANK
+    + """
+import signal
+def save(*_):
+    time.sleep(3)
+    print("saved", flush=True)
+    sys.exit(0)
+if {catches}:
+    signal.signal(signal.SIGTERM, save)
+open(f"started.{{rank}}", "w").close()
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    time.sleep(3)
+    print("interrupted", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("catches", ["True", "rank == 0"])
+def test_scripts_have_their_grace(start: Callable[..., Job], controller: str, catches: str) -> None:
+    """Also when only one rank wants it."""
+    job = start(SAVES.format(catches=catches), "-np", "2", "--controller", controller)
+    job.wait_for("started", 2)
+    job.process.terminate()
+    stdout, _ = job.process.communicate(timeout=SECONDS)
+    assert (job.process.returncode, stdout) == (143, "saved\n")
+    assert job.left() == []
+
+
+def test_ctrl_c_reaches_a_script_that_wants_it(start: Callable[..., Job], controller: str) -> None:
+    job = start(SAVES.format(catches="False"), "-np", "2", "--controller", controller)
+    job.wait_for("started", 2)
+    job.process.send_signal(2)
+    stdout, _ = job.process.communicate(timeout=SECONDS)
+    assert (job.process.returncode, stdout) == (130, "interrupted\n")
+    assert job.left() == []
