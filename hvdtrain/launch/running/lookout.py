@@ -140,10 +140,12 @@ class Lookout:
             return {}
         found = {}
         for pid, process in rank_processes(self.launch_id).items():
-            # One that was never seen may still be a rank, unless init has adopted it.
-            unseen = len(self._seen) < self._expected and process.state.parent != 1
-            if unseen or is_elastic(process.environ):
-                return {}
+            # What init has not adopted may still be a rank that was not seen yet.
+            adopted = process.state.parent == 1
+            if is_elastic(process.environ) or not (
+                adopted or rank_of(process.environ) in self._seen
+            ):
+                continue
             with suppress(OSError):
                 found[pid] = (Path("/proc") / str(pid) / "comm").read_text().strip()
         return found
