@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hvdtrain.launch.running.bounded import GRACE_SECONDS
+
 Status = Literal["ok", "warn", "fail", "skip"]
 _TICK_SECONDS = 0.2
-_SPARE_SECONDS = 10.0
-"""A check ends its own commands when its time is over, and says more than we can here: let it."""
+_SPARE_SECONDS = 2 * GRACE_SECONDS + 3
+"""A check ends its own commands, two at most, when their time is over, and says more than we can here: let it."""
 
 
 @dataclass(frozen=True)

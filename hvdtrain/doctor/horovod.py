@@ -132,9 +132,8 @@ def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]
         return None, took_too_long(LOADS, limit)
     answer = _answer_of(said)
     if said.returncode != 0 or answer is None:
-        how = said.last_line or f"ended with exit code {said.returncode}"
         fix = next((fix for sign, fix in _LOAD_FIXES if sign in said.stderr), _REBUILD)
-        return None, fail(LOADS, how, fix)
+        return None, fail(LOADS, said.last_line, fix)
     build = Build(**answer)
     parts = [name for name in ("mpi", "gloo", "nccl") if getattr(build, name)]
     return build, ok(LOADS, f"with {', '.join(parts)} ({said.seconds:.1f} s with TensorFlow)")
@@ -192,7 +191,7 @@ def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
         return took_too_long(DRIVER, limit, fix)
     if said.returncode != 0:
         fix = "reboot after an update of the driver; else install the driver again"
-        return fail(DRIVER, said.last_line or f"nvidia-smi exits with {said.returncode}", fix)
+        return fail(DRIVER, said.last_line, fix)
     rows = [[word.strip() for word in line.split(",")] for line in said.stdout.splitlines()]
     gpus = [Gpu(*row) for row in rows if len(row) == 4]
     return gpus or fail(DRIVER, "nvidia-smi lists no GPU", "in a container: docker run --gpus all")
@@ -254,7 +253,7 @@ def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
     if said is None or said.returncode is None:
         fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
         return took_too_long(NCCL, limit, fix)
-    answer = _answer_of(said) or {"error": said.last_line or "NCCL ended without a word"}
+    answer = _answer_of(said) or {"error": said.last_line}
     if "error" in answer:
         fix = "NCCL_DEBUG=INFO shows why; in a container: --ipc=host, or --shm-size=1g"
         if "cannot open" in answer["error"]:

@@ -163,7 +163,7 @@ def answer_of(said: Ran) -> dict[str, Any] | Result:
         fix = "make the same environment there, at the same path (or on a file system that all hosts share)"
         return fail("Python", f"there is no {sys.executable}", fix)
     fix = "the login shell there must not write or ask anything, and its Python must work"
-    return fail("Python", said.last_line or f"ended with exit code {said.returncode}", fix)
+    return fail("Python", said.last_line, fix)
 
 
 def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:

@@ -161,7 +161,7 @@ def check_engine(name: str, answer: Ran | None, limit: float) -> Result:
     # Old Docker clients report a missing daemon, and exit with 0.
     if answer.returncode == 0 and words and words[0][0].isdigit():
         return ok(name, f"works, version {words[0]}")
-    return skip(name, answer.last_line or "does not answer", _engine_fix(name, answer.text))
+    return skip(name, answer.last_line, _engine_fix(name, answer.text))
 
 
 def _engine_fix(name: str, text: str) -> str:

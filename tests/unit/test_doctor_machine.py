@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from fake_programs import path_with
 
-from hvdtrain.doctor import machine
-from hvdtrain.doctor.checks import Result, names_in
+from hvdtrain.doctor import checks as doctor_checks
+from hvdtrain.doctor import machine, services
+from hvdtrain.doctor.checks import Options, Result, names_in, run_checks
 from hvdtrain.doctor.machine import (
     MEGABYTE,
     check_limits,
@@ -28,6 +29,7 @@ from hvdtrain.doctor.machine import (
 from hvdtrain.doctor.services import check_containers, check_slurm
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.cores import cgroup_quota, physical_cores
+from hvdtrain.launch.running import bounded
 
 
 def statuses(results: Any) -> list[str]:
@@ -262,6 +264,28 @@ def test_srun_that_fails_or_is_missing(tmp_path: Path) -> None:
     found = slurm(tmp_path, sinfo=sinfo, srun="echo 'srun: fatal: no plugin' >&2; exit 1")
     assert found["srun --mpi"].seen == "srun: fatal: no plugin"
     assert "slurm.conf" in found["srun --mpi"].fix
+
+
+def test_programs_that_end_without_a_word(tmp_path: Path) -> None:
+    found = slurm(tmp_path, sinfo="exit 3", srun="kill -9 $$")
+    assert found["Slurm"].seen == "ended with exit code 3, without a word"
+    assert found["srun --mpi"].seen == "ended by signal 9, without a word"
+
+
+def test_docker_and_podman_that_hang_and_cannot_be_asked_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a check says of them comes before its own time is over, which would be a failure."""
+    # All waits are a third of their length.
+    monkeypatch.setattr(bounded, "GRACE_SECONDS", bounded.GRACE_SECONDS / 3)
+    monkeypatch.setattr(doctor_checks, "_SPARE_SECONDS", doctor_checks._SPARE_SECONDS / 3)
+    deaf = "trap '' TERM; while :; do /bin/sleep 1; done"
+    environ = path_with(tmp_path, {"docker": deaf, "podman": deaf})
+    looks = [
+        check for check in services.checks(Options(environ, limit=0.2)) if check.name != "Slurm"
+    ]
+    ((_, results),) = run_checks(looks, lambda names, seconds: None)
+    assert statuses(results) == ["skip", "skip", "skip"]
 
 
 def test_no_slurm_and_no_cluster_are_skipped(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.launch.running.process import end_processes
 from hvdtrain.signals import leaving_on_signals
 
-_GRACE_SECONDS = 6.0
+GRACE_SECONDS = 6.0
 """`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""
 _TICK_SECONDS = 0.1
 _REST_SECONDS = 1.0
@@ -48,12 +48,14 @@ class Ran:
 
     @property
     def last_line(self) -> str:
-        """The last line that says something, of standard error if there is one."""
+        """The last line that says something, of standard error if there is one; else how it ended."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             if lines:
                 return lines[-1]
-        return ""
+        if self.returncode is not None and self.returncode < 0:
+            return f"ended by signal {-self.returncode}, without a word"
+        return f"ended with exit code {self.returncode}, without a word"
 
 
 def run(
@@ -135,7 +137,7 @@ def ending_commands() -> Iterator[None]:
 
 def end_all() -> None:
     """End all commands that run now: the user wants no more of them."""
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + GRACE_SECONDS
     while children := _children():
         late = time.monotonic() > deadline
         for pid in children:
@@ -161,7 +163,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
         # Politely first: launchers end their ranks on other hosts themselves.
         os.killpg(process.pid, signal.SIGTERM)
         try:
-            process.wait(_GRACE_SECONDS)
+            process.wait(GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
     end_processes(mark, signal.SIGKILL)
