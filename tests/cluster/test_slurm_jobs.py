@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -197,6 +198,17 @@ def test_a_frozen_rank(slurm: SlurmCluster, folder: Path) -> None:
     hanging.assert_named(stderr, 1, "training", host="n2")
     assert "most recent call first" in stderr
     assert slurm.left(seconds=5) == []
+
+
+def test_what_srun_is_given_goes_to_rank_0(slurm: SlurmCluster, folder: Path) -> None:
+    (folder / "train.py").write_text(RANK + "print(rank, repr(sys.stdin.read()), flush=True)\n")
+    run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "train.py"])
+    options = ("--quiet", "--nodes=2", "--ntasks-per-node=2")
+    job = slurm.start("salloc", *options, "sh", "-c", f"echo hello | {run}", cwd=folder)
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, stderr
+    read = ["'hello\\n'", "''", "''", "''"]
+    assert sorted(stdout.splitlines()) == [f"[{rank}] {rank} {read[rank]}" for rank in range(4)]
 
 
 def test_mpi_by_pmix(slurm: SlurmCluster, folder: Path) -> None:
