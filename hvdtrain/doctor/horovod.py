@@ -51,7 +51,7 @@ _LAUNCH_FIXES = (
     (r"not enough slots", "give each host the slots that it has: -H name:slots"),
     (r"No space left|Bus error|SIGBUS", "make room in /dev/shm and in the folder TMPDIR"),
     (r"session_dir failed", "name a folder that you may write: export TMPDIR=..."),
-    (r"Permission denied|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
+    (r"Permission denied \(|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
     (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
     (r"cannot open shared object|undefined symbol", _REBUILD),
 )  # fmt: skip

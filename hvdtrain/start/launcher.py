@@ -57,6 +57,8 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
+    # Horovod's notes of which hosts it has asked: we ask them, and the home folder need not be writable.
+    parsed.disable_cache = True
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
     reach = _reach(parsed)

@@ -110,6 +110,20 @@ print(json.dumps({
     }
 
 
+@pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
+def test_the_home_folder_need_not_be_writable(controller: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun", controller]
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [*command, "-np", "1", "-H", "localhost:1", "echo", "here"], cwd=tmp_path,
+        env={**os.environ, **as_root, "PATH": scripts, "HOME": "/proc/none"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "here" in done.stdout
+
+
 def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\necho "stricthostkeychecking $CHECKING"\n')
