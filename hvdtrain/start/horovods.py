@@ -30,7 +30,7 @@ from horovod.runner.util import network, remote  # noqa: E402
 from hvdtrain.launch.passing import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.marks import pass_on_marked  # noqa: E402
-from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier  # noqa: E402
+from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
 
 __all__ = ["horovod_hosts", "horovods_exportable", "launch", "network", "replace_functions"]
 
@@ -47,6 +47,7 @@ def replace_functions(
     in_command_line: Callable[[str], bool],
     interfaces: Callable[[], Collection[str]],
     one_host: bool,
+    patience: float = 0.0,
     fit_hosts: Callable[[Any], Any] | None = None,
 ) -> None:
     """Replace what Horovod would ask anew, does unsafely, or gets wrong.
@@ -57,6 +58,7 @@ def replace_functions(
         in_command_line: whether the variable of a name goes to the ranks as part of their command (over MPI, its name).
         interfaces: those to communicate over, once they are asked for.
         one_host: whether all ranks are on this host.
+        patience: seconds for all ranks of an elastic job to meet again after their number changed.
         fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks; for elastic jobs.
     """
     # Horovod imports TensorFlow in a process of its own to find out: 3 to 4 s.
@@ -80,8 +82,9 @@ def replace_functions(
 
     # Horovod's server listens on every interface and runs what it receives (see `rendezvous`).
     gloo_run.RendezvousServer = functools.partial(
-        Rendezvous, lambda: network.get_driver_ip(interfaces())
+        Rendezvous, lambda: network.get_driver_ip(interfaces()), patience
     )
+    gloo_run.create_rendezvous_handler = elastic_handler
     elastic_driver.WorkerNotificationClient = WorkerNotifier
 
     # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.

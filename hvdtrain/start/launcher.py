@@ -80,6 +80,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
             functools.partial(in_command_line, parsed, asked),
             hosts.interfaces if hosts else lambda: parsed.nics,
             not elastic and not remote,
+            parsed.elastic_timeout or ELASTIC_SECONDS,
             (lambda found: FitHosts(found, hosts)) if hosts else None,
         )
         for stream in (sys.stdout, sys.stderr):

@@ -23,12 +23,14 @@ import socket
 import socketserver
 import struct
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.network import Wire
-from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES
+from horovod.runner.elastic.registration import FAILURE
+from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES, create_rendezvous_handler
 from horovod.runner.elastic.worker import HostsUpdatedRequest
 from horovod.runner.http.http_server import (
     RendezvousHandler,
@@ -43,6 +45,7 @@ FORBIDDEN = 403
 LONGEST_BODY = 16 << 20
 """Bytes. A rank PUTs about 150 for each of the others."""
 ANSWER_SECONDS = 5.0
+POLL_SECONDS = 0.05
 _LITERALS = frozenset(
     {
         *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
@@ -57,15 +60,17 @@ class Rendezvous(RendezvousServer):
 
     Args:
         address: asked for when the server starts: the hosts of an elastic job must be known first.
+        patience: seconds for all ranks of an elastic job to be there, after their number has changed.
     """
 
-    def __init__(self, address: Callable[[], str], verbose: int = 0) -> None:
+    def __init__(self, address: Callable[[], str], patience: float = 0.0, verbose: int = 0) -> None:
         super().__init__(verbose)
         self._address = address
+        self._patience = patience
 
     def start(self, handler_cls: type[RendezvousHandler] = RendezvousHandler) -> int:
         """Serve in a thread; returns the port."""
-        handler = type("GuardedHandler", (_Guard, handler_cls), {})
+        handler = type("GuardedHandler", (_Guard, handler_cls), {"patience": self._patience})
         self._httpd = _Server((self._address(), 0), handler, self._verbose)
         self._listen_thread = in_thread(target=self._httpd.serve_forever)
         port: int = self._httpd.server_address[1]
@@ -119,6 +124,34 @@ class _Guard(RendezvousHandler):
         # A script written for elastic workers may run in a job that is not elastic.
         if hasattr(self, "_put_worker_addresses"):
             self._put_worker_addresses(host, slot, addresses, service_key)
+
+    def _get_value(self, scope: str, key: str) -> bytes | None:
+        if hasattr(self, "has_failed"):
+            self._wait_for_all(scope)
+        value: bytes | None = super()._get_value(scope, key)
+        return value
+
+    def _wait_for_all(self, scope: str) -> None:
+        """Ranks that are told of the first ones wait no longer than Gloo's time-out for the others, and a newcomer may
+        take longer to start: none is told before all are there, or one of them has failed."""
+        deadline = time.monotonic() + self.patience
+        while not (self._has_all(scope) or self.has_failed() or time.monotonic() > deadline):
+            time.sleep(POLL_SECONDS)
+
+    def _has_all(self, scope: str) -> bool:
+        with self.server.cache_lock:
+            # The first thing that a rank PUTs is the name of its host, as rank_0; then come its addresses, as 0.
+            ranks = {key.removeprefix("rank_") for key in self.server.cache.get(scope, ())}
+        return len(ranks) >= self.server.scope_size.get(scope, 0)
+
+
+def elastic_handler(driver: Any) -> type[RendezvousHandler]:
+    """Horovod's handler of an elastic job, which knows whether a worker has failed since its number changed."""
+    handler: Any = create_rendezvous_handler(driver)
+    registry = driver._worker_registry
+    handler.has_failed = staticmethod(lambda: driver.finished() or registry.count(FAILURE) > 0)
+    failing: type[RendezvousHandler] = handler
+    return failing
 
 
 class WorkerNotifier:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,45 +49,97 @@ except urllib.error.HTTPError as error:
 """
 
 
+# The first worker trains until there is a second, which takes longer to start than Gloo waits.
+SLOW = """
+import os, time
+if os.environ["HOROVOD_HOSTNAME"] == "node2":
+    time.sleep(8)
+import keras
+import hvdtrain.keras as hvd
+hvd.init()
+model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+@hvd.elastic.run
+def train(state):
+    open(f"{os.environ['HOROVOD_HOSTNAME']}.trains", "w").close()
+    while hvd.size() < 2:
+        time.sleep(0.1)
+        state.commit()
+    return hvd.allgather_object(os.environ["HOROVOD_HOSTNAME"])
+print("trained on", *train(hvd.elastic.KerasState(model)))
+"""
+Start = Callable[..., subprocess.Popen[str]]
+
+
 @pytest.fixture
-def job(hosts: Hosts, tmp_path: Path):  # type: ignore[no-untyped-def]
-    (tmp_path / "train.py").write_text(STAY)
-    (tmp_path / "hosts.txt").write_text("node1:1\nnowhere:1\n")
-    find = tmp_path / "find.sh"
-    find.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts.txt\n")
-    find.chmod(0o755)
-    command = [sys.executable, "-m", "hvdtrain.cli", "run", "-np", "1", "--max-np", "2"]
-    command += ["--host-discovery-script", str(find), "--start-timeout", "5", "--all-ranks"]
-    command += ["--network-interfaces", "eth0", "--env", "WANTED_TOKEN", "train.py"]
-    process = subprocess.Popen(
-        hosts["node1"].argv(command, tmp_path),
-        env=user_environment(HOME=str(tmp_path), WANTED_TOKEN="token-2"),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    yield process
-    if process.poll() is None:
-        os.kill(child_of(process.pid), signal.SIGKILL)
-        process.wait()
+def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
+    """start(script, *hosts, **environment): an elastic job on node1, whose hosts are the lines of hosts.txt."""
+    processes = []
+
+    def begin(script: str, *found: str, **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "train.py").write_text(script)
+        find = tmp_path / "find.sh"
+        find.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts.txt\n")
+        find.chmod(0o755)
+        show(tmp_path, *found)
+        command = [
+            str(Path(sys.executable).with_name("hvdtrain")),
+            "run",
+            "-np",
+            "1",
+            "--max-np",
+            "2",
+        ]
+        command += ["--host-discovery-script", str(find), "--start-timeout", "5", "--all-ranks"]
+        command += ["--network-interfaces", "eth0", "train.py"]
+        process = subprocess.Popen(
+            hosts["node1"].argv(command, tmp_path),
+            env=user_environment(HOME=str(tmp_path), **environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield begin
+    for process in processes:
+        if process.poll() is None:  # Only a failed test leaves one.
+            os.kill(child_of(process.pid), signal.SIGKILL)
+            process.wait()
     assert {name: found for name, host in hosts.items() if (found := host.left(8))} == {}
 
 
-def told(process: subprocess.Popen[str], path: Path) -> dict[str, str]:
+def show(folder: Path, *found: str) -> None:
+    """Change what the discovery prints."""
+    (folder / "hosts.new").write_text("".join(f"{name}:1\n" for name in found))
+    (folder / "hosts.new").rename(folder / "hosts.txt")
+
+
+def told(process: subprocess.Popen[str], path: Path) -> str:
+    """What a rank has written, once it has."""
     deadline = time.monotonic() + SECONDS
     while not path.exists():
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    environ: dict[str, str] = json.loads(path.read_text())
-    return environ
+    return path.read_text()
 
 
-def test_hosts_that_come_and_a_stranger(
-    job: subprocess.Popen[str], hosts: Hosts, tmp_path: Path
-) -> None:
-    environ = told(job, tmp_path / "node1.rank")
+def test_a_newcomer_that_starts_slowly(start: Start, tmp_path: Path) -> None:
+    job = start(SLOW, "node1", HOROVOD_GLOO_TIMEOUT_SECONDS="4")
+    told(job, tmp_path / "node1.trains")
+    show(tmp_path, "node1", "node2")
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, stderr
+    assert "trained on node1 node2" in stdout
+    assert "Wait timeout" not in stderr
+
+
+def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    job = start(STAY, "node1", "nowhere")
+    environ = json.loads(told(job, tmp_path / "node1.rank"))
     place = f"{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
     assert place.startswith(f"{hosts['node1'].address}:")
 
@@ -94,7 +147,7 @@ def test_hosts_that_come_and_a_stranger(
     ran = tmp_path / "ran"
     assert hosts["node2"].run(sys.executable, "-c", EXPLOIT, url, str(ran)).stdout == "403\n"
 
-    (tmp_path / "hosts.txt").write_text("node1:1\nnowhere:1\nnode2:1\n")
+    show(tmp_path, "node1", "nowhere", "node2")
     deadline = time.monotonic() + SECONDS
     while not any("hvdtrain.start.agent" in line for line in hosts["node2"].left()):
         assert time.monotonic() < deadline

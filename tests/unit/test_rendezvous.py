@@ -10,12 +10,15 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 from horovod.runner.common.util import codec, secret
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationService
 from horovod.runner.http.http_client import put_data_into_kvstore
@@ -25,6 +28,7 @@ from hypothesis import strategies as st
 from hvdtrain.start.rendezvous import (
     Rendezvous,
     WorkerNotifier,
+    elastic_handler,
     plain_value,
     read_worker_addresses,
 )
@@ -89,6 +93,31 @@ def test_workers_are_served(port: int, driver: Driver) -> None:
     assert ask(port, "GET", "/global/0")[0] == 404
     put_data_into_kvstore("127.0.0.1", port, "worker_addresses", "node1:0", (ADDRESSES, KEY))
     assert driver.registered == [("node1", 0, ADDRESSES, KEY)]
+
+
+def test_no_rank_is_told_of_others_before_all_are_there() -> None:
+    """It would wait for a newcomer no longer than Gloo's time-out."""
+    failures: list[str] = []
+    registry = SimpleNamespace(count=lambda state: failures.count(state))
+    driver = SimpleNamespace(_worker_registry=registry, finished=lambda: False)
+    server = Rendezvous(lambda: "127.0.0.1", patience=60)
+    port = server.start(elastic_handler(driver))
+    server.init(get_host_assignments(parse_hosts("a:2"), 2))
+    ask(port, "PUT", "/global/0", b"first")
+    ask(port, "PUT", "/global/rank_0", b"Gloo's own")
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(ask, port, "GET", "/global/0")
+        with pytest.raises(TimeoutError):
+            answer.result(0.5)
+        ask(port, "PUT", "/global/rank_1", b"second")
+        assert answer.result(10) == (200, b"first")
+        server.init(get_host_assignments(parse_hosts("a:3"), 3))
+        answer = threads.submit(ask, port, "GET", "/global/2")
+        with pytest.raises(TimeoutError):
+            answer.result(0.2)
+        failures.append("FAILURE")
+        assert answer.result(10)[0] == 404, "Gloo's time-out tells the ranks"
+    server.stop()
 
 
 def test_the_key_of_a_worker_is_told_to_nobody(port: int) -> None:
