@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import shlex
 import statistics
 import subprocess
@@ -12,8 +13,11 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hvdtrain.cli import COMMANDS, main
+from hvdtrain.launch.passing import looks_secret
 
 REPOSITORY = Path(__file__).parents[2]
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -237,6 +241,29 @@ def test_without_numbers_it_takes_what_is_here(
     result = call("run", "--dry-run", "train.py")
     assert f" -np {number} " in result.stdout
     assert result.stderr == f"-np {number}: {reason}\n"
+
+
+ANY = st.text(st.characters(codec="utf-8"), max_size=12)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(name=st.one_of(ANY, st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)), value=ANY)
+def test_any_variable_is_passed_as_it_is_or_refused(folder: Path, name: str, value: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(os.environ))  # A secret's value is put there.
+        result = call("run", "--dry-run", "-np", "1", f"--env={name}={value}", "train.py")
+    name, _, value = f"{name}={value}".partition("=")
+    if result.exit_code == 2:
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+        assert not re.fullmatch("[A-Z_][A-Z0-9_]*", name) or "\0" in value
+        return
+    assert result.exit_code == 0
+    words = shlex.split(result.stdout)
+    if looks_secret(name, value):
+        assert f"{name}={value}" not in words
+    else:
+        assert f"{name}={value}" in words[: words.index("-np")]
 
 
 @pytest.mark.parametrize("name", ["HVDTRAIN_NP", "HVDTRAIN_NUM_PROC"])

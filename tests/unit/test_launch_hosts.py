@@ -46,6 +46,22 @@ def test_written_hostfiles_are_read_back(
     assert read_hostfile(path) == hosts
 
 
+@given(content=st.one_of(st.binary(), st.text("ab :=#\n\t19sltomax_\u2028").map(str.encode)))
+def test_any_hostfile_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any"
+    path.write_bytes(content)
+    try:
+        hosts = read_hostfile(path)
+    except UsageError as error:
+        assert str(path) in str(error)
+        assert "\n" not in str(error)
+    else:
+        assert hosts
+        assert parse_hosts(",".join(map(str, hosts))) == hosts
+
+
 @given(st.text())
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
