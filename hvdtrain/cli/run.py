@@ -229,8 +229,8 @@ def _print_or_run(
     """Print the command, or run it and exit as it does."""
     if dry_run:
         print_command(launch.typed, left_out)
-        if launch.lacks:
-            click.echo(launch.lacks, err=True)
+        for line in launch.lacks:
+            click.echo(line, err=True)
         return
     if view.verbose:
         click.echo(shlex.join(masked(launch.typed)), err=True)

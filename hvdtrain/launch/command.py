@@ -32,6 +32,8 @@ class Site:
         folder: the current one, absolute.
         horovodrun: how to call the horovodrun of this Python.
         mpirun: the mpirun to use, absolute; None if there is none.
+        mpi_prefix: the folder in which it is installed, if it is Open MPI 4; else empty.
+        names: of this machine.
         allocation: the nodes of the Slurm job that this is in, if it is to be used.
         image: that the ranks are to run in, by a launcher that can.
     """
@@ -40,6 +42,8 @@ class Site:
     folder: str = "."
     horovodrun: str = "horovodrun"
     mpirun: str | None = None
+    mpi_prefix: str = ""
+    names: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
     allocation: Allocation | None = None
     image: str | None = None
 
@@ -49,11 +53,15 @@ def this_site(allocation: Allocation | None = None, image: str | None = None) ->
     own = Path(sys.executable).with_name("horovodrun")
     found = shutil.which("horovodrun")
     elsewhere = own.exists() and not (found and Path(found).samefile(own))
+    mpirun = find_mpirun()
+    prefix = Path(mpirun).parent.parent if mpirun else None
     return Site(
         environ=dict(os.environ),
         folder=str(Path.cwd()),
         horovodrun=str(own) if elsewhere else "horovodrun",
-        mpirun=find_mpirun(),
+        mpirun=mpirun,
+        mpi_prefix=str(prefix) if prefix and (prefix / "bin" / "orted").exists() else "",
+        names=Site.names | {os.uname().nodename},
         allocation=allocation,
         image=image,
     )
@@ -68,7 +76,7 @@ class Prepared:
         settings: variables to set for it beside those that there are; None takes one away.
         stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
         for_stand_in: variables for `stand_in` alone, without which the command does the same.
-        lacks: what a user who pastes the command must know, in one line.
+        lacks: what a user who pastes the command must know, a line each.
         members: what its processes are called.
         elastic: whether the others go on without a rank that fails.
     """
@@ -77,7 +85,7 @@ class Prepared:
     settings: Mapping[str, str | None] = field(default_factory=dict)
     stand_in: tuple[str, ...] = ()
     for_stand_in: Mapping[str, str] = field(default_factory=dict)
-    lacks: str = ""
+    lacks: tuple[str, ...] = ()
     members: Members = RANKS
     elastic: bool = False
 

@@ -7,13 +7,10 @@ import contextlib
 import functools
 import os
 import re
-import shlex
-import shutil
 import sys
 import traceback
 import uuid
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, FORWARD, LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
@@ -159,11 +156,6 @@ def _prepare(
         arguments.nics = {interface}
     elif arguments.use_gloo:
         return [NO_COMMON_INTERFACE]
-    if not arguments.use_gloo:
-        prefix = _mpi_prefix()
-        if prefix and "--prefix" not in (arguments.mpi_args or ""):
-            # ssh starts with a bare PATH, in which the other hosts' mpirun is not found.
-            arguments.mpi_args = f"{arguments.mpi_args or ''} --prefix {shlex.quote(prefix)}"
     return []
 
 
@@ -192,13 +184,6 @@ def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostRepo
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
     has_ranks = len(network.filter_local_addresses(names)) < len(names)
     return {THIS_HOST: own} if arguments.use_gloo or has_ranks else {}
-
-
-def _mpi_prefix() -> str:
-    """The folder in which the mpirun of PATH is installed, if it is Open MPI 4; else empty."""
-    mpirun = shutil.which("mpirun")
-    prefix = Path(mpirun).parent.parent if mpirun else None
-    return str(prefix) if prefix and (prefix / "bin" / "orted").exists() else ""
 
 
 def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -196,7 +197,7 @@ def test_horovods_own_layout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         flags = ["--config-file", "run.yaml", f"--{controller}", "-H", "a:1,b:1"]
         printed = call(*flags, "--dry-run", "train.py")
         assert printed.exit_code == 0, printed.stderr
-        words = printed.stdout.split()
+        words = shlex.split(printed.stdout)
         monkeypatch.setattr(sys, "argv", words[words.index("horovodrun") :])
         mine |= config_parser.set_env_from_args({}, horovod_launch.parse_args())
         assert other not in words

@@ -1,6 +1,7 @@
 """A plan that cannot work is refused when it is made; one that can becomes exactly one command."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +273,30 @@ def test_mpirun_is_found_without_activating_its_environment(script: Path) -> Non
     assert outside.settings["PATH"] == "/venv/bin:/usr/bin:/bin"
     assert "PATH" not in inside.settings
     assert not prepare(plan_of(script), Site({}, mpirun=mpirun)).settings
+
+
+def test_mpirun_is_found_on_other_hosts(script: Path) -> None:
+    """ssh starts with a bare PATH there, under a pasted command as well."""
+    site = replace(SITE, mpi_prefix="/opt/my mpi", names=SITE.names | {"a"})
+    for changes, words in (
+        ({"hosts": HOSTS}, ["--mpi-args=--prefix '/opt/my mpi'"]),
+        ({"hosts": HOSTS, "mpi_args": "-v"}, ["--mpi-args=-v --prefix '/opt/my mpi'"]),
+        ({"hosts": HOSTS, "mpi_args": "--prefix /x"}, ["--mpi-args=--prefix /x"]),
+        ({"hosts": (Host("a", 2),)}, []),
+        ({}, []),
+    ):
+        launch = prepare(plan_of(script, controller="mpi", **changes), site)
+        assert [word for word in launch.words if word.startswith("--mpi-args")] == words
+    assert "--prefix" not in str(prepare(plan_of(script, hosts=HOSTS), site).words)
+
+
+def test_what_a_pasted_command_lacks_is_said(script: Path) -> None:
+    assert prepare(plan_of(script), SITE).lacks == ()
+    assert prepare(plan_of(script, hosts=HOSTS, controller="mpi"), SITE).lacks == ()
+    (line,) = prepare(plan_of(script, hosts=HOSTS), SITE).lacks
+    assert line.startswith(
+        "pasted, horovodrun --gloo puts all variables of your shell into command"
+    )
 
 
 @pytest.mark.parametrize("exported", ["gloo", "MPI", "mpi"])
