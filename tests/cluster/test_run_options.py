@@ -51,3 +51,20 @@ def test_elastic_with_a_discovery_script(start: Callable[..., Job]) -> None:
         "[0] 0 None 1",
         "[1] 1 None 1",
     ]
+
+
+def test_programs_that_are_no_python_scripts(start: Callable[..., Job]) -> None:
+    """They have the ranks' environment; one may end long before the others, and its exit code is the run's."""
+    for flag, rank in (("--gloo", "HOROVOD_RANK"), ("--mpi", "OMPI_COMM_WORLD_RANK")):
+        script = f'sleep "${rank}"\necho "${rank} ${{OMP_NUM_THREADS:+threads}}"\n'
+        words = ("-np", "2", flag, "--all-ranks", "bash")
+        assert lines_of(start(script, *words)) == ["[0] 0 threads", "[1] 1 threads"]
+        job = start(f'exit "$((3 * {rank}))"\n', *words)
+        job.process.communicate(timeout=SECONDS)
+        assert job.process.returncode == 3
+
+
+def test_the_interpreter_and_its_options(start: Callable[..., Job]) -> None:
+    script = RANK + "import sys\nprint(rank, sys.flags.optimize, sys.argv, flush=True)\n"
+    lines = lines_of(start(script, "-np", "2", "--gloo", "--all-ranks", "python", "-O"))
+    assert lines == ["[0] 0 1 ['train.py']", "[1] 1 1 ['train.py']"]
