@@ -292,8 +292,18 @@ def check_script(script: Path) -> None:
     if script.is_dir():
         raise UsageError(f"{script} is a folder: name the training script")
     if not script.is_file():
-        raise UsageError(f"no such script: {script} (in {Path.cwd()})")
+        raise UsageError(f"no such script: {script} (in {Path.cwd()}){_meant(script)}")
     try:
         script.open("rb").close()
     except OSError as error:
         raise UsageError(f"cannot read the script {script}: {error.strerror}") from error
+
+
+def _meant(script: Path) -> str:
+    """What a name that is no file may have been meant for; empty if nothing like it is there."""
+    if Path(f"{script}.py").is_file():
+        return f". Did you mean {script}.py?"
+    module = Path(*str(script).split("."))
+    if Path(f"{module}.py").is_file() or (module / "__main__.py").is_file():
+        return f". Did you mean -m {script}?"
+    return ""

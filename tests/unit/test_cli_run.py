@@ -32,6 +32,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "hostfile").write_text("a slots=2\nb slots\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/module.py").touch()
+    (tmp_path / "job.sh").write_text("#!/bin/sh\n")
     return tmp_path
 
 
@@ -39,6 +42,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("args", "message"),
     [
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
+        (["-np", "2", "train"], ". Did you mean train.py?"),
+        (["-np", "2", "package.module"], ". Did you mean -m package.module?"),
+        (["-np", "2", "job.sh"], "job.sh is no Python script, and may not be executed: chmod +x"),
         (["-np", "0", "train.py"], "-np 0: give at least 1"),
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
