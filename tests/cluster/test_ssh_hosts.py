@@ -45,7 +45,7 @@ class HostJob:
             assert time.monotonic() < deadline, f"only {list(self.folder.iterdir())}"
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.05)
-        return [json.loads((self.folder / f"{name}.{rank}").read_text()) for rank in range(count)]
+        return told_by(self.folder, name, count)
 
     def end(self) -> tuple[str, str]:
         return self.process.communicate(timeout=SECONDS)
@@ -80,6 +80,11 @@ def launch(hosts: Hosts, tmp_path: Path) -> Iterator[Launch]:
     assert left(hosts, END_SECONDS) == {}
 
 
+def told_by(folder: Path, name: str, ranks: int) -> list[dict[str, str]]:
+    """What the ranks have written to their files `name.RANK`."""
+    return [json.loads((folder / f"{name}.{rank}").read_text()) for rank in range(ranks)]
+
+
 def left(hosts: Hosts, seconds: float) -> dict[str, list[str]]:
     """What still runs on each host, after waiting for it to end."""
     found = {name: host.left(seconds) for name, host in hosts.items()}
@@ -96,6 +101,38 @@ def test_hosts_train_to_the_weights_of_local_ranks(
     trained = weights(job.folder / "run")
     for ours, local in zip(trained, local_weights, strict=True):
         np.testing.assert_allclose(ours, local, rtol=0, atol=TOLERANCE)
+
+
+def test_the_printed_command_starts_the_same_ranks(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str
+) -> None:
+    """By plain horovodrun, which is not what hvdtrain run starts."""
+    (tmp_path / "train.py").write_text(
+        RANK
+        + "import json, pathlib, re, socket\n"
+        + "own = re.compile('HOROVOD_(?!GLOO)\\\\w+|OMP_\\\\w+|OMPI_COMM_WORLD_\\\\w+|A')\n"
+        + "told = {name: value for name, value in os.environ.items() if own.fullmatch(name)}\n"
+        + "told['host'] = socket.gethostname()\n"
+        + "pathlib.Path(f'{sys.argv[1]}.{rank}').write_text(json.dumps(told))\n"
+    )
+    options = ("-H", "node1:1,node2:2", "--controller", controller, "--env", "A=b 'c")
+    options += ("--cycle-time-ms", "2", "--start-timeout", "60")
+    job = launch(*options, "train.py", "launched")
+    assert job.end()[1] == ""
+    printed = launch(*options, "--dry-run", "train.py", "pasted").end()[0]
+    pasted = subprocess.run(
+        hosts["node1"].argv(["/bin/sh", "-c", printed], tmp_path),
+        env=user_environment(HOME=str(tmp_path)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert pasted.returncode == 0, pasted.stderr
+    launched = told_by(tmp_path, "launched", 3)
+    assert [one["host"] for one in launched] == ["node1", "node2", "node2"]
+    assert launched[1]["A"] == "b 'c"
+    assert launched == told_by(tmp_path, "pasted", 3)
 
 
 def test_a_frozen_rank_on_another_host(launch: Launch, tmp_path: Path, controller: str) -> None:
