@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import re
+import shutil
 import sys
 import traceback
 import uuid
@@ -140,6 +141,9 @@ def _prepare(
     own = own_report()
     if not agents.hosts:
         wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
+        if not any(map(shutil.which, ("ssh", "rsh"))):
+            # Open MPI gives up without one, before it knows that all ranks are here.
+            os.environ.setdefault("OMPI_MCA_plm", "isolated")
         # Ranks of one host meet on its loopback interface.
         arguments.nics = loopback_interfaces(own)
         return [wrong] if wrong else []

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -111,10 +112,17 @@ print(json.dumps({
 
 
 @pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
-def test_the_home_folder_need_not_be_writable(controller: str, tmp_path: Path) -> None:
+def test_a_machine_without_ssh_and_a_home_folder_to_write_in(
+    controller: str, tmp_path: Path
+) -> None:
     command = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun", controller]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    scripts = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    # Nor need there be an ssh, as in many a container.
+    for name in ("sh", "bash", "env", "echo"):
+        program = shutil.which(name)
+        assert program
+        (tmp_path / name).symlink_to(program)
+    scripts = f"{Path(sys.executable).parent}{os.pathsep}{tmp_path}"
     done = subprocess.run(
         [*command, "-np", "1", "-H", "localhost:1", "echo", "here"], cwd=tmp_path,
         env={**os.environ, **as_root, "PATH": scripts, "HOME": "/proc/none"},
