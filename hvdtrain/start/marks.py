@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+import select
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TextIO
 
@@ -36,6 +38,21 @@ def marked_news(text: str, rank: int) -> bytes:
     return b"[%d]<news>:%s\n" % (rank, text.encode())
 
 
+def atoms(lines: bytes) -> Iterator[bytes]:
+    """Marked lines in parts that the system writes to a pipe without mixing them with other writers'."""
+    start = 0
+    while len(lines) - start > select.PIPE_BUF:
+        end = lines.rindex(b"\n", start, start + select.PIPE_BUF) + 1
+        yield lines[start:end]
+        start = end
+    yield lines[start:]
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> None:
     """Pass on all that comes from `source`, in any bytes and lines of any length.
 
@@ -45,9 +62,9 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
     descriptor = 1 if name == "stdout" else 2
     screen, *files = getattr(target, "_files", [target])
     while data := os.read(source.fileno(), 65536):
-        # Whole lines at once, past the layer for text, which other threads print their lines to.
-        screen.buffer.write(marked(data, rank, descriptor))
-        screen.buffer.flush()
+        # Other threads write there too, for other ranks; a buffer would mix what is larger than itself.
+        for lines in atoms(marked(data, rank, descriptor)):
+            write_all(screen.fileno(), lines)
         for file in files:
             file.buffer.write(data)
             file.flush()

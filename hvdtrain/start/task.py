@@ -28,7 +28,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running.lookout import Lookout, as_json
 from hvdtrain.launch.slurm.task import RENDEZVOUS_ADDRESS, task_environment
 from hvdtrain.start.host_watch import LOOK_SECONDS
-from hvdtrain.start.marks import marked, marked_news
+from hvdtrain.start.marks import marked, marked_news, write_all
 from hvdtrain.worker.rank_environment import available_cores
 
 NEWS_SECONDS = 5.0
@@ -73,7 +73,7 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
             for key, _ in ready:
                 data = os.read(key.fd, 65536)
                 if data:
-                    _write_all(key.data, marked(data, rank, key.data))
+                    write_all(key.data, marked(data, rank, key.data))
                 else:
                     selector.unregister(key.fileobj)
             if not ready and process.poll() is not None:
@@ -104,7 +104,7 @@ class _RankNews:
             if one.rank == self._rank and new:
                 self._told, self._before = now, (one.state, one.phase)
                 news = json.dumps({"ranks": as_json([replace(one, host=self._host)])})
-                _write_all(1, marked_news(news, self._rank))
+                write_all(1, marked_news(news, self._rank))
 
 
 def interface_to(address: str) -> str | None:
@@ -128,11 +128,6 @@ def _default_signals() -> None:
     """
     for number in set(_SIGNALS) - {signal.SIGUSR1, signal.SIGUSR2}:
         signal.signal(number, signal.SIG_DFL)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 if __name__ == "__main__":

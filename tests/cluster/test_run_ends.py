@@ -86,8 +86,8 @@ FAILURES = {
         "def deep():\n    raise ValueError('bad <data> é')\nif rank == 1:\n    deep()\n",
         1,
         "rank 1 failed:\nTraceback (most recent call last):\n"
-        '  File "train.py", line 6, in <module>\n    deep()\n'
-        "  File \"train.py\", line 4, in deep\n    raise ValueError('bad <data> é')\n"
+        '  File "{folder}/train.py", line 6, in <module>\n    deep()\n'
+        "  File \"{folder}/train.py\", line 4, in deep\n    raise ValueError('bad <data> é')\n"
         "ValueError: bad <data> é\n",
     ),
     "a rank exits": (
@@ -117,6 +117,7 @@ def test_the_failure_of_one_rank(start: Callable[..., Job], controller: str, cas
     assert job.process.returncode == exit_code
     assert stdout == ""
     said, _, logs = stderr.rpartition("logs of all ranks: ")
+    message = message.replace("{folder}", str(job.folder))
     assert said == message
     if case == "a rank raises":
         assert (

@@ -43,6 +43,36 @@ def test_rank_0_is_shown_as_if_alone(start: Callable[..., Job], controller: str)
     assert job.left() == []
 
 
+HOSTILE = (
+    RANK
+    + """
+for number in range(100_000):
+    print(number)
+print("in [1,1]<stdout>:side", "[0]<stdout>:x")
+print("[1,0]<stdout>:front [0]<stderr+>:y", end="")
+sys.stdout.flush()
+os.write(2, b"x" * 1_000_000 + bytes(range(128)))
+"""
+)
+
+
+def test_nothing_that_ranks_write_is_lost_or_taken_for_a_tag(
+    start: Callable[..., Job], controller: str
+) -> None:
+    """mpirun loses some of many short lines, and marks pieces of lines; a long line has no end to wait for."""
+    job = start(HOSTILE, "-np", "2", "--controller", controller, "--log-dir", "logs")
+    stdout, _ = job.process.communicate(timeout=SECONDS)
+    assert job.process.returncode == 0
+    numbers = "".join(f"{number}\n" for number in range(100_000))
+    assert stdout == (
+        f"{numbers}in [1,1]<stdout>:side [0]<stdout>:x\n[1,0]<stdout>:front [0]<stderr+>:y"
+    )
+    for rank in (0, 1):
+        folder = job.folder / f"logs/rank.{rank}"
+        assert (folder / "stdout").read_text() == stdout
+        assert (folder / "stderr").read_bytes() == b"x" * 1_000_000 + bytes(range(128))
+
+
 ENVIRONMENT = (
     RANK
     + "import json, pathlib\n"

@@ -17,7 +17,7 @@ from terminal import Terminal
 from hvdtrain.environment import TERMINAL
 from hvdtrain.launch.running.lines import LONGEST, Lines
 from hvdtrain.launch.running.streams import TagReader
-from hvdtrain.start.marks import marked
+from hvdtrain.start.marks import atoms, marked
 from hvdtrain.worker.failure import LONGEST_LINE
 from hvdtrain.worker.frames import Unframer, frame
 
@@ -83,6 +83,16 @@ def test_marked_output_comes_back_byte_for_byte(
 ) -> None:
     data = b"".join(marked(text, rank, 1) for rank, text in written)
     assert by_rank(data, cuts) == together(written)
+
+
+@given(WRITTEN)
+def test_marked_lines_go_out_in_parts_that_no_other_writer_breaks(
+    written: list[tuple[int, bytes]],
+) -> None:
+    lines = b"".join(marked(text * 99, rank, 1) for rank, text in written)
+    parts = list(atoms(lines))
+    assert b"".join(parts) == lines
+    assert all(len(part) <= 4096 and part.endswith(b"\n") for part in parts if part)
 
 
 @given(WRITTEN, CUTS)
