@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from terminal import Terminal
 
@@ -188,6 +188,7 @@ def test_lines_do_not_depend_on_the_chunks(text: bytes, cuts: list[int], longest
 
 
 @pytest.mark.parametrize("view", [{}, {"all_ranks": True}, {"stamp": lambda: b"12:00 "}])
+@settings(deadline=None)
 @given(written=WRITTEN, errors=WRITTEN, cuts=CUTS)
 def test_what_comes_out_does_not_depend_on_the_chunks(
     tmp_path_factory: pytest.TempPathFactory,
