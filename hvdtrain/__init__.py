@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.runtime import Rank, init, shutdown
     from hvdtrain.trainer import Trainer
+    from hvdtrain.worker.heartbeat import long_phase
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "UsageError",
     "first_rank_first",
     "init",
+    "long_phase",
     "shutdown",
 ]
 
@@ -43,6 +45,7 @@ _HOMES = {
     "Rank": "hvdtrain.runtime",
     "first_rank_first": "hvdtrain.collectives.first_rank",
     "init": "hvdtrain.runtime",
+    "long_phase": "hvdtrain.worker.heartbeat",
     "shutdown": "hvdtrain.runtime",
     "EngineError": "hvdtrain.errors",
     "HvdtrainError": "hvdtrain.errors",
