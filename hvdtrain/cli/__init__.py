@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 130 and 143 ended by Ctrl-C and SIGTERM "
-    "(143 also when nobody reads the output any more); else that of the worker that failed first (128 + the "
-    "signal's number if a signal ended it)."
+    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 124 the run hung; 130 and 143 ended by Ctrl-C "
+    "and SIGTERM (143 also when nobody reads the output any more); else that of the worker that failed first "
+    "(128 + the signal's number if a signal ended it)."
 )
 
 # name -> (module:attribute, what it does)
@@ -42,8 +42,11 @@ COMMANDS = {
         "hvdtrain.cli.install_horovod:install_horovod",
         "Build Horovod for the TensorFlow of this environment.",
     ),
+    "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
+    "ps": ("hvdtrain.cli.ps:ps", "List what runs: phase and step of each."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
+    "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
     "strategies": (
         "hvdtrain.cli.strategies:strategies",
         "List the strategies, and which of them work here.",

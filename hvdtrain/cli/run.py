@@ -100,6 +100,12 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     "20 s. 0: never.",
 )  # fmt: skip
 @click.option(
+    "--restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
+    cls=GroupedOption, group="basic",
+    help="Start the run again when it failed after it had made progress, up to N times: for scripts that go on "
+    "from what they have saved.",
+)  # fmt: skip
+@click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="basic",
     help="Image for the workers of a Slurm job: a file *.sif or docker://... runs in Apptainer, others "
     "by srun's pyxis plugin. It needs Horovod and hvdtrain.",
@@ -139,6 +145,7 @@ def run(
     prefix_output_with_timestamp: bool,
     grace_seconds: float,
     hang_timeout: float,
+    restarts: int,
     container: str | None,
     dry_run: bool,
     strategy: str,
@@ -182,7 +189,7 @@ def run(
 
         env = tuple(map(variable_to_pass, values["env"]))
         launch = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
-        _print_or_run(launch, view, Patience(grace_seconds), dry_run, left_out)
+        _print_or_run(launch, view, Patience(grace_seconds, restarts=restarts), dry_run, left_out)
         return
     for name, number in (("--workers", workers), ("--ps", ps)):
         if number is not None:
@@ -197,7 +204,8 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     plan = plan_of(values, site, behind=from_behind(ctx))
-    patience = Patience(grace_seconds, limits_of(hang_timeout) if hang_timeout else None)
+    limits = limits_of(hang_timeout) if hang_timeout else None
+    patience = Patience(grace_seconds, limits, restarts)
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
 
 
@@ -235,6 +243,7 @@ def _print_or_run(
     if view.verbose:
         click.echo(shlex.join(masked(launch.typed)), err=True)
     environ = launch.environment(os.environ)
+    view = replace(view, command=shlex.join(masked(launch.typed)))
     sys.exit(
         run_launch(
             launch.argv,

@@ -206,6 +206,7 @@ def test_help_documents_the_exit_codes() -> None:
     for words in (
         f"{names.EXIT_FAILURE} an error at run time",
         f"{names.EXIT_USAGE} wrong usage",
+        f"{names.EXIT_HANG} the run hung",
         f"{names.EXIT_INTERRUPTED} and {names.EXIT_TERMINATED} ended by Ctrl-C and SIGTERM",
         f"{names.EXIT_SIGNAL_BASE} + the signal's number",
     ):

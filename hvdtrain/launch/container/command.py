@@ -35,6 +35,10 @@ _OF_A_PATH = ("/", ".", "~")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
 
 
+LABEL = "hvdtrain"
+"""By which `hvdtrain ps` knows its containers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """What the command depends on, of the machine that it runs on.
@@ -118,7 +122,7 @@ class Container:
 def docker_argv(container: Container, machine: Machine) -> list[str]:
     """The complete command. Values of environment variables are not in it: names only."""
     return [
-        *(machine.engine, "run", "--rm"),
+        *(machine.engine, "run", "--rm", "--label", LABEL),
         # Podman's --init needs a program that is often not installed; the image brings its own.
         *(["--init"] if machine.engine == "docker" else []),
         *(["--interactive", "--tty"] if machine.terminal else []),

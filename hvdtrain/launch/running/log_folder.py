@@ -140,7 +140,7 @@ def _is_of_run(path: Path) -> bool:
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()}
         return bool(names) and names <= _STREAMS
-    return path.name == "launcher.log"
+    return path.name in ("launcher.log", "status.json")
 
 
 def _warn(text: str) -> None:

@@ -14,16 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from hvdtrain.environment import LOG_DIR, TERMINAL
+from hvdtrain.environment import (
+    EXIT_INTERRUPTED,
+    EXIT_SIGNAL_BASE,
+    EXIT_TERMINATED,
+    EXIT_USAGE,
+    LOG_DIR,
+    TERMINAL,
+)
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.lookout import from_json
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.outcome import outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.process import run_process
+from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.streams import Stream
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
+# Wrong use and the user's own signal; what nobody reads any more ends like the latter.
+_FINAL = {0, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_SIGNAL_BASE + signal.SIGHUP}
 _WARNED = "\nSIGUSR1: this job will be ended soon; all ranks are told"
 
 
@@ -36,25 +46,29 @@ class View:
         all_ranks: show the output of all ranks.
         verbose: show what the launcher says.
         timestamps: put the time in front of each line of the ranks.
+        command: what `hvdtrain ps` calls it, without secrets.
     """
 
     log_dir: Path | None = None
     all_ranks: bool = False
     verbose: bool = False
     timestamps: bool = False
+    command: str = ""
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run is waited for.
+    """How long a run is waited for, and whether it is given another chance.
 
     Attributes:
+        restarts: how often it is started again when it failed and had made progress.
         grace: seconds for scripts that have a handler for the signal that ends the run.
         limits: of the watchdog; None only looks on.
     """
 
     grace: float = 0.0
     limits: Limits | None = None
+    restarts: int = 0
 
 
 def run_launch(
@@ -76,10 +90,35 @@ def run_launch(
         elastic: the others go on without a rank that fails, and may come to a good end.
         members: what its processes are called.
     """
+    environ = os.environ if environ is None else environ
+    restarts = 0
+    while True:
+        code, progress = _run_once(argv, view, patience, environ, elastic, members)
+        if code in _FINAL or not progress or restarts == patience.restarts:
+            return code
+        restarts += 1
+        print(
+            f"\nstarting it again ({restarts} of {patience.restarts}): it failed with exit code {code} after "
+            f"{progress}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _run_once(
+    argv: Sequence[str],
+    view: View,
+    patience: Patience,
+    environ: Mapping[str, str],
+    elastic: bool,
+    members: Members,
+) -> tuple[int, str]:
+    """Returns the exit code, and how far the run had come; empty if it had made no progress."""
     log_dir = make_log_dir(view.log_dir)
     as_alone = sys.stdout.isatty() and not view.all_ranks
+    launch_id = uuid.uuid4().hex
     environment = {
-        **(os.environ if environ is None else environ),
+        **environ,
         LOG_DIR: str(log_dir.resolve()),
         TERMINAL: "1" if as_alone else "0",
     }
@@ -92,15 +131,23 @@ def run_launch(
         stamp=_time_of_day if view.timestamps else None,
         members=members,
     )
-    run = _ShownRun(output, Watchdog(None if elastic else patience.limits), members, elastic)
+    run = _ShownRun(
+        output,
+        Watchdog(None if elastic else patience.limits),
+        members,
+        elastic,
+        RunStatus(launch_id, view.command),
+    )
     output.on_news = run.take_news
     with output:
+        run.write_status()
         ending = run_process(
-            argv, run, environment=environment, launch_id=uuid.uuid4().hex, grace=patience.grace
+            argv, run, environment=environment, launch_id=launch_id, grace=patience.grace
         )
         if ending.at_once:
             output.leave_terminal()
         output.finish()
+        run.write_status()
         outcome = outcome_of(
             ending,
             [] if elastic and ending.returncode == 0 else output.failures,
@@ -112,7 +159,7 @@ def run_launch(
         )
         if outcome.message:
             output.say(outcome.message)
-    return outcome.exit_code
+    return outcome.exit_code, run.watchdog.progress()
 
 
 @dataclass
@@ -127,6 +174,7 @@ class _ShownRun:
     watchdog: Watchdog
     members: Members
     elastic: bool
+    status: RunStatus
     hung: str = ""
 
     def take_output(self, stream: Stream, data: bytes) -> None:
@@ -136,8 +184,15 @@ class _ShownRun:
         with suppress(ValueError, TypeError, KeyError):
             news = json.loads(line)
             self.watchdog.hear(from_json(news.get("ranks", [])))
+            if time.time() - self.status.updated >= WRITE_SECONDS:
+                self.write_status()
             if "left" in news:
                 self.output.say(f"\nended what the script has left behind: {news['left']}")
+
+    def write_status(self) -> None:
+        """Into the log folder, for `hvdtrain ps`."""
+        self.status = self.status.with_ranks(list(self.watchdog.statuses.values()))
+        self.status.write(self.output.log_dir)
 
     def idle(self) -> None:
         self.output.settle()

@@ -6,6 +6,7 @@ frozen, never called init or has gone: over MPI it waits for such a rank itself.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ WAITING_SECONDS = 300.0
 """Ranks wait, and others do not come: for instance to init."""
 HANG_SECONDS = 1800
 """No rank makes progress."""
+PROGRESS_SECONDS = 60.0
+"""Of work after init count as progress in a script whose steps are not seen."""
 _WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
 """Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
 
@@ -42,10 +45,14 @@ class Watchdog:
     Attributes:
         limits: None watches without ever ending a run.
         statuses: of each rank that was ever seen, the last one.
+        steps: the most that a rank has finished in an epoch.
+        working_since: when the first rank was past init (time.monotonic()); 0 before.
     """
 
     limits: Limits | None
     statuses: dict[int, RankStatus] = field(default_factory=dict)
+    steps: int = 0
+    working_since: float = 0.0
 
     def hear(self, statuses: Iterable[RankStatus]) -> None:
         """The ranks of a host, now."""
@@ -54,12 +61,22 @@ class Watchdog:
             # A rank that is killed while it is stopped was stopped.
             was_stopped = before is not None and before.state == "stopped" and one.state == "gone"
             self.statuses[one.rank] = before if before and was_stopped else one
+            if one.heartbeat is not None and one.phase not in ("starting", "init"):
+                self.working_since = self.working_since or time.monotonic()
+                self.steps = max(self.steps, one.heartbeat.step)
 
     def verdict(self) -> str:
         """Why the run cannot go on; empty as long as it can."""
         if self.limits is None:
             return ""
         return verdict(list(self.statuses.values()), self.limits)
+
+    def progress(self) -> str:
+        """What the ranks have done, as far as it is known; empty if they finished no step and worked for no minute."""
+        if self.steps > 0:
+            return f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        worked = time.monotonic() - self.working_since if self.working_since else 0.0
+        return f"{worked:.0f} s of work" if worked >= PROGRESS_SECONDS else ""
 
     def absent(self, failed: Container[int]) -> str:
         """Which ranks, other than those that `failed`, these have missed; empty if none is known.

@@ -43,6 +43,9 @@ class JobState:
         exit_code: as a shell would tell it; 0 until it has ended.
         restarts: how often it was requeued.
         output: the file for what it says.
+        command: its batch script.
+        folder: in which it runs.
+        started: in seconds since the epoch; None before.
     """
 
     name: str
@@ -51,6 +54,9 @@ class JobState:
     exit_code: int
     restarts: int
     output: Path
+    command: str = ""
+    folder: Path = Path()
+    started: float | None = None
 
     @property
     def result(self) -> int:
@@ -94,9 +100,21 @@ def read_states(text: str) -> list[JobState]:
                 exit_code=EXIT_SIGNAL_BASE + int(number) if int(number or 0) else int(code),
                 restarts=int(fields.get("Restarts", "0")),
                 output=Path(_value(line, "StdOut")),
+                command=_value(line, "Command"),
+                folder=Path(_value(line, "WorkDir")),
+                started=_time(fields.get("StartTime", "")),
             )
         )
     return states
+
+
+def _time(text: str) -> float | None:
+    """Of Slurm's 2026-01-31T12:00:00, in this machine's time zone; None for Unknown and what is to come."""
+    try:
+        when = time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+    return when if when <= time.time() else None
 
 
 def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int:

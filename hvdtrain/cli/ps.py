@@ -1,0 +1,53 @@
+"""`hvdtrain ps`: what runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+
+from hvdtrain.launch.jobs.find import find_jobs
+from hvdtrain.launch.jobs.job import Job
+
+_COLUMNS = ("JOB", "KIND", "STATE", "RANKS", "PHASE", "STEP", "TIME", "COMMAND")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, one job a line.")
+def ps(as_json: bool) -> None:
+    """List the runs on this machine, Slurm jobs and containers that hvdtrain started for you.
+
+    PHASE and STEP are those of the slowest worker.
+    """
+    jobs = find_jobs()
+    if as_json:
+        for job in jobs:
+            click.echo(json.dumps(asdict(job), default=str))
+        return
+    rows = [_COLUMNS, *map(_row, jobs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[-1]]))
+
+
+def _row(job: Job) -> tuple[str, ...]:
+    status = job.status
+    return (
+        *(job.name, job.kind, job.state),
+        str(status.ranks) if status and status.ranks else "-",
+        (status.phase if status else "") or "-",
+        str(status.step) if status and status.step else "-",
+        _duration(job.seconds),
+        job.command,
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    """Such as 0:42, 3:07 and 26:03:07."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

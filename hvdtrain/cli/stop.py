@@ -1,0 +1,36 @@
+"""`hvdtrain stop`: end what runs."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+import click
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.jobs.find import find_jobs, the_job
+from hvdtrain.launch.jobs.job import Job
+
+POLL_SECONDS = 0.2
+SECONDS = 45.0
+"""More than the default of `hvdtrain run --grace-seconds`."""
+
+
+@click.command()
+@click.argument("job")
+def stop(job: str) -> None:
+    """End JOB, as `hvdtrain ps` names it: as SIGTERM, scancel and docker stop do, with their grace."""
+    found = the_job(job, find_jobs())
+    done = subprocess.run(found.stop, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise HvdtrainError(f"cannot end {found.name}: {done.stderr.strip()}")
+    deadline = time.monotonic() + SECONDS
+    while _is_there(found):
+        if time.monotonic() > deadline:
+            raise HvdtrainError(f"{found.name} was told to end, and still runs after {SECONDS:g} s")
+        time.sleep(POLL_SECONDS)
+    click.echo(f"{found.name} has ended")
+
+
+def _is_there(job: Job) -> bool:
+    return any((one.kind, one.name) == (job.kind, job.name) for one in find_jobs())

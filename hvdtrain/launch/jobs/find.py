@@ -1,0 +1,154 @@
+"""Find what runs. Nothing is registered anywhere: /proc, Slurm's queue and the container engine know it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hvdtrain.environment import LAUNCH_ID, LOG_DIR
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.container.command import LABEL
+from hvdtrain.launch.jobs.job import Job
+from hvdtrain.launch.running.ranks import environment_of
+from hvdtrain.launch.running.run_status import RunStatus, read_status
+from hvdtrain.launch.slurm.jobs import ENDED, JobState, read_states
+
+SECONDS = 10
+"""For Slurm or a container engine to answer."""
+_SCRIPTS = ".hvdtrain/jobs"
+_LOGS = Path(".hvdtrain/logs")
+SHORT = 8
+
+
+def find_jobs() -> list[Job]:
+    """All that this user has running, the oldest first."""
+    found = [*_runs_here(), *_slurm_jobs(), *_containers()]
+    return sorted(found, key=lambda job: -(job.seconds or 0.0))
+
+
+def the_job(name: str, jobs: Sequence[Job]) -> Job:
+    """The job with this name, or whose name begins so. Raises UsageError if it is none or several."""
+    found = [job for job in jobs if job.name == name] or [
+        job for job in jobs if name and job.name.startswith(name)
+    ]
+    if len(found) == 1:
+        return found[0]
+    have = ", ".join(job.name for job in found or jobs) or "nothing"
+    problem = "several jobs are named so" if found else "no such job"
+    raise UsageError(f"{name}: {problem}; running: {have}")
+
+
+def _runs_here() -> Iterable[Job]:
+    seen: dict[str, Path] = {}
+    own = _pid_namespace("self")
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Other users' processes cannot be read, and processes end while we look.
+        with suppress(OSError):
+            environ = environment_of(int(entry.name))
+            # What runs in a container is found as one.
+            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
+                seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
+    for folder in seen.values():
+        status = read_status(folder)
+        if status is not None:
+            yield Job(
+                name=status.run[:SHORT],
+                kind="run",
+                state="running",
+                command=status.command,
+                seconds=time.time() - status.started,
+                stop=("kill", "-TERM", str(status.pid)),
+                status=status,
+                log_dir=folder,
+            )
+
+
+def _pid_namespace(process: str) -> str:
+    return os.readlink(f"/proc/{process}/ns/pid")  # noqa: PTH115
+
+
+def _slurm_jobs() -> Iterable[Job]:
+    if os.environ.get("SLURM_JOB_ID"):
+        return  # Inside of one; its own run is found as such.
+    text = _answer("scontrol", "--oneliner", "show", "job")
+    own = f"({os.getuid()})"
+    for line in text.splitlines():
+        states = read_states(line)
+        if states and own in line and f"/{_SCRIPTS}/" in line and states[0].state not in ENDED:
+            yield _slurm_job(states[0])
+
+
+def _slurm_job(state: JobState) -> Job:
+    status, folder = _status_of(state)
+    return Job(
+        name=state.name,
+        kind="slurm",
+        state=state.state.lower(),
+        command=status.command if status else state.command,
+        seconds=time.time() - state.started if state.started else None,
+        stop=("scancel", state.name),
+        status=status,
+        log_dir=folder,
+        show=("cat", str(state.output)),
+    )
+
+
+def _status_of(state: JobState) -> tuple[RunStatus | None, Path | None]:
+    """What the run inside of a Slurm job wrote, if the job's folder can be seen from here."""
+    with suppress(OSError):
+        for folder in sorted((state.folder / _LOGS).iterdir(), reverse=True):
+            status = read_status(folder)
+            if status is not None and status.slurm_job == state.name.partition("_")[0]:
+                return status, folder
+    return None, None
+
+
+def _containers() -> Iterable[Job]:
+    for engine in ("docker", "podman"):
+        for line in _answer(
+            engine, "ps", "--filter", f"label={LABEL}", "--format", "{{.ID}}"
+        ).splitlines():
+            about = json.loads(_answer(engine, "inspect", line.strip()) or "[{}]")[0]
+            config = about.get("Config", {})
+            started = about.get("State", {}).get("StartedAt", "")
+            yield Job(
+                name=line.strip()[:SHORT],
+                kind="container",
+                state="running",
+                command=" ".join(config.get("Cmd") or []),
+                seconds=_seconds_since(started),
+                stop=(engine, "stop", "--time=40", line.strip()),
+                show=(engine, "logs", line.strip()),
+            )
+
+
+def _seconds_since(text: str) -> float | None:
+    """Of a time such as 2026-01-31T12:00:00.123456789Z."""
+    with suppress(ValueError):
+        when = datetime.datetime.fromisoformat(text[:19] + "+00:00")
+        return time.time() - when.timestamp()
+    return None
+
+
+def _answer(*argv: str) -> str:
+    """What a program says; empty if it is not here or does not answer."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SECONDS,
+        )
+        return done.stdout if done.returncode == 0 else ""
+    return ""
