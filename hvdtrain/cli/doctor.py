@@ -71,11 +71,11 @@ def doctor(
 ) -> None:
     """Can this machine train? Check it, and say the fix for each thing that is wrong.
 
-    Software versions, shared memory, limits, threads, Slurm, containers, GPUs, and a real allreduce over Gloo and MPI.
-    With --hosts, for each of them: name, ssh, versions, network, clock, and then an allreduce over all.
+    Software versions, shared memory, folders, limits, threads, Slurm, containers, GPUs, and a real allreduce over Gloo
+    and MPI. With --hosts, for each of them: name, ssh, versions, network, clock, and then an allreduce over all.
 
-    ok: works; warn: works, but not well; FAIL: does not work; skip: does not apply here. The exit code is 1 if anything
-    failed, else 0.
+    ok: works; warn: works, but not well; FAIL: does not work; skip: not needed, or not here. The exit code is 1 if
+    anything failed, else 0.
 
     --json prints {schema, ok, failures, warnings, seconds, hvdtrain, findings: [{group, name, status, seen, fix}]}.
     """

@@ -60,15 +60,12 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
     if is_here(host):
         missing = _missing(options.interfaces, found, "this machine")
         return [name, missing or ok("ssh", "not needed: this machine")]
-    try:
-        folder = str(Path.cwd())
-    except FileNotFoundError:
-        return [name, fail("folder", "the folder of this shell has been deleted", "cd to another")]
+    folder = str(Path.cwd())
     ours = wanted_interfaces(found, options.interfaces)
     with listening(list(ours.values())) as addresses:
         question = json.dumps({"addresses": addresses, "folder": folder})
         said = ask(host, question, options, limit)
-        accepting = accepts_unseen(host, options) if is_refused_unseen(said) else ()
+        accepting = accepts_unseen(host, options, said)
         if accepting:
             said = ask(host, question, options, limit, (*accepting, *_FORGET))
         finished = time.time()
@@ -126,13 +123,13 @@ def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Re
     return fail("ssh", error.cause, error.fix)
 
 
-def is_refused_unseen(said: Ran | None) -> bool:
-    """Whether ssh refused the host because it has never seen its key."""
-    return said is not None and said.returncode == SSH_FAILED and is_unknown_key(said.stderr)
+def accepts_unseen(host: str, options: Options, said: Ran | None) -> tuple[str, ...]:
+    """What a launch gives ssh to accept a key that ssh has refused because it was never seen.
 
-
-def accepts_unseen(host: str, options: Options) -> tuple[str, ...]:
-    """What a launch gives ssh to accept such a key; nothing if the user's configuration of ssh refuses it."""
+    Nothing if ssh has refused nothing of the kind, or if the user's configuration of ssh refuses such keys.
+    """
+    if said is None or said.returncode != SSH_FAILED or not is_unknown_key(said.stderr):
+        return ()
     return unseen_keys(host, options.ssh_port, options.ssh_identity_file, options.environ)
 
 

@@ -192,16 +192,6 @@ def test_a_name_with_an_empty_part() -> None:
     assert (result.name, result.status) == ("name", "fail")
 
 
-def test_a_folder_that_has_been_deleted(
-    look: Callable[..., dict[str, Result]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def gone() -> Path:
-        raise FileNotFoundError(2, "No such file or directory")
-
-    monkeypatch.setattr(Path, "cwd", gone)
-    assert "has been deleted" in look("exit 255")["folder"].seen
-
-
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
 def test_this_machine_needs_no_ssh(name: str) -> None:
     found = {f.name: f for f in check_host(name, Options({"PATH": "/nowhere"}), 1)}
