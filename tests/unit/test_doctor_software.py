@@ -294,21 +294,20 @@ def test_horovod_that_hangs_or_loads() -> None:
     assert finding.seen == "with mpi, gloo (2.5 s with TensorFlow)"
 
 
-def test_no_mpirun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Horovod with MPI in an environment without mpirun, in PATH or beside Python."""
-    module = sys.modules[check_local_allreduce.__module__]
-    monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["mpi", "gloo"])))
-    monkeypatch.setattr(module, "find_mpirun", lambda path: None)
+@pytest.mark.parametrize(("built", "status"), [(["mpi", "gloo"], "warn"), (["mpi"], "fail")])
+def test_no_mpirun(built: list[Any], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod with MPI in an environment without mpirun, in PATH or beside Python: a launch takes Gloo if it can."""
+    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(built)))
+    monkeypatch.setattr(horovod, "find_mpirun", lambda path: None)
     finding = check_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
-    assert finding.status == "fail"
+    assert finding.status == status
     assert "no mpirun in PATH" in finding.seen
     assert "module load openmpi" in finding.fix
     assert "--controller gloo" in finding.fix
 
 
 def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[check_local_allreduce.__module__]
-    monkeypatch.setattr(module, "find_engine", lambda: Engine(frozenset(["gloo"])))
+    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(["gloo"])))
     assert check_local_allreduce("mpi", {}, 1).status == "skip"
 
 
