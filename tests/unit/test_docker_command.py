@@ -31,16 +31,19 @@ def printed(container: Container, machine: Machine) -> str:
 
 def test_the_whole_command_of_each_engine() -> None:
     common = f"--ulimit memlock=-1:-1 {STACK} --user 1000:100 {FOLDER} {END}"
-    assert printed(CONTAINER, MACHINE) == f"docker run --rm --init --ipc=host {common}"
+    assert (
+        printed(CONTAINER, MACHINE)
+        == f"docker run --rm --label hvdtrain --init --ipc=host {common}"
+    )
     podman = replace(MACHINE, engine="podman")
-    assert printed(CONTAINER, podman) == f"podman run --rm --ipc=host {common}"
+    assert printed(CONTAINER, podman) == f"podman run --rm --label hvdtrain --ipc=host {common}"
 
 
 def test_the_whole_command_of_one_of_several_hosts(tmp_path: Path) -> None:
     container = replace(CONTAINER, gpus="all", several_hosts=True, ssh_port=2345, ssh_keys=tmp_path,
                         env=("HF_TOKEN", "NCCL_DEBUG"), extra=("--cpus=4",))  # fmt: skip
     assert printed(container, replace(MACHINE, rdma=True)) == (
-        f"docker run --rm --init --gpus all --ipc=host --ulimit memlock=-1:-1 {STACK} --network=host "
+        f"docker run --rm --label hvdtrain --init --gpus all --ipc=host --ulimit memlock=-1:-1 {STACK} --network=host "
         "--device /dev/infiniband --cap-add IPC_LOCK --env HVDTRAIN_SSH_PORT=2345 --user 1000:100 "
         f"--volume /home/ann/digits:/home/ann/digits --volume {tmp_path}:/run/hvdtrain/ssh:ro "
         f"--workdir /home/ann/digits --env HF_TOKEN --env NCCL_DEBUG --cpus=4 {END}"
@@ -85,7 +88,9 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     own = printed(replace(CONTAINER, shm_size="8g"), MACHINE)
     assert "--shm-size 8g" in own and "--ipc" not in own
     terminal = printed(CONTAINER, replace(MACHINE, terminal=True))
-    assert terminal.startswith("docker run --rm --init --interactive --tty --ipc=host")
+    assert terminal.startswith(
+        "docker run --rm --label hvdtrain --init --interactive --tty --ipc=host"
+    )
     volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
     assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -239,7 +244,7 @@ def test_which_engine(work: Path) -> None:
     add_engine(work, "podman", 'echo \'{"host": {"security": {"rootless": true}}}\'')
     code, text = call("--dry-run", "-np", "2", "train.py")
     assert code == 0
-    assert text.startswith("podman run --rm ") and "--userns=keep-id" in text
+    assert text.startswith("podman run --rm --label hvdtrain ") and "--userns=keep-id" in text
 
 
 def test_an_image_that_was_not_built(work: Path) -> None:

@@ -23,6 +23,7 @@ VALUES = {
     "integer x2": ["3", "4"],
     "float": ["0.5"],
     "float range": ["5"],
+    "integer range": ["5"],
     "text": ["-a b"],
     "path": ["some file"],
     "hosts": ["a:1,b:2"],
