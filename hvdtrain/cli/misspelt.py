@@ -7,7 +7,7 @@ from difflib import get_close_matches
 
 import click
 
-from hvdtrain.launch.passing import OWN_NAMES
+from hvdtrain.launch.travel import OWN_NAMES
 
 _PREFIX = "HVDTRAIN_"
 # Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.

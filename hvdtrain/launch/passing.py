@@ -1,79 +1,16 @@
-"""Which environment variables travel to the ranks on other hosts, and which values nobody may read
-on the way.
-
-A rank on the launcher's own host inherits the whole environment. To other hosts only the names
-below go, and what the user asks for with `--env`: the rest (session, agents, shell) means nothing
-there, and horovodrun would show each value in the process list of every host. Values that look
-secret never stand in a command line, and are masked wherever one is printed.
-"""
+"""Which values nobody may read: those that look secret never stand in a command line, and are masked wherever one is
+printed."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from hvdtrain.environment import LAUNCH_ID, LOG_DIR, RANK_CORES, TERMINAL
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.variables import EnvVar, is_name
-from hvdtrain.strategy_names import REPLICAS, STRATEGY
-
-OWN_NAMES = frozenset({LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL})
-"""What ranks read of hvdtrain's own. The other HVDTRAIN_* are options of the launcher, with whatever a user wrote
-there: HVDTRAIN_ENV=API_KEY=..."""
-NAMES = frozenset(
-    {
-        "PATH",
-        "LD_LIBRARY_PATH",
-        "LD_PRELOAD",  # An allocator, such as jemalloc.
-        "VIRTUAL_ENV",
-        "CONDA_PREFIX",
-        "LANG",
-        "LANGUAGE",
-        "TZ",
-        "TERM",
-        *OWN_NAMES,
-    }
-)
-PREFIXES = (
-    # What a run is made of.
-    "HOROVOD_",
-    "PYTHON",
-    "LC_",
-    # The library, and where it keeps data sets and compiled kernels.
-    "TF_",
-    "TF2_",
-    "XLA_",
-    "KERAS_",
-    "TFDS_",
-    "TFHUB_",
-    "ABSL_",
-    "GRPC_",
-    # The numbers' machinery and its threads.
-    "CUDA_",
-    "CUDNN_",
-    "NVIDIA_",
-    "OMP_",
-    "KMP_",
-    "GOMP_",
-    "MKL_",
-    "DNNL_",
-    "ONEDNN_",
-    "OPENBLAS_",
-    "MALLOC_",
-    # The network. mpirun reads what is for itself from its own environment.
-    "NCCL_",
-    "UCX_",
-    "OMPI_MCA_",
-    "I_MPI_",
-    "FI_",
-    "IBV_",
-    "GLOO_",
-)
-_OF_TERRAFORM = ("TF_VAR_", "TF_CLI_")
-"""Its prefix is TensorFlow's, and its variables are often secret."""
+from hvdtrain.launch.variables import EnvVar
 
 MASK = "***"
 
@@ -103,27 +40,6 @@ _OPTION = re.compile(r"--?(?P<name>[^-=][^=]+)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z_][\w.-]*)=)(?P<value>.*)", re.DOTALL)
 # The values of these are paths or public.
 _HARMLESS = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "ssh-identity-file"})
-
-
-def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """The variables that ranks on other hosts get: the named set and what was asked for."""
-    wanted = set(asked)
-    return {
-        name: value
-        for name, value in environ.items()
-        # Other names are nothing to a shell, which some of the ways to another host lead through.
-        if is_name(name) and (name in wanted or name in NAMES or is_of(name, PREFIXES))
-    }
-
-
-def acts_at_start(name: str) -> bool:
-    """Whether a variable must be there when a rank's process starts: Python and the C library read it then."""
-    return name in NAMES or name.startswith(("PYTHON", "LC_", "MALLOC_"))
-
-
-def is_of(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a variable's name has one of the prefixes, and is no other program's."""
-    return name.startswith(prefixes) and not name.startswith(_OF_TERRAFORM)
 
 
 def looks_secret(name: str, value: str = "") -> bool:

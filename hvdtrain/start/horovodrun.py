@@ -7,7 +7,7 @@ takes the arguments of horovodrun, and stands in for it. What is different:
 - What Horovod was built with is read off its extension; horovodrun imports TensorFlow to ask (3 to
   4 seconds).
 - Only a named set of environment variables, and those that HVDTRAIN_FORWARD names, go to other hosts (see
-  `hvdtrain.launch.passing`), and no value that looks secret stands in a command line; horovodrun
+  `hvdtrain.launch.travel`), and no value that looks secret stands in a command line; horovodrun
   puts every variable there.
 - Each of the other hosts is asked once, all at a time, whether it can run ranks (`agents`); this
   takes the place of Horovod's five attempts at ssh and of its search for a common interface, and

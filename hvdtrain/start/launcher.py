@@ -24,8 +24,9 @@ from hvdtrain.launch.host_report import (
     loopback_interfaces,
     missing_interfaces,
 )
-from hvdtrain.launch.passing import acts_at_start, looks_secret, travelling
+from hvdtrain.launch.passing import looks_secret
 from hvdtrain.launch.ssh import path_variables
+from hvdtrain.launch.travel import acts_at_start, travelling
 from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.agents import Agents, greet

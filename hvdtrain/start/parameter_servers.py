@@ -32,11 +32,10 @@ from hvdtrain import __version__
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
-from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.running.outcome import how_it_ended
-from hvdtrain.launch.slurm.task import environment_of_srun
 from hvdtrain.launch.ssh import path_variables
 from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
+from hvdtrain.launch.travel import into_tasks, travelling
 from hvdtrain.launch.variables import without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import Greeting
@@ -64,7 +63,7 @@ def main() -> None:
     options = _options(sys.argv[1:])
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     layout = layout_of(options)
-    environ = environment_of_srun(os.environ, options.env) if options.srun else dict(os.environ)
+    environ = into_tasks(os.environ, options.env) if options.srun else dict(os.environ)
     commands = _agent_commands(layout, options, launch_id)
     if missing := missing_program(commands.values()):
         _say(missing)

@@ -32,8 +32,8 @@ from hvdtrain.errors import EngineError
 from hvdtrain.launch.slurm.task import (
     RENDEZVOUS_ADDRESS,
     RENDEZVOUS_PORT,
-    environment_of_srun,
 )
+from hvdtrain.launch.travel import into_tasks
 from hvdtrain.launch.variables import forwarded, without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import own_report
@@ -50,7 +50,7 @@ def main() -> None:
         sys.exit(EXIT_USAGE)
     sys.argv[0] = "horovodrun"
     options = launch.parse_args()
-    environment = environment_of_srun(dict(os.environ), asked)
+    environment = into_tasks(os.environ, asked)
     set_env_from_args(environment, options)
     environment |= interfaces(options)
     if options.use_gloo:

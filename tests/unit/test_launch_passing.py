@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.passing import MASK, looks_secret, masked, travelling
+from hvdtrain.launch.passing import MASK, looks_secret, masked
+from hvdtrain.launch.travel import into_container, travelling
 
 
 def test_only_the_named_set_and_what_was_asked_for_travels() -> None:
@@ -130,3 +131,19 @@ def test_a_secret_value_is_never_printed(spelling: str, text: str) -> None:
     value = f"hush{text}hush"
     shown = shlex.join(masked(SPELLINGS[spelling](value)))
     assert "hush" not in shown and MASK in shown
+
+
+def test_what_goes_into_a_container() -> None:
+    """What means the same there: no folders, devices or locale of this machine."""
+    there = {"HVDTRAIN_NP", "OMP_NUM_THREADS", "NCCL_DEBUG", "TF_CPP_MIN_LOG_LEVEL", "MINE"}
+    others = {
+        "PYTHONPATH",
+        "CUDA_VISIBLE_DEVICES",
+        "PATH",
+        "TFDS_DATA_DIR",
+        "HVDTRAIN_LOG_DIR",
+        "TF_VAR_x",
+    }
+    assert set(into_container(dict.fromkeys(there | others, "1"), ["MINE"])) == there
+    for elsewhere in (there - {"HVDTRAIN_NP"}, {"PYTHONPATH", "CUDA_VISIBLE_DEVICES", "PATH"}):
+        assert set(travelling(dict.fromkeys(elsewhere, "1"), ["MINE"])) == elsewhere

@@ -26,8 +26,8 @@ from hvdtrain.launch.launchers.srun import (
 )
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.slurm.allocation import Allocation
+from hvdtrain.launch.travel import into_tasks
 from hvdtrain.launch.variables import EnvVar
-from hvdtrain.start.srun import environment_of_srun
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_hosts_are_filled_in_order() -> None:
 
 def test_what_travels() -> None:
     environ = {"PATH": "/bin", "HOME": "/root", "SLURM_CONF": "/c", "MY_TOKEN": "x", "DATA": "y"}
-    kept = environment_of_srun(environ, ["DATA"])
+    kept = into_tasks(environ, ["DATA"])
     assert sorted(kept) == ["DATA", "HOME", "PATH", "SLURM_CONF"]
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.passing import is_of
 from hvdtrain.launch.rules import check_image
+from hvdtrain.launch.travel import into_container
 
 EngineName = Literal["docker", "podman"]
 CPU_IMAGE = "hvdtrain:cpu"
@@ -27,9 +27,6 @@ SSHD = ("sshd",)
 
 _STACK_BYTES = 64 * 2**20
 """NVIDIA's figure for training in containers."""
-_PREFIXES = ("HVDTRAIN_", "HOROVOD_", "TF_", "XLA_", "NCCL_", "UCX_", "OMPI_MCA_")
-# They name folders of this machine, or are about its own environment.
-_OF_THIS_MACHINE = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_LOG_DIR", "HVDTRAIN_LAUNCH_ID"}
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _OF_A_PATH = ("/", ".", "~")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
@@ -224,12 +221,7 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
         check_name(name)
         if name not in environ:
             raise UsageError(f"--env {name}: it is not set here")
-    named = {
-        name
-        for name in environ
-        if is_of(name, _PREFIXES) and name not in _OF_THIS_MACHINE and _NAME.fullmatch(name)
-    }
-    return tuple(sorted(named | set(asked)))
+    return into_container(environ, asked)
 
 
 def check_name(name: str) -> None:

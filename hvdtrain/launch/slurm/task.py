@@ -5,26 +5,16 @@ Horovod asks its environment for its place, which horovodrun and mpirun set ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.passing import travelling
 from hvdtrain.launch.slurm.nodelist import expand_counts
 
 RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 # The address that the task's node reached srun at, so the rendezvous beside srun is there as well.
 _SRUN_ADDRESSES = ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
-
-# What ssh gives a session and srun does not.
-_SESSION = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
-
-
-def environment_of_srun(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """What srun gets, and with it its tasks: the named set, and what a session has anyway."""
-    slurm = (name for name in environ if name.startswith("SLURM"))
-    return travelling(environ, [*asked, *_SESSION, *slurm])
 
 
 def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
