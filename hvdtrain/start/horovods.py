@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import shlex
 import sys
 import types
@@ -23,16 +24,32 @@ from horovod.runner import gloo_run, launch, mpi_run  # noqa: E402
 from horovod.runner.common.util import env as horovod_env  # noqa: E402
 from horovod.runner.common.util import hosts as horovod_hosts  # noqa: E402
 from horovod.runner.common.util import safe_shell_exec  # noqa: E402
-from horovod.runner.driver import driver_service  # noqa: E402
+from horovod.runner.common.util.config_parser import set_env_from_args  # noqa: E402
+from horovod.runner.common.util.settings import Settings  # noqa: E402
 from horovod.runner.elastic import driver as elastic_driver  # noqa: E402
+from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript  # noqa: E402
+from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
+from hvdtrain.errors import EngineError  # noqa: E402
 from hvdtrain.launch.passing import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.marks import pass_on_marked  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
 
-__all__ = ["horovod_hosts", "horovods_exportable", "launch", "network", "replace_functions"]
+__all__ = [
+    "horovod_hosts",
+    "horovods_exportable",
+    "launch",
+    "network",
+    "replace_functions",
+    "settle",
+    "start_elastic_ranks",
+    "start_ranks",
+]
+
+ELASTIC_SECONDS = 600
+"""Horovod's default for --elastic-timeout."""
 
 horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
 """Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
@@ -41,48 +58,110 @@ _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
 """Longer than an agent's connection, whose end tells what has happened: ssh's own exit code does not."""
 
 
-def replace_functions(
+def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
+    """Fill in what the arguments of Horovod's launcher leave open.
+
+    Raises:
+        EngineError: Horovod was built without what they ask for.
+    """
+    if not arguments.hosts and not arguments.host_discovery_script:
+        arguments.hosts = (
+            horovod_hosts.parse_host_files(arguments.hostfile)
+            if arguments.hostfile
+            else f"localhost:{arguments.num_proc}"
+        )
+    arguments.use_gloo = arguments.use_gloo or not (arguments.use_mpi or "mpi" in built)
+    wanted = "gloo" if arguments.use_gloo else "mpi"
+    if wanted not in built:
+        raise EngineError(f"Horovod was built without {wanted}: hvdtrain install-horovod --force")
+
+
+def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> None:
+    """Run the ranks on hosts that were asked; over MPI this process becomes mpirun.
+
+    Horovod's own way to here asks the hosts again, finds the interfaces by servers on every host which run any command
+    for whoever has their key, and that stands in a command line, and imports TensorFlow to learn what was built.
+    """
+    settings = Settings(hosts=arguments.hosts, **_settings(arguments, nics))
+    environ = set_env_from_args(os.environ.copy(), arguments)
+    if arguments.use_gloo:
+        address = network.get_driver_ip(nics)
+        gloo_run.gloo_run(settings, nics, environ, address, arguments.command)
+    else:
+        mpi_run.mpi_run(settings, nics, environ, arguments.command)
+
+
+def start_elastic_ranks(
     arguments: argparse.Namespace,
-    built: Collection[str],
-    in_command_line: Callable[[str], bool],
     interfaces: Callable[[], Collection[str]],
-    one_host: bool,
-    patience: float = 0.0,
-    fit_hosts: Callable[[Any], Any] | None = None,
+    fit_hosts: Callable[[Any], Any],
 ) -> None:
-    """Replace what Horovod would ask anew, does unsafely, or gets wrong.
+    """Run the ranks of an elastic job.
+
+    Horovod's own way to here waits for a second host before it looks for interfaces, also where there is none: ten
+    minutes, on one machine.
+
+    Args:
+        interfaces: those to communicate over, once they are asked for.
+        fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks: Horovod takes a host that cannot
+            be reached for a worker that failed.
+    """
+    if arguments.host_discovery_script:
+        found = HostDiscoveryScript(arguments.host_discovery_script, arguments.slots)
+    else:
+        found = FixedHosts(horovod_hosts.parse_hosts_and_slots(arguments.hosts)[1])
+    settings = ElasticSettings(
+        discovery=fit_hosts(found),
+        min_num_proc=arguments.min_num_proc or arguments.num_proc,
+        max_num_proc=arguments.max_num_proc,
+        elastic_timeout=arguments.elastic_timeout,
+        reset_limit=arguments.reset_limit,
+        cooldown_range=arguments.cooldown_range,
+        **_settings(arguments, arguments.nics),
+    )
+    gloo_run.launch_gloo_elastic(
+        arguments.command,
+        gloo_run._exec_command_fn(settings),
+        settings,
+        set_env_from_args(os.environ.copy(), arguments),
+        lambda driver: interfaces(),
+        Rendezvous(
+            lambda: network.get_driver_ip(interfaces()),
+            arguments.elastic_timeout or ELASTIC_SECONDS,
+        ),
+        sys.executable,
+    )
+
+
+def _settings(arguments: argparse.Namespace, nics: Collection[str] | None) -> dict[str, Any]:
+    """What Horovod's launcher makes of its arguments."""
+    return {
+        "num_proc": arguments.num_proc,
+        "verbose": 2 if arguments.verbose else 0,
+        "ssh_port": arguments.ssh_port,
+        "ssh_identity_file": arguments.ssh_identity_file,
+        "extra_mpi_args": arguments.mpi_args,
+        "tcp_flag": arguments.tcp_flag,
+        "binding_args": arguments.binding_args,
+        "output_filename": arguments.output_filename,
+        "nics": nics,
+        "prefix_output_with_timestamp": arguments.prefix_output_with_timestamp,
+    }
+
+
+def replace_functions(
+    arguments: argparse.Namespace, in_command_line: Callable[[str], bool], one_host: bool
+) -> None:
+    """Replace what Horovod does unsafely, or gets wrong.
 
     Args:
         arguments: of Horovod's launcher.
-        built: the controllers that Horovod was built with.
         in_command_line: whether the variable of a name goes to the ranks as part of their command (over MPI, its name).
-        interfaces: those to communicate over, once they are asked for.
         one_host: whether all ranks are on this host.
-        patience: seconds for all ranks of an elastic job to meet again after their number changed.
-        fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks; for elastic jobs.
     """
-    # Horovod imports TensorFlow in a process of its own to find out: 3 to 4 s.
-    launch.mpi_built = lambda verbose=False: "mpi" in built
-    launch.gloo_built = lambda verbose=False: "gloo" in built
-
-    # The arguments were parsed, and what depends on the hosts was settled in them.
-    launch.parse_args = lambda: arguments
-
-    # The hosts were asked all at once. Horovod tries ssh five times, and finds the interfaces by servers on every host
-    # which run any command for whoever has their key, and that stands in a command line.
-    launch._check_all_hosts_ssh_successful = lambda *_, **__: True
-    driver_service.get_common_interfaces = lambda *_, **__: interfaces()
-
-    # An elastic job waits for a second host before it looks for interfaces, also where there is none: ten minutes, on
-    # one machine. And it starts workers on hosts that cannot be reached, and takes them for failures.
-    if fit_hosts is not None:
-        host_manager = elastic_driver.HostManager
-        elastic_driver.HostManager = lambda found, *rest: host_manager(fit_hosts(found), *rest)
-        gloo_run._get_min_start_hosts = lambda settings: 1
-
     # Horovod's server listens on every interface and runs what it receives (see `rendezvous`).
-    gloo_run.RendezvousServer = functools.partial(
-        Rendezvous, lambda: network.get_driver_ip(interfaces()), patience
+    gloo_run.RendezvousServer = lambda verbose: Rendezvous(
+        lambda: network.get_driver_ip(arguments.nics)
     )
     gloo_run.create_rendezvous_handler = elastic_handler
     elastic_driver.WorkerNotificationClient = WorkerNotifier

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
+import logging
 import os
 import re
 import shutil
@@ -32,19 +32,21 @@ from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.agents import Agents, greet
 from hvdtrain.start.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.horovods import (
+    ELASTIC_SECONDS,
     horovod_hosts,
     horovods_exportable,
     launch,
     network,
     replace_functions,
+    settle,
+    start_elastic_ranks,
+    start_ranks,
 )
 from hvdtrain.start.reach import Reach, agent_argv, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
 """Horovod's default for --start-timeout."""
-ELASTIC_SECONDS = 600
-"""Horovod's default for --elastic-timeout."""
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
@@ -56,8 +58,11 @@ def launch_ranks(arguments: Sequence[str]) -> int:
         return EXIT_USAGE
     sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
-    # Horovod's notes of which hosts it has asked: we ask them, and the home folder need not be writable.
-    parsed.disable_cache = True
+    try:
+        settle(parsed, find_engine().built)
+    except HvdtrainError as error:
+        print(f"hvdtrain: {error}", file=sys.stderr)
+        return error.exit_code
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
     reach = _reach(parsed)
@@ -73,15 +78,8 @@ def launch_ranks(arguments: Sequence[str]) -> int:
                 print(f"hvdtrain: {line}", file=sys.stderr)
             return EXIT_FAILURE
         hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
-        replace_functions(
-            parsed,
-            find_engine().built,
-            functools.partial(in_command_line, parsed, asked),
-            hosts.interfaces if hosts else lambda: parsed.nics,
-            not elastic and not remote,
-            parsed.elastic_timeout or ELASTIC_SECONDS,
-            (lambda found: FitHosts(found, hosts)) if hosts else None,
-        )
+        one_host = not elastic and not remote
+        replace_functions(parsed, functools.partial(in_command_line, parsed, asked), one_host)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
@@ -194,8 +192,16 @@ def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostRepo
 def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:
     """Horovod's launcher; over MPI this process becomes mpirun."""
     try:
-        with hosts or contextlib.nullcontext():
-            launch.run_commandline()
+        if arguments.log_level:
+            logging.addLevelName(logging.NOTSET, "TRACE")
+            logging.basicConfig(level=logging.getLevelName(arguments.log_level))
+        if hosts is None:
+            start_ranks(arguments, arguments.nics)
+        else:
+            with hosts:
+                start_elastic_ranks(
+                    arguments, hosts.interfaces, lambda found: FitHosts(found, hosts)
+                )
         return 0
     except HvdtrainError as error:
         print(f"hvdtrain: {error}", file=sys.stderr)
