@@ -94,7 +94,8 @@ def _help(rank: int, pipes: dict[int, int]) -> NoReturn:
         for number in range(1, signal.NSIG):
             with contextlib.suppress(OSError, ValueError):
                 signal.signal(number, signal.SIG_IGN)
-        Path("/proc/self/comm").write_text(HELPER)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/comm").write_text(HELPER)
         _close_all_but({1, 2, rank, *pipes.values()})
         for number, data in _written(rank, pipes):
             data = frame(data)
