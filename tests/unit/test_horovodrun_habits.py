@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,8 @@ def same(words: list[str], exported: dict[str, str]) -> None:
         passed.start_timeout = None  # Longer here the more hosts there are.
     if typed.cooldown_range is None and passed.cooldown_range == [10, 300]:
         passed.cooldown_range = None  # Here a host on which a rank failed is used again.
+    if passed.mpi_args:  # Where mpirun is on other hosts is said as well.
+        passed.mpi_args = re.sub(r" ?--prefix \S+$", "", passed.mpi_args) or None
     assert passed.command[-1] == typed.command[-1] == "train.py"
     chosen = typed.use_gloo or typed.use_mpi
     if chosen:
