@@ -202,6 +202,15 @@ def test_a_discovery_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert (args.slots, args.min_num_proc, args.hosts) == (expected, 4, None)
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_host_on_which_a_rank_failed_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's own default is never."""
+    read = horovodrun_reads(horovodrun_options(plan_of(**ELASTIC)), monkeypatch)
+    assert read.cooldown_range == [10, 300]
+    read = horovodrun_reads(horovodrun_options(plan_of(**MANY)), monkeypatch)
+    assert read.cooldown_range is None
+
+
 def test_what_is_not_asked_for_is_left_to_horovod(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
