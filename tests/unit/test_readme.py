@@ -128,7 +128,7 @@ def test_moving_a_script_changes_one_import() -> None:
     exec(change.splitlines()[1][1:], {})
 
 
-@pytest.mark.parametrize("word", [w for w in WORDS if "/" in w and " " not in w])
+@pytest.mark.parametrize("word", [w for w in WORDS if "/" in w and " " not in w and w[0] != "."])
 def test_path(word: str) -> None:
     assert (ROOT / word).exists()
 
