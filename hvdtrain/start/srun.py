@@ -27,7 +27,7 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE
+from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE, HASH_SEED
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.slurm.task import (
     RENDEZVOUS_ADDRESS,
@@ -51,6 +51,7 @@ def main() -> None:
     sys.argv[0] = "horovodrun"
     options = launch.parse_args()
     environment = into_tasks(os.environ, asked)
+    environment.setdefault(HASH_SEED, "0")  # Else each rank starts Python twice, to set it.
     set_env_from_args(environment, options)
     environment |= interfaces(options)
     if options.use_gloo:

@@ -14,8 +14,8 @@ import threading
 from contextlib import suppress
 
 _STDIN = 0
-_TICK_SECONDS = 0.2
 _BACKGROUND_SECONDS = 0.5
+_ENDING_SECONDS = 0.5
 
 
 class InputRelay:
@@ -27,7 +27,6 @@ class InputRelay:
 
     def __init__(self) -> None:
         self.reading, self._writing = os.pipe()
-        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._relay, daemon=True)
 
     def __enter__(self) -> InputRelay:
@@ -39,33 +38,33 @@ class InputRelay:
         self._thread.start()
 
     def __exit__(self, *exception: object) -> None:
-        self._ended.set()
         if self._thread.ident is None:
             os.close(self.reading)
             os.close(self._writing)
         else:
-            self._thread.join(2 * _TICK_SECONDS)
+            self._thread.join(_ENDING_SECONDS)
 
     def _relay(self) -> None:
         # The main thread takes all signals. With SIGTTIN blocked, a read from the background fails and stops nothing.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            while not self._ended.is_set() and sys.__stdin__ is not None:
-                if not select.select([_STDIN], [], [], _TICK_SECONDS)[0]:
-                    continue
+        # The end of a pipe that nobody reads reports an error, whatever it is asked for.
+        unread, either = select.poll(), select.poll()
+        unread.register(self._writing, 0)
+        either.register(self._writing, 0)
+        either.register(_STDIN, select.POLLIN)
+        with suppress(OSError):
+            while sys.__stdin__ is not None and not unread.poll(0):
+                if either.poll() and unread.poll(0):
+                    break
                 try:
                     data = os.read(_STDIN, 65536)
                 except OSError:
-                    self._ended.wait(_BACKGROUND_SECONDS)
+                    unread.poll(1000 * _BACKGROUND_SECONDS)
                     continue
                 if not data:
                     break
                 _write_all(self._writing, data)
-        except OSError:
-            pass  # Nobody reads it.
-        finally:
-            with suppress(OSError):
-                os.close(self._writing)
+        os.close(self._writing)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
