@@ -51,6 +51,11 @@ class Unframer:
             parts.append(self._take(rest, b""))
         return b"".join(parts)
 
+    def finish(self) -> bytes:
+        """What looked like the beginning of a frame, and was none."""
+        held, self._held = self._held, b""
+        return b"" if self._framed else held
+
     def _take(self, line: bytes, end: bytes) -> bytes:
         framed = line.startswith(_BEGIN) if self._framed is None else self._framed
         self._framed = None if end else framed

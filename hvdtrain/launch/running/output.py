@@ -109,7 +109,7 @@ class Output:
     def settle(self) -> None:
         """Nothing more came for a moment: unfinished lines may be seen."""
         for reader in self._readers.values():
-            for piece in reader.finish():
+            for piece in reader.pause():
                 self._take(piece)
         for source in self._sources.values():
             held = source.lines.held
@@ -121,6 +121,9 @@ class Output:
 
     def finish(self) -> None:
         """The run has ended: show the rest."""
+        for reader in self._readers.values():
+            for piece in reader.finish():
+                self._take(piece)
         self.settle()
         for _, source in sorted(self._sources.items()):
             for line in source.lines.finish():

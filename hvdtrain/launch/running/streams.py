@@ -59,13 +59,17 @@ class PlainReader:
     def feed(self, data: bytes) -> Iterator[Piece]:
         yield Piece(0, self.stream, data)
 
+    def pause(self) -> Iterator[Piece]:
+        yield from ()
+
     def finish(self) -> Iterator[Piece]:
         yield from ()
 
 
 @dataclass
 class TagReader:
-    """Reads one of the launcher's two streams. Feed it what arrives; `finish` gives the rest."""
+    """Reads one of the launcher's two streams. Feed it what arrives; `pause` gives what need not wait if
+    nothing more comes for a moment, `finish` the rest."""
 
     stream: Stream
     _source: tuple[int | None, Stream] = field(init=False)
@@ -88,10 +92,16 @@ class TagReader:
         self._held = data[cut:]
         yield from self._joined(data[:cut])
 
-    def finish(self) -> Iterator[Piece]:
+    def pause(self) -> Iterator[Piece]:
         """What looked like the beginning of a tag, and was none."""
         held, self._held = self._held, b""
         yield from self._joined(held)
+
+    def finish(self) -> Iterator[Piece]:
+        yield from self.pause()
+        for (rank, stream), frames in self._frames.items():
+            if rest := frames.finish():
+                yield Piece(rank, stream, rest)
 
     def _joined(self, data: bytes) -> Iterator[Piece]:
         """The pieces of `data`; those of one source that follow each other are one."""
