@@ -31,6 +31,13 @@ def test_a_command_that_writes_without_end_is_kept_in_part() -> None:
     assert len(endless.stdout) < 1_000_000
 
 
+def test_a_command_that_the_system_does_not_start() -> None:
+    assert run(["/no/such/program"], limit=1, environ={}) is None
+    said = run(["/bin/true"], limit=1, environ={"LONG": "x" * 1_000_000})
+    assert said is not None and said.returncode
+    assert said.last_line == "cannot start /bin/true: Argument list too long"
+
+
 def test_what_is_no_text() -> None:
     assert sh(r"printf '\377\n'; printf '\000\376' >&2").text == "\ufffd\n\0\ufffd"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
 from hvdtrain.launch.running.process import end_processes
 from hvdtrain.signals import leaving_on_signals
 
@@ -77,8 +77,10 @@ def run(
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
+    except OSError as error:  # No process more, no memory, an environment that is too large.
+        return Ran(EXIT_FAILURE, "", f"cannot start {argv[0]}: {error.strerror}", started, 0.0)
     writer = threading.Thread(target=_write, args=(process, stdin.encode()), daemon=True)
     readers = [_Reader(process.stdout), _Reader(process.stderr)]
     try:
