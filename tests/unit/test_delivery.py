@@ -27,12 +27,15 @@ def test_from_delivery_to_withdrawal(tmp_path: Path) -> None:
 
 def test_what_others_have_made_is_not_looked_at(tmp_path: Path) -> None:
     """Neither a folder that others can enter, nor a link; and neither stops a launch."""
-    ours = deliver("one", {"API_KEY": "hush"}, tmp_path).parent
+    path = deliver("one", {"API_KEY": "hush"}, tmp_path)
+    ours = path.parent
     open_to_all, link = tmp_path / "hvdtrain-brought-0", tmp_path / "hvdtrain-brought-1"
     shutil.copytree(ours, open_to_all)
     open_to_all.chmod(0o755)
     link.symlink_to(ours)
     (tmp_path / "hvdtrain-brought-2").touch()
+    (open_to_all / path.name.replace("one", "two")).write_text('{"API_KEY": "theirs"}')
+    assert delivered("two", tmp_path) == {}
     withdraw("one", tmp_path)
     assert not ours.exists()
     assert delivered("one", tmp_path) == {}
