@@ -88,6 +88,16 @@ def test_a_launcher_of_another_distribution_runs_ranks(tmp_path: Path) -> None:
     assert "'plain-mpi' is not one of 'auto', 'horovodrun'" in misspelt.stderr
 
 
+def test_verbose_shows_what_dry_run_prints(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["--verbose", "-np", "1", "--gloo", "--env", "A=b c"]
+    printed = hvdtrain(tmp_path, "run", *options, "--dry-run", "train.py").stdout
+    ran = hvdtrain(tmp_path, "run", *options, "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert printed in ran.stderr
+    assert re.match(r"env 'A=b c' \S*horovodrun -np 1 --gloo --verbose ", printed)
+
+
 def test_what_is_brought_is_loaded_when_it_is_asked_for(site: Path) -> None:
     distribution(site, "broken", "broken_launcher:prepare", "import no_such_module\n")
     distribution(site, "none", "launcher_without:prepare", "prepare = None\n")
