@@ -21,7 +21,7 @@ from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdic
 from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
 
 REPOSITORY = Path(__file__).parents[2]
-LIMITS = Limits(still=20, waiting=300, hang=1800)
+LIMITS = Limits(still=20, waiting=300, busy=900, hang=1800)
 
 
 def rank(number: int, phase: str = "training", **changes: object) -> RankStatus:
@@ -50,6 +50,8 @@ WELL = [rank(0), rank(1)]
         [replace(rank(0), heartbeat=None), replace(rank(1), heartbeat=None, state="gone", held=99)],
         [rank(0, "init", waiting=True, idle=299), rank(1, "starting", idle=299)],
         [rank(0, "init", waiting=True, idle=301), rank(1, "starting", allowed=600.0, idle=301)],
+        [rank(0, "init", waiting=True, idle=301), rank(1, "starting", quiet=299)],
+        [rank(0, "init", waiting=True, idle=899), rank(1, "starting", quiet=1)],
         [rank(0, idle=1799), rank(1, idle=5000)],
         [rank(0, idle=1900, allowed=200.0), rank(1, idle=5000)],
     ],
@@ -78,8 +80,8 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         (
             [
                 rank(0, "init", waiting=True, idle=301),
-                rank(1, "starting"),
-                rank(2, "starting", state="uninterruptible"),
+                rank(1, "starting", quiet=300),
+                rank(2, "starting", quiet=301, state="uninterruptible"),
             ],
             "rank 1 (process 101), rank 2 (process 102) are not there: for 300 s others have waited for "
             "them in hvdtrain.init()\n"
@@ -90,11 +92,17 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         (
             [
                 rank(0, "script", waiting=True, detail="grad", idle=301),
-                rank(1, "saving", idle=302, detail="a file"),
+                rank(1, "saving", idle=302, quiet=302, detail="a file"),
             ],
             "rank 1 (process 101) is not there: for 300 s others have waited for it in the collective grad\n"
             "  rank 0: in the script, collective grad\n"
             "  rank 1: in saving (a file)",
+        ),
+        (
+            [rank(0, "init", waiting=True, idle=900), rank(1, "starting", quiet=0)],
+            "rank 1 (process 101) is not there: for 900 s others have waited for it in hvdtrain.init()\n"
+            "  rank 0: in hvdtrain.init()\n"
+            "  rank 1: in starting",
         ),
         (
             [rank(n, "init", waiting=True, idle=301) for n in range(2)],
@@ -114,8 +122,8 @@ def test_a_run_that_cannot(ranks: list[RankStatus], says: str) -> None:
 
 
 def test_limits_are_never_longer_than_the_users() -> None:
-    assert limits_of(5) == Limits(5, 5, 5)
-    assert limits_of(7200) == Limits(20, 300, 7200)
+    assert limits_of(5) == Limits(5, 5, 300, 5)
+    assert limits_of(7200) == Limits(20, 300, 7200, 7200)
 
 
 def test_the_watchdog_remembers_every_rank() -> None:

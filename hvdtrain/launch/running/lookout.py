@@ -24,6 +24,8 @@ _STATES: dict[str, State] = {
 FIRST_SEARCHES_SECONDS = 1.0
 LAST_SEARCHES_SECONDS = 10.0
 """Between two searches of all processes while ranks of this host are missing: more and more."""
+BUSY_TICKS = 5
+"""Clock ticks (mostly 10 ms each) of CPU time that are more than waking up now and then."""
 _PAUSE_SECONDS = 5.0
 """Between two looks: then this process itself was stopped, and the ranks may have been as well."""
 
@@ -38,6 +40,7 @@ class RankStatus:
         state: what its process does.
         held: seconds since when it is in that state.
         idle: seconds since its heartbeat made progress.
+        quiet: seconds since its process used the CPU.
         heartbeat: what it does; None for a program that is no Python script.
         host: its name as the user gave it; empty for the launcher's own.
         ending: whether its script is at what it does when a signal ends the run.
@@ -50,6 +53,7 @@ class RankStatus:
     idle: float
     heartbeat: Heartbeat | None
     host: str = ""
+    quiet: float = 0.0
     ending: bool = False
 
     @property
@@ -87,6 +91,8 @@ class _Seen:
     page: Page | None
     status: RankStatus
     state_since: float
+    ticks: int = 0
+    busy_at: float = 0.0
 
     @property
     def is_there(self) -> bool:
@@ -117,7 +123,7 @@ class Lookout:
         if now - self._looked > _PAUSE_SECONDS:
             self._resumed = now
             for seen in self._seen.values():
-                seen.state_since = now
+                seen.state_since = seen.busy_at = now
         self._looked = now
         whole = sum(seen.page is not None and seen.is_there for seen in self._seen.values())
         if whole < self._expected and now >= self._search_at:
@@ -169,7 +175,7 @@ class Lookout:
             born = _fields_of(pid)[1]
             self._expected = max(1, local_size_of(environ))
             status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
-            self._seen[rank] = _Seen(pid, born, page, status, now)
+            self._seen[rank] = _Seen(pid, born, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
 
     def _update(self, seen: _Seen, now: float) -> None:
@@ -177,9 +183,11 @@ class Lookout:
             seen.status = replace(seen.status, held=now - seen.state_since)
             return
         try:
-            letter, born = _fields_of(seen.pid)
+            letter, born, ticks = _fields_of(seen.pid)
         except OSError:
-            letter, born = "X", seen.born
+            letter, born, ticks = "X", seen.born, seen.ticks
+        if ticks - seen.ticks >= BUSY_TICKS:
+            seen.ticks, seen.busy_at = ticks, now
         state = _STATES.get(letter, "running") if born == seen.born else "gone"
         if state != seen.status.state:
             seen.state_since = now
@@ -190,12 +198,18 @@ class Lookout:
         since = max(heartbeat.since if heartbeat else 0.0, self._resumed)
         idle = now - since if heartbeat else 0.0
         seen.status = RankStatus(
-            seen.status.rank, seen.pid, state, now - seen.state_since, idle, heartbeat
+            seen.status.rank,
+            seen.pid,
+            state,
+            now - seen.state_since,
+            idle,
+            heartbeat,
+            quiet=now - seen.busy_at,
         )
 
 
-def _fields_of(pid: int) -> tuple[str, str]:
-    """State and time of birth in /proc/PID/stat; a program's name may contain anything."""
+def _fields_of(pid: int) -> tuple[str, str, int]:
+    """State, time of birth and clock ticks of CPU time in /proc/PID/stat; a name may contain anything."""
     fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
     state, *rest = fields.split()
-    return state, rest[18]
+    return state, rest[18], int(rest[10]) + int(rest[11])

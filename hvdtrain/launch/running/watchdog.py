@@ -26,16 +26,22 @@ _WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving"
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds; see the constants of this module."""
+    """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute."""
 
     still: float = STILL_SECONDS
     waiting: float = WAITING_SECONDS
+    busy: float = HANG_SECONDS
     hang: float = HANG_SECONDS
 
 
 def limits_of(hang: float) -> Limits:
-    """None of them is longer than the user's `--hang-timeout`."""
-    return Limits(min(STILL_SECONDS, hang), min(WAITING_SECONDS, hang), hang)
+    """None is longer than the user's `--hang-timeout`, but for ranks that compute while others wait for them."""
+    return Limits(
+        still=min(STILL_SECONDS, hang),
+        waiting=min(WAITING_SECONDS, hang),
+        busy=max(WAITING_SECONDS, hang),
+        hang=hang,
+    )
 
 
 @dataclass
@@ -163,6 +169,12 @@ def _awaited(
     where = " and ".join(sorted(meetings))
     if late:
         limit = limits.waiting + patience
+        if any(one.quiet < limit for one in late):
+            # They compute, perhaps what takes long: imports, a data set.
+            limit = limits.busy + patience
+            waiting = [one for one in waiting if one.idle >= limit]
+            if not waiting:
+                return ""
         return _sentence(
             late, f"not there: for {limit:g} s others have waited for THEM in {where}", ""
         )
