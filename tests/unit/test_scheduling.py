@@ -45,7 +45,11 @@ def test_kernels() -> None:
     assert not kernel_knows_slices("unknown")
 
 
-ONE_HOST = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}
+ONE_HOST = {
+    "OMPI_COMM_WORLD_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_SIZE": "2",
+}
 
 
 def test_short_cycles_only_where_they_pay() -> None:
