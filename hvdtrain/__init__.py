@@ -1,7 +1,8 @@
 """hvdtrain: multi-worker training for today's TensorFlow and Keras, on Horovod.
 
 `hvdtrain.Trainer` trains a Keras model on all workers; `hvdtrain.keras` is Horovod's Keras module, right on
-Keras 3; `hvdtrain.data` reads files, each rank its part; `hvdtrain.init` makes a process a rank. Names are imported
+Keras 3; `hvdtrain.data` reads files, each rank its part; `hvdtrain.init` makes a process a rank,
+`hvdtrain.launch` runs a function on several. Names are imported
 when they are first used: the launcher imports this package, and must not wait for TensorFlow.
 """
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hvdtrain.collectives.first_rank import first_rank_first
     from hvdtrain.collectives.mesh import Mesh
-    from hvdtrain.errors import EngineError, HvdtrainError, ReplicaError, UsageError
+    from hvdtrain.errors import EngineError, HvdtrainError, LaunchError, ReplicaError, UsageError
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.runtime import Rank, init, shutdown
     from hvdtrain.trainer import Trainer
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EngineError",
     "HvdtrainError",
+    "LaunchError",
     "Layout",
     "Mesh",
     "Rank",
@@ -36,7 +38,7 @@ __all__ = [
     "shutdown",
 ]
 
-ROOMS = ("data", "keras")
+ROOMS = ("data", "keras", "launch")
 
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
@@ -49,6 +51,7 @@ _HOMES = {
     "shutdown": "hvdtrain.runtime",
     "EngineError": "hvdtrain.errors",
     "HvdtrainError": "hvdtrain.errors",
+    "LaunchError": "hvdtrain.errors",
     "ReplicaError": "hvdtrain.errors",
     "UsageError": "hvdtrain.errors",
 }

@@ -4,11 +4,36 @@
 `exit_code`; any other exception is a bug in the user's script or in hvdtrain and keeps its traceback.
 """
 
+from pathlib import Path
+
 
 class HvdtrainError(Exception):
     """Something went wrong at run time. Base of all errors that hvdtrain raises on purpose."""
 
     exit_code = 1
+
+
+class LaunchError(HvdtrainError):
+    """`hvdtrain.launch` has failed: the first failure of its ranks.
+
+    Attributes:
+        rank: that failed first; None if it is not known.
+        exit_code: of the run; 0 for a rank that ended without a result.
+        traceback: on that rank, as text; empty if it told none.
+        log_dir: folder with the output of all ranks.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None, exit_code: int, traceback: str, log_dir: Path
+    ) -> None:
+        super().__init__(message, rank, exit_code, traceback, log_dir)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+        self.log_dir = log_dir
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UsageError(HvdtrainError, ValueError):

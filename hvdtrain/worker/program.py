@@ -45,7 +45,8 @@ from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 CLEAN_UP_SECONDS = 1.0
 MODULE, PROGRAM = "-m", "--program"
-OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>"}
+_RUNNER = str(Path(__file__).with_name("function.py"))
+OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _RUNNER}
 
 
 def main() -> None:

@@ -27,12 +27,16 @@ def test_success_says_nothing() -> None:
 
 
 def test_the_first_cause_not_its_consequences() -> None:
-    assert judge(1, LOST, BUG) == Outcome(1, "rank 1 failed:\nTraceback:\nValueError: x" + LOGS)
+    assert judge(1, LOST, BUG) == Outcome(
+        1, "rank 1 failed:\nTraceback:\nValueError: x" + LOGS, BUG.rank, BUG.text
+    )
 
 
 def test_the_same_error_of_many_ranks_is_said_once() -> None:
     alike = [Failure(rank, 2, False, "wrong data") for rank in (2, 0, 1)]
-    assert judge(1, *alike) == Outcome(2, "rank 2 (and ranks 0, 1 alike) failed: wrong data" + LOGS)
+    assert judge(1, *alike) == Outcome(
+        2, "rank 2 (and ranks 0, 1 alike) failed: wrong data" + LOGS, 2, "wrong data"
+    )
 
 
 def test_only_consequences_are_better_than_nothing() -> None:
@@ -42,26 +46,26 @@ def test_only_consequences_are_better_than_nothing() -> None:
 @pytest.mark.parametrize(
     ("code", "launcher", "expected"),
     [
-        (137, KILLED, Outcome(137, "rank 1 was killed by SIGKILL (was memory short?)" + LOGS)),
+        (137, KILLED, Outcome(137, "rank 1 was killed by SIGKILL (was memory short?)" + LOGS, 1)),
         (
             1,
             "Process 1 exit with status code 139.\nTerminating remaining workers",
-            Outcome(139, "rank 1 was killed by SIGSEGV" + LOGS),
+            Outcome(139, "rank 1 was killed by SIGSEGV" + LOGS, 1),
         ),
         (
             7,
             "  Process name: [[8388,1],1]\n  Exit code:    7\n",
-            Outcome(7, "rank 1 ended with exit code 7" + LOGS),
+            Outcome(7, "rank 1 ended with exit code 7" + LOGS, 1),
         ),
         (
             3,
             "srun: error: n1: task 1: Exited with exit code 3\nsrun: error: n2: tasks 2-3: Killed\n",
-            Outcome(3, "rank 1 ended with exit code 3" + LOGS),
+            Outcome(3, "rank 1 ended with exit code 3" + LOGS, 1),
         ),
         (
             137,
             "srun: error: n2: tasks 2-3: Out Of Memory\n",
-            Outcome(137, "rank 2 was killed by SIGKILL (was memory short?)" + LOGS),
+            Outcome(137, "rank 2 was killed by SIGKILL (was memory short?)" + LOGS, 2),
         ),
         (
             1,
@@ -121,7 +125,9 @@ def test_a_killed_rank_counts_more_than_those_it_left() -> None:
 
 
 def test_bare_exit_codes() -> None:
-    assert judge(1, Failure(1, 3, False, "")) == Outcome(3, "rank 1 ended with exit code 3" + LOGS)
+    assert judge(1, Failure(1, 3, False, "")) == Outcome(
+        3, "rank 1 ended with exit code 3" + LOGS, 1
+    )
 
 
 def test_signals_of_the_user() -> None:
@@ -171,4 +177,4 @@ def test_processes_that_are_no_ranks(
     members: Members, code: int, failures: list[Failure], launcher: str, expected: tuple[int, str]
 ) -> None:
     found = outcome_of(Ending(code, None), failures, launcher, Path("logs"), members)
-    assert found == Outcome(expected[0], expected[1] + "\nlogs: logs")
+    assert (found.exit_code, found.message) == (expected[0], expected[1] + "\nlogs: logs")

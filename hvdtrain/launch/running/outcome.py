@@ -29,10 +29,19 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """The exit code of `hvdtrain run` and its last message (empty: nothing to say)."""
+    """How a run ended.
+
+    Attributes:
+        exit_code: of `hvdtrain run`.
+        message: its last; empty: nothing to say.
+        rank: that failed first; None if that is not known.
+        traceback: what that rank told of it, or its message.
+    """
 
     exit_code: int
     message: str
+    rank: int | None = None
+    traceback: str = ""
 
 
 def outcome_of(
@@ -72,15 +81,17 @@ def outcome_of(
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
     if cause is not None and cause.secondary and absent:
         said = _describe(cause, failures, members)
-        return Outcome(cause.exit_code, f"{absent}\nbecause of that {said}\n{logs}")
+        message = f"{absent}\nbecause of that {said}\n{logs}"
+        return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if cause is not None:
-        return Outcome(cause.exit_code, f"{_describe(cause, failures, members)}\n{logs}")
+        message = f"{_describe(cause, failures, members)}\n{logs}"
+        return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if match := _MPI_LEFT.search(launcher_text):
         left = f"rank {match[1]} left without coming to the script's end (os._exit?) while others needed it"
-        return Outcome(EXIT_FAILURE, f"{left}\n{logs}")
+        return Outcome(EXIT_FAILURE, f"{left}\n{logs}", int(match[1]))
     if ended is not None:
         rank, code = ended
-        return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}")
+        return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}", rank)
     code = _code_of(ending)
     if members != RANKS and not launcher_text.strip():
         return Outcome(code, f"{_only(members)} {how_it_ended(code)}\n{logs}")

@@ -8,11 +8,10 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TextIO
 
 from hvdtrain.environment import (
     EXIT_INTERRUPTED,
@@ -25,10 +24,11 @@ from hvdtrain.environment import (
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.lookout import from_json
 from hvdtrain.launch.running.members import RANKS, Members
-from hvdtrain.launch.running.outcome import outcome_of
+from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.process import run_process
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
+from hvdtrain.launch.running.sinks import bytes_of
 from hvdtrain.launch.running.streams import Stream
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
@@ -79,6 +79,7 @@ def run_launch(
     environ: Mapping[str, str] | None = None,
     elastic: bool = False,
     members: Members = RANKS,
+    on_outcome: Callable[[Outcome, Path], None] | None = None,
 ) -> int:
     """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
 
@@ -89,11 +90,12 @@ def run_launch(
         environ: of the command; None: of this process.
         elastic: the others go on without a rank that fails, and may come to a good end.
         members: what its processes are called.
+        on_outcome: told how it ended, and its log folder, in place of the user.
     """
     environ = os.environ if environ is None else environ
     restarts = 0
     while True:
-        code, progress = _run_once(argv, view, patience, environ, elastic, members)
+        code, progress = _run_once(argv, view, patience, environ, elastic, members, on_outcome)
         if code in _FINAL or not progress or restarts == patience.restarts:
             return code
         restarts += 1
@@ -112,6 +114,7 @@ def _run_once(
     environ: Mapping[str, str],
     elastic: bool,
     members: Members,
+    on_outcome: Callable[[Outcome, Path], None] | None,
 ) -> tuple[int, str]:
     """Returns the exit code, and how far the run had come; empty if it had made no progress."""
     log_dir = make_log_dir(view.log_dir)
@@ -124,8 +127,8 @@ def _run_once(
     }
     output = Output(
         log_dir,
-        _unbuffered(sys.stdout),
-        _unbuffered(sys.stderr),
+        bytes_of(sys.stdout),
+        bytes_of(sys.stderr),
         all_ranks=view.all_ranks,
         show_launcher=view.verbose,
         stamp=_time_of_day if view.timestamps else None,
@@ -157,7 +160,9 @@ def _run_once(
             hung=run.hung,
             absent=run.watchdog.absent({failure.rank for failure in output.failures}),
         )
-        if outcome.message:
+        if on_outcome is not None:
+            on_outcome(outcome, log_dir)
+        elif outcome.message:
             output.say(outcome.message)
     return outcome.exit_code, run.watchdog.progress()
 
@@ -214,11 +219,6 @@ class _ShownRun:
 
     def is_unread(self) -> bool:
         return self.output.unread
-
-
-def _unbuffered(stream: TextIO) -> BinaryIO:
-    """The stream's bytes. A buffer would be written again at the end, to where it cannot be."""
-    return open(stream.fileno(), "wb", buffering=0, closefd=False)
 
 
 def _time_of_day() -> bytes:

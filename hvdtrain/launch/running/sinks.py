@@ -6,14 +6,19 @@ that cannot be written to any more is left out from then on.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
 import os
 import resource
 import select
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer as Buffer
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
@@ -23,6 +28,30 @@ def write_all(file: BinaryIO, data: bytes) -> None:
         if written is None:  # Somebody set the terminal to not waiting.
             select.select([], [file], [])
         data = data[written or 0 :]
+
+
+def bytes_of(stream: TextIO) -> BinaryIO:
+    """What takes the bytes of a stream; a notebook's cell is no file, and gets them as text.
+
+    Of a file it is no buffer: that would be written again at the end, to where it cannot be.
+    """
+    if isinstance(stream, io.TextIOWrapper):
+        return open(stream.fileno(), "wb", buffering=0, closefd=False)
+    return cast(BinaryIO, _AsText(stream))
+
+
+class _AsText(io.RawIOBase):
+    """Writes bytes to a stream of text."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: Buffer, /) -> int:
+        content = bytes(data)
+        self._stream.write(self._decoder.decode(content))
+        self._stream.flush()
+        return len(content)
 
 
 @dataclass

@@ -1,0 +1,98 @@
+"""The listener of `hvdtrain.launch`: gives the function to its ranks, and takes their results.
+
+For ranks on this machine it is a socket in a folder that only this user can enter; for other hosts it listens at the
+one address from which they are reached. Who connects proves first that it has the launch's key.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.worker.sealed import FUNCTION, RECEIVED, Caller, result_of, seal, unseal
+
+_KEY_BYTES = 32
+_RESULT = re.compile(rb"result (\d{1,9})")
+
+
+@dataclass
+class Exchange:
+    """Use as a context manager.
+
+    Attributes:
+        function: pickled.
+        host: one of the other hosts; None if all ranks are on this machine.
+        results: rank -> what it returned, pickled.
+        caller: what the ranks are told.
+    """
+
+    function: bytes
+    host: str | None = None
+    results: dict[int, bytes] = field(default_factory=dict)
+    caller: Caller = field(init=False)
+    _closed: bool = False
+
+    def __enter__(self) -> Exchange:
+        key = secrets.token_bytes(_KEY_BYTES)
+        if self.host is None:
+            # Not in TMPDIR, which may be too long for the name of a socket.
+            self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-function-", dir="/tmp")
+            self._listener = Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=128)
+        else:
+            self._listener = Listener((address_towards(self.host), 0), "AF_INET", backlog=128)
+        self.caller = Caller(self._listener.address, key)
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._closed = True
+        # A thread that waits for a connection does not notice that the socket is closed.
+        with suppress(OSError):
+            family = socket.AF_UNIX if self.host is None else socket.AF_INET
+            with socket.socket(family) as waking:
+                waking.connect(self.caller.address)
+        self._listener.close()
+        if self.host is None:
+            self._folder.cleanup()
+
+    def _accept(self) -> None:
+        while not self._closed:
+            with suppress(OSError):
+                connection = self._listener.accept()
+                # A stranger who says nothing must not keep the ranks waiting.
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection, suppress(OSError, EOFError, AuthenticationError, HvdtrainError):
+            key = self.caller.key
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            wanted = connection.recv_bytes(100)
+            if wanted == FUNCTION:
+                connection.send_bytes(seal(key, FUNCTION, self.function))
+            elif found := _RESULT.fullmatch(wanted):
+                rank = int(found[1])
+                content = unseal(key, result_of(rank), connection.recv_bytes())
+                self.results.setdefault(rank, content)
+                connection.send_bytes(RECEIVED)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which `host` is reached. Raises UsageError if it has none."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # Sends nothing.
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"host {host}: no way there from here ({error.strerror or error}): give a name that can be looked up, or "
+            "an address"
+        ) from error

@@ -1,0 +1,88 @@
+"""Messages between `hvdtrain.launch` and its ranks, which are pickles: each is signed with a key of the launch, and is
+read only if the signature is right.
+
+The key is 32 random bytes, which reach the ranks as a secret variable. A stranger without it can neither get the
+function nor have anything unpickled, and one on the way between two hosts can read a message but not change it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Client, Connection
+
+from hvdtrain.errors import HvdtrainError
+
+ADDRESS = "HVDTRAIN_FUNCTION_ADDRESS"
+KEY = "HVDTRAIN_FUNCTION_KEY"
+FUNCTION = b"function"
+RECEIVED = b"received"
+
+
+def result_of(rank: int) -> bytes:
+    """The name of a rank's result."""
+    return b"result %d" % rank
+
+
+def seal(key: bytes, name: bytes, content: bytes) -> bytes:
+    """The content with its signature in front, which holds for this name alone."""
+    return _signature(key, name, content) + content
+
+
+def unseal(key: bytes, name: bytes, message: bytes) -> bytes:
+    """The content. Raises HvdtrainError if it was not signed with the key, under this name."""
+    size = len(_signature(key, b"", b""))
+    signature, content = message[:size], message[size:]
+    if not hmac.compare_digest(signature, _signature(key, name, content)):
+        raise HvdtrainError(
+            f"the {name.decode()} has no valid signature: somebody else answers at this address"
+        )
+    return content
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Where the process is that has called `hvdtrain.launch`.
+
+    Attributes:
+        address: path of a socket, or (IP address, port).
+        key: of the launch.
+    """
+
+    address: str | tuple[str, int]
+    key: bytes = field(repr=False)
+
+    def function(self) -> bytes:
+        """What the ranks are to run, pickled. Raises HvdtrainError, OSError, EOFError."""
+        with self._connected() as connection:
+            connection.send_bytes(FUNCTION)
+            return unseal(self.key, FUNCTION, connection.recv_bytes())
+
+    def give(self, rank: int, result: bytes) -> None:
+        """Hand a rank's pickled result over. Raises OSError, EOFError."""
+        with self._connected() as connection:
+            connection.send_bytes(result_of(rank))
+            connection.send_bytes(seal(self.key, result_of(rank), result))
+            connection.recv_bytes(len(RECEIVED))
+
+    def variables(self) -> dict[str, str]:
+        """What tells a rank of it."""
+        parts = [self.address] if isinstance(self.address, str) else map(str, self.address)
+        return {ADDRESS: ":".join(parts), KEY: self.key.hex()}
+
+    def _connected(self) -> Connection:
+        return Client(self.address, authkey=self.key)
+
+
+def caller_of(variables: Mapping[str, str]) -> Caller:
+    """The caller that `variables` tell of. Raises KeyError without them."""
+    text, key = variables[ADDRESS], bytes.fromhex(variables[KEY])
+    if text.startswith("/"):
+        return Caller(text, key)
+    host, _, port = text.rpartition(":")
+    return Caller((host, int(port)), key)
+
+
+def _signature(key: bytes, name: bytes, content: bytes) -> bytes:
+    return hmac.digest(key, b"%d %s %s" % (len(name), name, content), "sha256")

@@ -1,0 +1,89 @@
+"""`hvdtrain.launch` before any rank starts, and the listener that gives its function to those who have the key."""
+
+import threading
+from multiprocessing import AuthenticationError
+
+import pytest
+
+import hvdtrain
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.running.exchange import Exchange, address_towards
+from hvdtrain.worker.sealed import FUNCTION, Caller, caller_of, seal, unseal
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_who_has_the_key_gets_the_function_and_gives_a_result(host: str | None) -> None:
+    with Exchange(b"the function", host) as exchange:
+        caller = caller_of(exchange.caller.variables())
+        assert caller == exchange.caller
+        assert caller.function() == b"the function"
+        caller.give(1, b"one")
+        assert exchange.results == {1: b"one"}
+    with pytest.raises(OSError):
+        caller.function()
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_a_stranger_gets_nothing_and_gives_nothing(host: str | None) -> None:
+    with Exchange(b"the function", host) as exchange:
+        stranger = Caller(exchange.caller.address, b"another key")
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            stranger.function()
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            stranger.give(0, b"evil")
+        assert exchange.results == {}
+        assert exchange.caller.function() == b"the function"
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"x" * 40, seal(b"another", FUNCTION, b"f"), seal(b"key", b"result 1", b"f")]
+)
+def test_what_is_not_signed_for_its_purpose_is_refused(message: bytes) -> None:
+    assert unseal(b"key", FUNCTION, seal(b"key", FUNCTION, b"f")) == b"f"
+    with pytest.raises(HvdtrainError, match="no valid signature"):
+        unseal(b"key", FUNCTION, message)
+
+
+def test_the_key_is_not_shown() -> None:
+    assert "secret" not in repr(Caller("/tmp/socket", b"secret"))
+
+
+def test_a_host_without_address_is_named() -> None:
+    with pytest.raises(UsageError, match=r"host no-such-host\.invalid: no way there"):
+        address_towards("no-such-host.invalid")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"np": 0}, r"np=0\): give the number of ranks"),
+        ({"np": "2"}, r"np='2'\): give the number"),
+        ({"args": (1, threading.Lock())}, r"args\[1\] cannot be pickled"),
+        ({"kwargs": {"lock": threading.Lock()}}, r"kwargs\['lock'\] cannot be pickled"),
+        ({"function": threading.Lock().acquire}, "the function cannot be pickled"),
+        ({"function": 3}, "3 is no function"),
+    ],
+)
+def test_what_cannot_work_is_one_message(options: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        hvdtrain.launch(**{"function": print, **options})
+
+
+def test_only_the_main_thread_launches() -> None:
+    found = []
+
+    def launch() -> None:
+        with pytest.raises(UsageError, match="main thread only") as caught:
+            hvdtrain.launch(print)
+        found.append(caught)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert found
+
+
+def test_inside_of_a_rank_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="processes of another launch"):
+        hvdtrain.launch(print)
