@@ -52,6 +52,7 @@ WELL = [rank(0), rank(1)]
         [rank(0, "init", waiting=True, idle=301), rank(1, "starting", allowed=600.0, idle=301)],
         [rank(0, "init", waiting=True, idle=301), rank(1, "starting", quiet=299)],
         [rank(0, "init", waiting=True, idle=899), rank(1, "starting", quiet=1)],
+        [rank(0, "script", waiting=True, detail="join", idle=9999), rank(1, "script", quiet=9999)],
         [rank(0, idle=1799), rank(1, idle=5000)],
         [rank(0, idle=1900, allowed=200.0), rank(1, idle=5000)],
     ],
@@ -90,15 +91,6 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "  rank 2: in starting, uninterruptible",
         ),
         (
-            [
-                rank(0, "script", waiting=True, detail="grad", idle=301),
-                rank(1, "saving", idle=302, quiet=302, detail="a file"),
-            ],
-            "rank 1 (process 101) is not there: for 300 s others have waited for it in the collective grad\n"
-            "  rank 0: in the script, collective grad\n"
-            "  rank 1: in saving (a file)",
-        ),
-        (
             [rank(0, "init", waiting=True, idle=900), rank(1, "starting", quiet=0)],
             "rank 1 (process 101) is not there: for 900 s others have waited for it in hvdtrain.init()\n"
             "  rank 0: in hvdtrain.init()\n"
@@ -108,6 +100,11 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             [rank(n, "init", waiting=True, idle=301) for n in range(2)],
             "all ranks have waited for 300 s in hvdtrain.init(): can the hosts reach each other?\n"
             "  ranks 0, 1: in hvdtrain.init()",
+        ),
+        (
+            [rank(n, "script", waiting=True, detail="grad", idle=301) for n in range(2)],
+            "all ranks have waited for 300 s in the collective grad: can the hosts reach each other?\n"
+            "  ranks 0, 1: in the script, collective grad",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],

@@ -20,6 +20,7 @@ HANG_SECONDS = 1800
 """No rank makes progress."""
 PROGRESS_SECONDS = 60.0
 """Of work after init count as progress in a script whose steps are not seen."""
+INIT = "hvdtrain.init()"
 _WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
 """Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
 
@@ -155,31 +156,21 @@ def _lost(
 def _awaited(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> str:
-    waiting = [
-        one
-        for one in there
-        if one.heartbeat is not None
-        and one.heartbeat.waiting
-        and one.idle >= limits.waiting + patience
-    ]
-    if not waiting:
-        return ""
-    meetings = {_meeting(one) for one in waiting}
-    late = [one for one in there if _meeting(one) not in meetings and not one.has_ended]
-    where = " and ".join(sorted(meetings))
-    if late:
-        limit = limits.waiting + patience
-        if any(one.quiet < limit for one in late):
-            # They compute, perhaps what takes long: imports, a data set.
-            limit = limits.busy + patience
-            waiting = [one for one in waiting if one.idle >= limit]
-            if not waiting:
-                return ""
+    # To collectives Horovod's stall check looks; a rank in join may wait for good reason.
+    late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
+    late = [one for one in late if not one.has_ended]
+    # Who computes may do what takes long: imports, a data set.
+    idle = all(one.quiet >= limits.waiting + patience for one in late)
+    limit = (limits.waiting if idle else limits.busy) + patience
+    waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
+    waiting = [one for one in waiting if one.idle >= limit]
+    if late and any(_meeting(one) == INIT for one in waiting):
         return _sentence(
-            late, f"not there: for {limit:g} s others have waited for THEM in {where}", ""
+            late, f"not there: for {limit:g} s others have waited for THEM in {INIT}", ""
         )
-    if len(waiting) == len(there):
-        return f"all ranks have waited for {limits.waiting + patience:g} s in {where}: can the hosts reach each other?"
+    if waiting and len(waiting) == len(there):
+        where = " and ".join(sorted({_meeting(one) for one in waiting}))
+        return f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
     return ""
 
 
@@ -210,7 +201,7 @@ def _meeting(one: RankStatus) -> str:
     """Where it waits for others; empty if it does not."""
     if one.heartbeat is None or not one.heartbeat.waiting:
         return ""
-    return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else "hvdtrain.init()"
+    return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else INIT
 
 
 def _place(one: RankStatus) -> str:
@@ -219,7 +210,7 @@ def _place(one: RankStatus) -> str:
     if beat is None:
         return "a program without a heartbeat"
     if beat.waiting and not beat.detail:
-        return "hvdtrain.init()"
+        return INIT
     words: str = "the script" if beat.phase == "script" else beat.phase
     if beat.step >= 0 and beat.phase in ("training", "input", "evaluating", "predicting"):
         words += f", step {beat.step + 1}"
