@@ -94,7 +94,7 @@ class HostWatch:
     def _send(self, number: int) -> dict[int, int]:
         """Send it to all ranks that have a handler for it; return rank -> signal."""
         sent = {}
-        self._lookout.look()
+        self._lookout.look(search=True)
         for rank, pid in self._lookout.processes():
             with suppress(OSError):
                 if number in state_of(pid).caught:

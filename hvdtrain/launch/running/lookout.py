@@ -117,8 +117,11 @@ class Lookout:
     _looked: float = float("inf")
     _resumed: float = float("-inf")
 
-    def look(self) -> list[RankStatus]:
-        """The ranks that were found so far, those that have gone as well, by number."""
+    def look(self, *, search: bool = False) -> list[RankStatus]:
+        """The ranks that were found so far, those that have gone as well, by number.
+
+        With `search`, any that is missing is looked for now, not only when it is time.
+        """
         now = time.monotonic()
         if now - self._looked > _PAUSE_SECONDS:
             self._resumed = now
@@ -126,10 +129,10 @@ class Lookout:
                 seen.state_since = seen.busy_at = now
         self._looked = now
         whole = sum(seen.page is not None and seen.is_there for seen in self._seen.values())
-        if whole < self._expected and now >= self._search_at:
+        if whole < self._expected and (search or now >= self._search_at):
             self._search(now)
             self._search_at = now + self._interval
-            self._interval = min(1.5 * self._interval, LAST_SEARCHES_SECONDS)
+            self._interval = min(1.2 * self._interval, LAST_SEARCHES_SECONDS)
         for seen in self._seen.values():
             self._update(seen, now)
         return [self._seen[rank].status for rank in sorted(self._seen)]
