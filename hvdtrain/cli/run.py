@@ -243,7 +243,7 @@ def _print_or_run(
     if view.verbose:
         click.echo(shlex.join(masked(launch.typed)), err=True)
     environ = launch.environment(os.environ)
-    view = replace(view, command=shlex.join(masked(launch.typed)))
+    view = replace(view, command=shlex.join(masked(["hvdtrain", *sys.argv[1:]])))
     sys.exit(
         run_launch(
             launch.argv,
