@@ -66,7 +66,7 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
     [
         (
             [rank(0), rank(1, state="stopped", held=20, host="b")],
-            "rank 1 on host b (process 101) is stopped (SIGSTOP) for 20 s, and the others wait for it: "
+            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others wait for it: "
             "what stopped it? `kill -CONT` lets it go on\n"
             "  rank 0: in training, step 8\n"
             "  rank 1: in training, step 8, stopped",
@@ -105,6 +105,13 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             [rank(n, "script", waiting=True, detail="grad", idle=301) for n in range(2)],
             "all ranks have waited for 300 s in the collective grad: can the hosts reach each other?\n"
             "  ranks 0, 1: in the script, collective grad",
+        ),
+        (
+            [rank(0, idle=1800), rank(1, idle=1801, state="stopped", held=2)],
+            "rank 1 (process 101) is stopped (SIGSTOP), and the others wait for it: what stopped it? "
+            "`kill -CONT` lets it go on\n"
+            "  rank 0: in training, step 8\n"
+            "  rank 1: in training, step 8, stopped",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],

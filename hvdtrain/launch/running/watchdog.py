@@ -127,10 +127,13 @@ def verdict(ranks: Sequence[RankStatus], limits: Limits) -> str:
 def _stopped(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> str:
-    found = [one for one in there if one.state == "stopped" and one.held >= limits.still]
+    return _frozen([one for one in there if one.held >= limits.still])
+
+
+def _frozen(ranks: Sequence[RankStatus]) -> str:
     return _sentence(
-        found,
-        f"stopped (SIGSTOP) for {limits.still:g} s, and the others wait for THEM",
+        [one for one in ranks if one.state == "stopped"],
+        "stopped (SIGSTOP), and the others wait for THEM",
         "what stopped it? `kill -CONT` lets it go on",
     )
 
@@ -181,7 +184,10 @@ def _idle(
         one.phase in _WITH_BEATS and one.idle >= limits.hang + patience for one in there
     ):
         return ""
-    return f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+    return (
+        _frozen(there)
+        or f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+    )
 
 
 def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> str:
