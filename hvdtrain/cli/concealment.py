@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
-from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.variables import EnvVar
 
 

@@ -18,9 +18,9 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.config import Entry, read_config
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.options import Setting, settings_of
-from hvdtrain.launch.passing import looks_secret, masked
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rules import RIVALS, is_given
+from hvdtrain.launch.secrets import looks_secret, masked
 from hvdtrain.launch.variables import EnvVar
 
 # Options about one call, which have no place in a file.

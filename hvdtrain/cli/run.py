@@ -38,12 +38,12 @@ from hvdtrain.launch.hosts import read_hostfile
 from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
 from hvdtrain.launch.nested import check_started_once
-from hvdtrain.launch.passing import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan, without_effect
 from hvdtrain.launch.program import program_of
 from hvdtrain.launch.rules import check_image, fitting_stall_times
 from hvdtrain.launch.running.session import Patience, View, run_launch
 from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
+from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
 from hvdtrain.launch.strategies.devices import visible_gpus
 from hvdtrain.launch.variables import EnvVar

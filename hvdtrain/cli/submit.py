@@ -20,10 +20,10 @@ from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.options import settings_of
-from hvdtrain.launch.passing import MASK, masked, variable_to_pass
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import program_of
 from hvdtrain.launch.rules import check_bounds, check_image, check_script
+from hvdtrain.launch.secrets import MASK, masked, variable_to_pass
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 from hvdtrain.launch.variables import EnvVar

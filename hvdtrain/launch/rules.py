@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.options import Need, Setting, settings_of
-from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.secrets import looks_secret
 
 if TYPE_CHECKING:
     from hvdtrain.launch.plan import LaunchPlan

@@ -32,7 +32,7 @@ from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
 from hvdtrain.errors import EngineError  # noqa: E402
-from hvdtrain.launch.passing import masked  # noqa: E402
+from hvdtrain.launch.secrets import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.marks import pass_on_marked  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402

@@ -24,7 +24,7 @@ from hvdtrain.launch.host_report import (
     loopback_interfaces,
     missing_interfaces,
 )
-from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.ssh import path_variables
 from hvdtrain.launch.travel import acts_at_start, travelling
 from hvdtrain.launch.variables import forwarded, without_value

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli import COMMANDS, main
-from hvdtrain.launch.passing import looks_secret
+from hvdtrain.launch.secrets import looks_secret
 
 REPOSITORY = Path(__file__).parents[2]
 STALL = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"

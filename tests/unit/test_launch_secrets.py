@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.launch.passing import MASK, looks_secret, masked
+from hvdtrain.launch.secrets import MASK, looks_secret, masked
 from hvdtrain.launch.travel import into_container, travelling
 
 
