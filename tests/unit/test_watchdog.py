@@ -209,7 +209,9 @@ def launch_id() -> Iterator[str]:
     end_processes(identity, signal.SIGKILL)
 
 
-def start(launch_id: str, number: int, script: str = WORKER) -> subprocess.Popen[bytes]:
+def start(
+    launch_id: str, number: int, script: str = WORKER, stdin: int | None = None
+) -> subprocess.Popen[bytes]:
     environ = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -217,7 +219,9 @@ def start(launch_id: str, number: int, script: str = WORKER) -> subprocess.Popen
         "HOROVOD_RANK": str(number),
         "HOROVOD_LOCAL_SIZE": "2",
     }
-    process = subprocess.Popen([sys.executable, "-c", script], env=environ, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], env=environ, stdin=stdin, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
     return process
@@ -272,3 +276,21 @@ def test_what_a_rank_left_behind_is_not_the_rank(launch_id: str) -> None:
             lookout._search_at = 0.0
             assert [(s.pid, s.state) for s in lookout.look()] == [(again.pid, "running")]
             again.kill()
+
+
+def test_a_rank_that_executes_another_program_has_left_its_heartbeat(launch_id: str) -> None:
+    becomes = (
+        'input(); os.execv(sys.executable, [sys.executable, "-c", "print(flush=True); input()"])'
+    )
+    script = WORKER.replace("time.sleep(60)", f"import os; {becomes}")
+    lookout = Lookout(launch_id)
+    with start(launch_id, 0, script, stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        assert lookout.look()[0].phase == "training"
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        assert [(s.pid, s.heartbeat) for s in lookout.look()] == [(process.pid, None)]
+        process.kill()
+        process.wait()
+        assert [(s.state, s.heartbeat) for s in lookout.look()] == [("gone", None)]

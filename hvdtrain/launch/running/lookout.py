@@ -26,6 +26,8 @@ LAST_SEARCHES_SECONDS = 10.0
 """Between two searches of all processes while ranks of this host are missing: more and more."""
 BUSY_TICKS = 5
 """Clock ticks (mostly 10 ms each) of CPU time that are more than waking up now and then."""
+_NO_PROGRAM = "0"
+"""Where the stack of a process begins that has ended, or may not be looked at."""
 _PAUSE_SECONDS = 5.0
 """Between two looks: then this process itself was stopped, and the ranks may have been as well."""
 
@@ -84,10 +86,16 @@ def _status(heartbeat: dict[str, Any] | None, **fields: Any) -> RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank of this host: its process, its page, and what was last seen of it."""
+    """A rank of this host: its process, its page, and what was last seen of it.
+
+    Attributes:
+        born: no other process with its id has the same.
+        program: another one once it has executed another program, which has no part in the page.
+    """
 
     pid: int
     born: str
+    program: str
     page: Page | None
     status: RankStatus
     state_since: float
@@ -175,10 +183,10 @@ class Lookout:
         if before is not None and not before.gives_way_to(page):
             return
         with suppress(OSError):
-            born = _fields_of(pid)[1]
+            _, born, program, _ = _fields_of(pid)
             self._expected = max(1, local_size_of(environ))
             status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
-            self._seen[rank] = _Seen(pid, born, page, status, now, busy_at=now)
+            self._seen[rank] = _Seen(pid, born, program, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
 
     def _update(self, seen: _Seen, now: float) -> None:
@@ -186,15 +194,17 @@ class Lookout:
             seen.status = replace(seen.status, held=now - seen.state_since)
             return
         try:
-            letter, born, ticks = _fields_of(seen.pid)
+            letter, born, program, ticks = _fields_of(seen.pid)
         except OSError:
-            letter, born, ticks = "X", seen.born, seen.ticks
+            letter, born, program, ticks = "X", seen.born, seen.program, seen.ticks
+        heartbeat = seen.status.heartbeat
+        if born == seen.born and program not in (seen.program, _NO_PROGRAM):
+            seen.program, seen.page, heartbeat = program, None, None
         if ticks - seen.ticks >= BUSY_TICKS:
             seen.ticks, seen.busy_at = ticks, now
         state = _STATES.get(letter, "running") if born == seen.born else "gone"
         if state != seen.status.state:
             seen.state_since = now
-        heartbeat = seen.status.heartbeat
         if seen.page is not None:
             with suppress(ValueError):
                 heartbeat = seen.page.read()
@@ -211,8 +221,11 @@ class Lookout:
         )
 
 
-def _fields_of(pid: int) -> tuple[str, str, int]:
-    """State, time of birth and clock ticks of CPU time in /proc/PID/stat; a name may contain anything."""
+def _fields_of(pid: int) -> tuple[str, str, str, int]:
+    """State, time of birth, bottom of the stack and clock ticks of CPU time in /proc/PID/stat.
+
+    A program's name there may contain anything. Its stack begins at random, so at another place after execve.
+    """
     fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
     state, *rest = fields.split()
-    return state, rest[18], int(rest[10]) + int(rest[11])
+    return state, rest[18], rest[24], int(rest[10]) + int(rest[11])
