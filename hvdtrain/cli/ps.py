@@ -28,6 +28,7 @@ def ps(as_json: bool) -> None:
     rows = [_COLUMNS, *map(_row, jobs)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
     for row in rows:
+        row = tuple(map(_in_one_line, row))
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
         click.echo("  ".join([*cells, row[-1]]))
 
@@ -42,6 +43,11 @@ def _row(job: Job) -> tuple[str, ...]:
         _duration(job.seconds),
         job.command,
     )
+
+
+def _in_one_line(text: str) -> str:
+    """Without characters that move the cursor: a command may hold any."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _duration(seconds: float | None) -> str:

@@ -18,16 +18,20 @@ SECONDS = 45.0
 
 @click.command()
 @click.argument("job")
-def stop(job: str) -> None:
+@click.option(
+    "--timeout", type=click.FloatRange(min=0), default=SECONDS, show_default=True, metavar="SECONDS",
+    help="How long to wait for its end.",
+)  # fmt: skip
+def stop(job: str, timeout: float) -> None:
     """End JOB, as `hvdtrain ps` names it: as SIGTERM, scancel and docker stop do, with their grace."""
     found = the_job(job, find_jobs())
     done = subprocess.run(found.stop, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
         raise HvdtrainError(f"cannot end {found.name}: {done.stderr.strip()}")
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + timeout
     while _is_there(found):
         if time.monotonic() > deadline:
-            raise HvdtrainError(f"{found.name} was told to end, and still runs after {SECONDS:g} s")
+            raise HvdtrainError(f"{found.name} was told to end, and still runs after {timeout:g} s")
         time.sleep(POLL_SECONDS)
     click.echo(f"{found.name} has ended")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import platform
 import shutil
 import subprocess
 import time
@@ -25,6 +26,8 @@ SECONDS = 10
 _SCRIPTS = ".hvdtrain/jobs"
 _LOGS = Path(".hvdtrain/logs")
 SHORT = 8
+CLOCK_SECONDS = 2.0
+"""By which times of files may differ from the clock."""
 
 
 def find_jobs() -> list[Job]:
@@ -55,9 +58,10 @@ def _runs_here() -> Iterable[Job]:
             # What runs in a container is found as one.
             if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
                 seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
-    for folder in seen.values():
+    for launch_id, folder in seen.items():
         status = read_status(folder)
-        if status is not None:
+        # Of a run on other hosts as well, only ranks may be here; and its number may be another process's by now.
+        if status is not None and status.run == launch_id and _is_launcher(status):
             yield Job(
                 name=status.run[:SHORT],
                 kind="run",
@@ -68,6 +72,17 @@ def _runs_here() -> Iterable[Job]:
                 status=status,
                 log_dir=folder,
             )
+
+
+def _is_launcher(status: RunStatus) -> bool:
+    """Whether the process that the status names is here, and has been since the run began."""
+    if status.host != platform.node() or status.pid <= 0:
+        return False
+    try:
+        born = (Path("/proc") / str(status.pid)).stat().st_mtime
+    except OSError:
+        return False
+    return born <= status.started + CLOCK_SECONDS
 
 
 def _pid_namespace(process: str) -> str:
@@ -111,10 +126,14 @@ def _status_of(state: JobState) -> tuple[RunStatus | None, Path | None]:
 
 
 def _containers() -> Iterable[Job]:
+    seen = set()
     for engine in ("docker", "podman"):
         for line in _answer(
             engine, "ps", "--filter", f"label={LABEL}", "--format", "{{.ID}}"
         ).splitlines():
+            if line.strip() in seen:
+                continue  # docker may be another name of podman.
+            seen.add(line.strip())
             about = json.loads(_answer(engine, "inspect", line.strip()) or "[{}]")[0]
             config = about.get("Config", {})
             started = about.get("State", {}).get("StartedAt", "")

@@ -8,13 +8,15 @@ import platform
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from hvdtrain.launch.running.lookout import RankStatus
 
 NAME = "status.json"
 WRITE_SECONDS = 5.0
+LONGEST = 1_000_000
+"""Bytes of the file; a command can be long."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,16 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """The status in a log folder; None if there is none."""
+    """The status in a log folder; None if there is none, or something else."""
     try:
-        return RunStatus(**json.loads((folder / NAME).read_text()))
-    except (OSError, ValueError, TypeError):
+        with (folder / NAME).open("rb") as file:
+            found = json.loads(file.read(LONGEST))
+        status = RunStatus(**found)
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
+    kinds = {one.name: type(getattr(_ANY, one.name)) for one in fields(RunStatus)}
+    right = all(type(getattr(status, name)) is kind for name, kind in kinds.items())
+    return status if right else None
+
+
+_ANY = RunStatus("", "", pid=1, host="", slurm_job="", started=0.0)

@@ -1,0 +1,65 @@
+"""What a status file may hold, and which process `hvdtrain stop` takes for a run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdtrain.cli import ps as ps_module
+from hvdtrain.cli.ps import ps
+from hvdtrain.launch.jobs.find import _is_launcher
+from hvdtrain.launch.jobs.job import Job
+from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    status = RunStatus("id", "hvdtrain run train.py")
+    status.write(tmp_path)
+    assert read_status(tmp_path) == status
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "[]", "{}", "[" * 100_000, json.dumps({"run": "a"}),
+        *(json.dumps({**asdict(RunStatus("a", "b")), **change}) for change in (
+            {"run": 1}, {"started": "x"}, {"pid": None}, {"pid": True}, {"more": 1}, {"command": ["x"]},
+        )),
+        '{"run": "' + "a" * 2_000_000 + '"}',
+    ],
+    ids=lambda text: text[:30],
+)  # fmt: skip
+def test_anything_else_is_no_status(tmp_path: Path, content: str) -> None:
+    (tmp_path / NAME).write_text(content)
+    assert read_status(tmp_path) is None
+    assert read_status(tmp_path / "missing") is None
+
+
+def test_only_the_runs_own_launcher_is_told_to_end() -> None:
+    own = RunStatus("a", "b", started=time.time())
+    assert _is_launcher(own)
+    changes: list[dict[str, Any]] = [
+        {"host": "another"},
+        {"pid": -1},
+        {"pid": 0},
+        {"pid": 2**22 + 1},
+        {"started": 1.0},
+    ]
+    for change in changes:
+        assert not _is_launcher(replace(own, **change)), change
+
+
+def test_no_command_moves_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job("a", "run", "running", "train\x1b[2J\n.py é", 3.0, ("kill", str(os.getpid())))
+    monkeypatch.setattr(ps_module, "find_jobs", lambda: [job])
+    shown = CliRunner().invoke(ps, []).stdout
+    assert shown.splitlines()[1].endswith("train\\x1b[2J\\n.py é")
+    assert len(shown.splitlines()) == 2
