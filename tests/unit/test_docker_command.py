@@ -157,7 +157,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     for name in os.environ:
-        if name.startswith(("HVDTRAIN_", "HOROVOD_", "TF_", "NCCL_")):
+        if name.startswith(("HVDTRAIN_", "HOROVOD_", "TF_", "TF2_", "NCCL_")):
             monkeypatch.delenv(name)
     return folder
 
