@@ -180,7 +180,7 @@ def test_a_warned_script(
         slurm,
         "train",
         f"{training}\ntrap 'exit 143' TERM\necho $$ >pid.tmp; mv pid.tmp pid\n"
-        "for i in {1..100}; do sleep 0.1; done",
+        "for i in {1..900}; do sleep 0.1; done",  # Longer than a busy machine may halt.
     )
     request = request_of(command=("./train",), warning_seconds=300, requeue=True)
     job = subprocess.Popen(
@@ -191,7 +191,7 @@ def test_a_warned_script(
     while not (slurm / "pid").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    job.communicate(timeout=8)
+    job.communicate(timeout=60)
     assert job.returncode == exit_code
     assert (slurm / "requeued").exists() == requeued
     if requeued:
