@@ -25,7 +25,9 @@ def test_a_frozen_rank(
     assert job.left() == []
     other = 1 - stopped
     stack = job.log(other, "stderr")
-    assert "most recent call first" in stack and "train.py" in stack, "the stack of the other rank"
+    assert "most recent call first" in stack, "that of the other rank"
+    # Of imports within imports Python shows the last hundred calls.
+    assert phase == "starting" or "train.py" in stack
 
 
 WAITS = RANK + "if rank == 1:\n    time.sleep(600)\nimport hvdtrain\nhvdtrain.init()\n"
