@@ -178,3 +178,12 @@ def test_processes_that_are_no_ranks(
 ) -> None:
     found = outcome_of(Ending(code, None), failures, launcher, Path("logs"), members)
     assert (found.exit_code, found.message) == (expected[0], expected[1] + "\nlogs: logs")
+
+
+def test_a_launcher_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
+    for returncode in (-9, 137):
+        outcome = outcome_of(Ending(returncode, None), [], "", tmp_path)
+        assert outcome.exit_code == 137
+        assert outcome.message == (
+            f"horovodrun was killed by SIGKILL (was memory short?)\nlogs of all ranks: {tmp_path}"
+        )

@@ -100,7 +100,11 @@ def outcome_of(
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = "horovodrun" if members == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
-    return Outcome(code, f"{launcher} failed (exit code {code}):\n{tail}\n{logs}")
+    # A launcher ends with the code of a rank that was killed, too: only its own signal is its own.
+    own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
+    ended_so = how_it_ended(code) if own_signal else f"failed (exit code {code})"
+    said = f":\n{tail}" if tail else ""
+    return Outcome(code, f"{launcher} {ended_so}{said}\n{logs}")
 
 
 def _code_of(ending: Ending) -> int:
