@@ -45,5 +45,8 @@ RANK_CORES = "HVDTRAIN_RANK_CORES"
 FORWARD = "HVDTRAIN_FORWARD"
 """Names, with commas between, of the variables that --env asked to travel to the ranks on all hosts."""
 
+SECRET_WORD = "HVDTRAIN_SECRET_"
+"""With a number behind it: a word of a batch job's command that must not stand in the batch script."""
+
 HASH_SEED = "PYTHONHASHSEED"
 """Read by Python when it starts: the same on all ranks, so that they go through a set of names in one order."""

@@ -4,6 +4,7 @@
 `exit_code`; any other exception is a bug in the user's script or in hvdtrain and keeps its traceback.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -15,6 +16,8 @@ class HvdtrainError(Exception):
 
 class LaunchError(HvdtrainError):
     """`hvdtrain.launch` has failed: the first failure of its ranks.
+
+    `message` is what `str` of it returns.
 
     Attributes:
         rank: that failed first; None if it is not known.
@@ -48,3 +51,11 @@ class ReplicaError(HvdtrainError):
 
 class EngineError(HvdtrainError):
     """Horovod is missing or does not load; a collective stopped, or the rank for which this one waits failed."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """ " Did you mean 'X'?", for the end of a message; empty if nothing in `known` is like `name`."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(str(name), list(known))
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -15,6 +15,9 @@ from hvdtrain.strategy_names import STRATEGY
 CONTROLLER = "HOROVOD_CONTROLLER"
 """What ranks coordinate through. Exported where a launch starts, it is a wish for --controller."""
 
+RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+"""Where the ranks of a launch over Gloo find each other."""
+
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
@@ -36,6 +39,13 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 def is_elastic(environ: Mapping[str, str]) -> bool:
     """Whether the number of ranks of this one's job may change."""
     return "HOROVOD_ELASTIC" in environ
+
+
+def slot_of(environ: Mapping[str, str]) -> tuple[str, int]:
+    """What no two ranks of a host have in common: the number, which in an elastic job changes, or the place there."""
+    if not is_elastic(environ):
+        return "", rank_of(environ)
+    return environ.get("HOROVOD_HOSTNAME", ""), _first_number(environ, ("HOROVOD_LOCAL_RANK",), 0)
 
 
 def rank_of(environ: Mapping[str, str]) -> int:

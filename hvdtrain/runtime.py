@@ -38,7 +38,14 @@ GONE = "Horovod has not been initialized"
 
 @dataclass(frozen=True)
 class Rank:
-    """Who this process is among the workers."""
+    """Who this process is among the workers.
+
+    Attributes:
+        rank: its number in the job, from 0.
+        size: number of ranks in the job.
+        local_rank: its number on its host, from 0.
+        local_size: number of ranks on its host.
+    """
 
     rank: int
     size: int
@@ -84,7 +91,8 @@ def load_horovod() -> Any:
         return importlib.import_module("horovod.tensorflow")
     except ImportError as error:
         raise EngineError(
-            f"Horovod does not load: {error}. Build it for this environment: hvdtrain install-horovod"
+            f"Horovod cannot be loaded: {error}. Build it for this environment: hvdtrain "
+            "install-horovod"
         ) from error
 
 
@@ -195,15 +203,16 @@ def _pin_gpu(rank: Rank) -> None:
         mine = gpus[rank.local_rank]
     else:
         raise UsageError(
-            f"Rank {rank.rank} is number {rank.local_rank} on its host, which shows it {len(gpus)} GPUs: start at most "
-            "one rank a GPU (-np, or slots in the host list), or set CUDA_VISIBLE_DEVICES"
+            f"Rank {rank.rank} is local rank {rank.local_rank} on its host, which shows it "
+            f"{len(gpus)} GPUs: start at most one rank per GPU (-np, or slots in the host list), "
+            "or set CUDA_VISIBLE_DEVICES"
         )
     if _context_is_open():
         if rank.local_size == 1:
             return  # It has the host alone, and layers may be on several of its GPUs (parallel.placement).
         raise UsageError(
-            f"Rank {rank.rank}: TensorFlow was used before hvdtrain.init(), so the GPU cannot be pinned any more: "
-            "call hvdtrain.init() first, before building a model"
+            f"Rank {rank.rank}: TensorFlow was used before hvdtrain.init(), so the GPU can no "
+            "longer be pinned: call hvdtrain.init() first, before building a model"
         )
     tf.config.set_visible_devices(mine, "GPU")
     tf.config.experimental.set_memory_growth(mine, True)

@@ -1,4 +1,4 @@
-"""Which signals end a command, and how it leaves then."""
+"""Which signals end a command, how it leaves then, and how its end is told."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def ending_signals() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 
 
+def shell_code(returncode: int) -> int:
+    """The exit code that a shell would report; Python reports a process that a signal ended as -signal."""
+    return returncode if returncode >= 0 else EXIT_SIGNAL_BASE - returncode
+
+
 def listen_for_warnings() -> None:
     """Call this first: a warning that comes early waits until `supervise` of hvdtrain.start takes it.
 
@@ -25,6 +30,18 @@ def listen_for_warnings() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         signal.signal(number, lambda number, frame: None)
+
+
+def outlive_signals() -> None:
+    """Signals do not end this process; what it starts is ended by them, as usual.
+
+    Except SIGUSR1, the warning of a job that will end, and SIGUSR2, which shows stacks: until a rank listens for them
+    they are lost, and not deadly.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: None)  # Not inherited, where an ignored one is.
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

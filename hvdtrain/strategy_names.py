@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, did_you_mean
 
 HOROVOD = "horovod"
 TPU = "tpu"
@@ -65,8 +64,8 @@ STRATEGIES = {
         ),
         Description(
             CENTRAL_STORAGE,
-            "Variables in the memory of one device, replicas on the GPUs of one machine: for large "
-            "variables that fit no GPU.",
+            "Variables in the memory of one device, replicas on the GPUs of one machine: for "
+            "large variables that do not fit on a GPU.",
             "two GPUs in this machine; or -np N, for N replicas on its cores",
             (CENTRAL_STORAGE,),
             "one process",
@@ -76,7 +75,7 @@ STRATEGIES = {
             PARAMETER_SERVER,
             "Asynchronous training: workers at their own speed, variables on servers; a worker may "
             "come and go.",
-            "nothing more: --workers N --ps M",
+            "nothing else: --workers N --ps M",
             (PARAMETER_SERVER,),
             "servers",
             "hvdtrain.strategies.parameter_server:ParameterServer",
@@ -116,9 +115,8 @@ def choose_strategy(text: str) -> Choice:
     if name in ALIASES:
         return Choice(HOROVOD, f"strategy {name}: {ALIASES[name]}: using {HOROVOD}")
     known = [*STRATEGIES, *ALIASES]
-    close = get_close_matches(name, known, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(known)}."
-    raise UsageError(f"no such strategy: {text!r}. {hint}")
+    hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
+    raise UsageError(f"no such strategy: {text!r}.{hint}")
 
 
 def strategy_of(environ: Mapping[str, str]) -> str:

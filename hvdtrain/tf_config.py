@@ -62,7 +62,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{TF_CONFIG} is no JSON: {error}: {text[:200]}") from None
+        raise UsageError(f"{TF_CONFIG} is not JSON: {error}: {text[:200]}") from None
     cluster = found.get("cluster") if isinstance(found, dict) else None
     if not cluster:
         return None
@@ -100,15 +100,16 @@ def lost_server(text: str, config: TfConfig) -> str | None:
 def describe_lost(server: int, config: TfConfig) -> str:
     """The message for a server that has gone."""
     return (
-        f"Parameter server {server} ({config.servers[server]}) has gone, and with it the variables that it held: the "
-        "run cannot go on. Trainer.load goes on from the last file that ModelCheckpoint wrote"
+        f"Parameter server {server} ({config.servers[server]}) is gone, and with it the variables "
+        "that it held: the run cannot continue. Trainer.load resumes from the last file that "
+        "ModelCheckpoint wrote"
     )
 
 
 def _addresses(cluster: Any, kind: str) -> tuple[str, ...]:
     """The addresses of one kind: a list, or a table by number."""
     if not isinstance(cluster, dict):
-        raise UsageError(f"{TF_CONFIG}: the cluster must be a table, not {cluster!r}")
+        raise UsageError(f"{TF_CONFIG}: the cluster must be an object, not {cluster!r}")
     entries = cluster.get(kind) or []
     if isinstance(entries, dict):
         entries = [entries[key] for key in sorted(entries, key=int)]

@@ -1,7 +1,7 @@
 """Run the tests tier by tier, and end with one line for all of them: `python tests/tiers.py [--all]`.
 
-Unit tests share out the cores file by file. Tests on ranks wait as long as they compute: two run at a time. Tests on
-clusters share hosts and Slurm: they run one after the other.
+Unit tests share out the cores file by file. Tests on ranks and on clusters wait as long as they compute: two run at a
+time, on clusters each with hosts and a Slurm of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNIT = ["tests/unit", "-n", "logical", "--maxprocesses", "4", "--dist", "loadfile"]
 # Each with ranks of its own, up to 6 GB of them.
 RANKS = ["tests/ranks", "-n", "2", "--dist", "loadfile"]
-CLUSTER = ["tests/cluster"]
+CLUSTER = ["tests/cluster", "-n", "2", "--dist", "loadfile"]
 TIERS = (UNIT, [*RANKS, "-m", "not slow"])
 ALL_TIERS = (UNIT, RANKS, CLUSTER)
 NO_TESTS = 5

@@ -1,20 +1,26 @@
-"""Run a program that measures, on one process or on all ranks, and read its report.
+"""Run a measurement on one process or on all ranks, and read what its rank 0 reports.
 
-The program takes `--report FILE` as its last option, into which its rank 0 writes one JSON object: what ranks
-print passes through a launcher that cuts long lines and puts tags between.
+Each measurement is a module that is also the script of its ranks. The script's arguments are its options, as a JSON
+object, and the file for the report: what ranks print passes through a launcher, which cuts long lines and tags them.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EngineError
 from hvdtrain.launch.running.bounded import run
+
+Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
+"""Composes the argv that runs a script with its arguments on that many ranks."""
 
 TIMEOUT_SECONDS = 400
 ONE_THREAD = {
@@ -28,26 +34,76 @@ LINES = 15
 """Of each stream, in the message about a failure."""
 
 
-def run_measurement(argv: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the report of `argv`, run with a thread a rank and with `environment` beside this one's.
+@dataclass(frozen=True)
+class Comparison:
+    """Two figures of one pass, measured one after the other: the machine's speed drifts, their ratio hardly does."""
+
+    reference: float
+    measured: float
+
+    @property
+    def ratio(self) -> float:
+        """`measured` in terms of `reference`."""
+        return self.measured / self.reference
+
+
+def medians(passes: Sequence[Comparison]) -> tuple[float, float, float]:
+    """The medians over the passes of the reference, of the measured figure, and of their ratio."""
+    median = statistics.median
+    return (
+        median(one.reference for one in passes),
+        median(one.measured for one in passes),
+        median(one.ratio for one in passes),
+    )
+
+
+def run_measurement(
+    launch: Launch,
+    np: int,
+    script: Path,
+    options: Mapping[str, object],
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run `script` on `np` ranks of one thread each, and return its report.
+
+    Args:
+        options: keyword arguments of the function that the script hands to `report`.
+        environment: variables beside those of this process.
 
     Raises:
         EngineError: it failed, wrote no report, or took longer than TIMEOUT_SECONDS.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
-        report = Path(folder, "report.json")
-        command = [*argv, f"--report={report}"]
-        environ = {**os.environ, **ONE_THREAD, **environment}
+        file = Path(folder, "report.json")
+        command = launch(np, script, (json.dumps(options), str(file)))
+        environ = {**os.environ, **ONE_THREAD, **(environment or {})}
         done = run(command, limit=TIMEOUT_SECONDS, environ=environ)
         assert done is not None, "this Python has gone"
         if done.returncode is None:
             raise EngineError(
                 f"The measurement took longer than {TIMEOUT_SECONDS} s: {' '.join(command)}"
             )
-        if done.returncode or not report.exists():
+        if done.returncode or not file.exists():
             last = [*done.stdout.splitlines()[-LINES:], *done.stderr.splitlines()[-LINES:]]
             raise EngineError(
                 f"The measurement failed (exit code {done.returncode}): {' '.join(command)}\n"
                 + "\n".join(last)
             )
-        return dict(json.loads(report.read_text()))
+        return dict(json.loads(file.read_text()))
+
+
+def report(measure: Callable[..., dict[str, Any] | None]) -> None:
+    """The main function of a script: write what `measure` returns, unless that is None (all ranks but the first)."""
+    options, file = sys.argv[1:]
+    found = measure(**json.loads(options))
+    if found is not None:
+        Path(file).write_text(json.dumps(found))
+
+
+def take_core(local_rank: int) -> None:
+    """Pin this process to the core of its local rank, among those that it may use.
+
+    Ranks that are timed would otherwise wander over the cores, and where they happened to be would be measured.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})

@@ -4,20 +4,28 @@ n parameters of 4 bytes with Adam, whose state is two values a parameter: 16 n b
 state (ZeRO-1; Rajbhandari et al. 2020, section 5.1) leaves 8 n + 8 n / N on each of N ranks; layers that are
 split over N ranks, or cut into N stages, leave 16 n / N. What is measured beside that: activations (kept
 small by a small batch), the buffers of the communication, and what an operation holds for a moment.
+
+A rank first trains a tiny model of the same kind, so that code, threads and buffers are there; then it sets the
+kernel's mark of the highest resident size back, and makes and trains the large model for three steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import gc
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.bench.measurement import run_measurement
+from hvdtrain.bench.measurement import Launch, report, run_measurement
 
-SCRIPT = Path(__file__).with_name("memory_rank.py")
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """What is freed goes back to the system at once: otherwise the allocator's habits are measured."""
 MEGABYTE = 1e6
+BATCH = 32
+STEPS = 3
+TINY = 16
 
 
 @dataclass(frozen=True)
@@ -32,24 +40,14 @@ class Case:
     way: str
     ranks: int
 
-    @property
-    def name(self) -> str:
-        """As in `hvdtrain bench memory --case`."""
-        return f"{self.way}-{self.ranks}"
-
 
 CASES = {
-    case.name: case
-    for case in (
-        Case("data", 1),
-        Case("data", 2),
-        Case("zero", 2),
-        Case("zero", 4),
-        Case("tensor", 2),
-        Case("tensor", 4),
-        Case("pipeline", 2),
+    f"{way}-{ranks}": Case(way, ranks)
+    for way, ranks in (
+        ("data", 1), ("data", 2), ("zero", 2), ("zero", 4), ("tensor", 2), ("tensor", 4), ("pipeline", 2),
     )
-}
+}  # fmt: skip
+"""By their names in `hvdtrain bench memory --case`."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,6 @@ class Theory:
     gradients: float
     state: float
 
-    @property
-    def total(self) -> float:
-        """All three."""
-        return self.weights + self.gradients + self.state
-
 
 def theory(case: Case, parameters: int) -> Theory:
     """Return what one rank holds of a model of float32 parameters that Adam trains."""
@@ -74,50 +67,88 @@ def theory(case: Case, parameters: int) -> Theory:
     return Theory(model / case.ranks, model / case.ranks, 2 * model / case.ranks)
 
 
-@dataclass(frozen=True)
-class Peak:
-    """What was measured.
-
-    Attributes:
-        parameters: of the model.
-        peaks: bytes of each rank above what it held before the model was made.
-    """
-
-    parameters: int
-    peaks: tuple[int, ...]
+def parameters_of(width: int, blocks: int) -> int:
+    """Parameters of a stack of blocks, each Dense(4 width) and Dense(width)."""
+    return blocks * (8 * width**2 + 5 * width)
 
 
-def measure_peak(
-    case: Case, launch: Callable[[int, Path, tuple[str, ...]], list[str]], width: int, blocks: int
-) -> Peak:
-    """Train for a few steps on the ranks of `case`.
-
-    Args:
-        case: how.
-        launch: composes the argv that runs a script with its arguments on so many ranks.
-        width: of the model; see memory_rank.py.
-        blocks: of the model.
+def measure_peaks(case: Case, launch: Launch, width: int, blocks: int) -> list[int]:
+    """Train for a few steps; return the peak of each rank, in bytes above its size before the model was made.
 
     Raises:
         EngineError: the training failed.
     """
-    arguments = (case.way, f"--ranks={case.ranks}", f"--width={width}", f"--blocks={blocks}")
-    argv = launch(case.ranks, SCRIPT, arguments)
-    report = run_measurement(argv, FREED_AT_ONCE)
-    return Peak(int(report["parameters"]), tuple(report["peak_of_ranks"]))
+    options = {"way": case.way, "ranks": case.ranks, "width": width, "blocks": blocks}
+    found = run_measurement(launch, case.ranks, Path(__file__), options, FREED_AT_ONCE)
+    return list(found["peak_of_ranks"])
 
 
 HEADER = ("way", "ranks", "weights", "gradients", "state", "sum", "measured", "ratio")
 
 
-def row(case: Case, peak: Peak) -> tuple[str, ...]:
+def row(case: Case, parameters: int, peaks: list[int]) -> tuple[str, ...]:
     """Return the line of the table, in megabytes (10^6 bytes); the rank with the most counts."""
-    by_theory = theory(case, peak.parameters)
-    most = max(peak.peaks)
-    sizes = (by_theory.weights, by_theory.gradients, by_theory.state, by_theory.total, most)
-    return (
-        case.way,
-        str(case.ranks),
-        *(f"{size / MEGABYTE:,.0f}" for size in sizes),
-        f"{most / by_theory.total:.2f}",
+    wanted = theory(case, parameters)
+    total = wanted.weights + wanted.gradients + wanted.state
+    most = max(peaks)
+    sizes = (wanted.weights, wanted.gradients, wanted.state, total, most)
+    figures = (f"{size / MEGABYTE:,.0f}" for size in sizes)
+    return (case.way, str(case.ranks), *figures, f"{most / total:.2f}")
+
+
+def peak(way: str, ranks: int, width: int, blocks: int) -> dict[str, list[int]] | None:
+    """Train on one rank; rank 0 returns the peaks of all."""
+    train(way, ranks, TINY, blocks)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # The mark of the peak is the present size.
+    before = resident("VmRSS")
+    trained = train(way, ranks, width, blocks)
+    mine = resident("VmHWM") - before
+
+    from hvdtrain.collectives.communicator import ALL_RANKS
+
+    peaks = ALL_RANKS.exchange(mine, "peak")
+    return {"peak_of_ranks": peaks} if trained.rank.is_first else None
+
+
+def train(way: str, ranks: int, width: int, blocks: int) -> Any:
+    """Train a stack of blocks, Dense(4 width) and Dense(width), for some steps; return the Trainer."""
+    import keras
+    import numpy as np
+
+    import hvdtrain
+
+    options: dict[str, Any] = {}
+    if way == "zero":
+        options["shard_optimizer"] = True
+    elif way == "tensor":
+        split = {"up_.*": "column", "down_.*": "row"}
+        options["layout"] = hvdtrain.Layout(hvdtrain.Mesh(tensor=ranks), split=split)
+    elif way == "pipeline":
+        options["layout"] = hvdtrain.Layout(hvdtrain.Mesh(pipeline=ranks), micro_batches=4)
+
+    def model() -> keras.Model:
+        layers: list[Any] = [keras.layers.Input((width,))]
+        for block in range(blocks):
+            layers.append(keras.layers.Dense(4 * width, activation="relu", name=f"up_{block}"))
+            layers.append(keras.layers.Dense(width, name=f"down_{block}"))
+        return keras.Sequential(layers)
+
+    trainer = hvdtrain.Trainer(
+        model, keras.optimizers.Adam(1e-4), "mse", global_batch_size=BATCH, **options
     )
+    data = np.zeros((STEPS * BATCH, width), "float32")
+    trainer.fit((data, data), epochs=1, verbose=0)
+    return trainer
+
+
+def resident(name: str) -> int:
+    """A size of this process in bytes: VmRSS (now) or VmHWM (peak) of /proc/self/status."""
+    found = re.search(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    assert found is not None, name
+    return int(found.group(1)) * 1024
+
+
+if __name__ == "__main__":
+    report(peak)

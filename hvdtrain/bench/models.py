@@ -1,4 +1,4 @@
-"""The networks that are timed."""
+"""The networks that are timed, and their loss."""
 
 from __future__ import annotations
 
@@ -45,3 +45,8 @@ def mlp() -> keras.Model:
 
 
 MODELS = {"mnist": mnist, "resnet20": resnet20, "mlp": mlp}
+
+
+def loss() -> keras.losses.Loss:
+    """Cross-entropy of the logits, for classes as integers."""
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -1,54 +1,153 @@
 """Overhead: a step of the Trainer against a step of Keras's own `fit`, in turn, in the same processes.
 
 On one rank the other is plain Keras, on several Keras's `fit` with hvdtrain.keras.DistributedOptimizer. Both train
-the same network on the same examples; epochs are timed from the beginning of one to the beginning of the next, so
-that reading data, logs and what happens between epochs count. The ratio is taken within a pass, for the machine's
-speed drifts.
+the same network on the same examples, each rank on one core; epochs are timed from the beginning of one to the
+beginning of the next, so that reading data, logs and what happens between epochs count.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.measurement import run_measurement
+from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
 
-SCRIPT = Path(__file__).with_name("overhead_rank.py")
+if TYPE_CHECKING:
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from hvdtrain.runtime import Rank
+
+    Arrays = tuple[np.ndarray, np.ndarray]
+
 DATA = ("arrays", "dataset")
-
-
-@dataclass(frozen=True)
-class OverheadPass:
-    """Milliseconds of a step in one pass, on rank 0."""
-
-    fit: float
-    trainer: float
-
-    @property
-    def ratio(self) -> float:
-        return self.trainer / self.fit
+SECONDS = 1.0
+"""Aim of one epoch."""
+EPOCHS = 2
+"""Timed in each pass, after one that is not."""
+SHUFFLED = 1024
+"""Examples in a Dataset's shuffle buffer."""
 
 
 def measure_overhead(
-    model: str,
-    data: str,
-    batch_size: int,
-    np: int,
-    passes: int,
-    launch: Callable[[int, Path, tuple[str, ...]], list[str]],
-) -> list[OverheadPass]:
-    """Return `passes` timings of `np` ranks in one launch. Raises EngineError.
+    model: str, data: str, batch_size: int, np: int, passes: int, launch: Launch
+) -> list[Comparison]:
+    """Return milliseconds of a step of `fit` and of the Trainer on rank 0, for each pass. Raises EngineError.
 
     Args:
         model: name of a network in bench.models.
         data: "arrays" or "dataset".
-        batch_size: examples a rank.
-        launch: composes the argv that runs a script with its arguments on so many ranks.
+        batch_size: examples per rank.
+        np: ranks, in one launch.
+        passes: how many.
+        launch: see measurement.Launch.
     """
-    arguments = (
-        *(f"--model={model}", f"--data={data}"),
-        *(f"--batch-size={batch_size}", f"--passes={passes}"),
+    options = {"name": model, "kind": data, "batch_size": batch_size, "passes": passes}
+    found = run_measurement(launch, np, Path(__file__), options)
+    return [Comparison(*one) for one in found["milliseconds"]]
+
+
+def time_both(name: str, kind: str, batch_size: int, passes: int) -> dict[str, Any] | None:
+    """Time both ways in turn on one rank; rank 0 returns its milliseconds for each pass."""
+    import numpy as np
+
+    from hvdtrain.collectives.communicator import ALL_RANKS
+    from hvdtrain.runtime import init
+
+    me = init()
+    take_core(me.local_rank)
+    fit = keras_fit(me, name, kind, batch_size)
+    train = trainer_fit(me, name, kind, batch_size)
+    train(10)
+    mine = round(SECONDS / fit(10))
+    steps = int(ALL_RANKS.broadcast(np.clip(mine, 5, 300), 0, "hvdtrain_bench_steps"))
+    found = [[1e3 * fit(steps), 1e3 * train(steps)] for _ in range(passes)]
+    return {"milliseconds": found} if me.is_first else None
+
+
+def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
+    """Return what trains by Keras's `fit`, on this rank's part of the data, and returns the seconds of a step."""
+    import keras
+
+    from hvdtrain.bench.models import MODELS, loss
+    from hvdtrain.keras import DistributedOptimizer, broadcast_variables
+
+    model = MODELS[name]()
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if me.size > 1:
+        optimizer = DistributedOptimizer(optimizer)
+        broadcast_variables(model.variables)
+    model.compile(optimizer, loss(), jit_compile=False)
+
+    def seconds(steps: int) -> float:
+        given = _given(kind, examples(model, batch_size * steps, seed=me.rank), batch_size)
+        if kind == "arrays":
+            given["batch_size"] = batch_size
+        return seconds_of_step(model.fit, given, steps)
+
+    return seconds
+
+
+def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
+    """Return what trains by the Trainer, which divides the data itself, and returns the seconds of a step."""
+    import keras
+
+    import hvdtrain
+    from hvdtrain.bench.models import MODELS, loss
+
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    global_batch_size = batch_size * me.size
+    trainer = hvdtrain.Trainer(
+        MODELS[name](), optimizer, loss(), global_batch_size=global_batch_size, jit_compile=False
     )
-    report = run_measurement(launch(np, SCRIPT, arguments), {})
-    return [OverheadPass(*one) for one in report["milliseconds"]]
+
+    def seconds(steps: int) -> float:
+        data = examples(trainer.model, global_batch_size * steps, seed=0)
+        return seconds_of_step(trainer.fit, _given(kind, data, global_batch_size), steps)
+
+    return seconds
+
+
+def examples(model: keras.Model, count: int, seed: int) -> Arrays:
+    """Return `count` random examples: x float32 in the model's input shape, y int64 of 10 classes."""
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    x = random.random((count, *model.input_shape[1:]), "float32")
+    return x, random.integers(0, 10, count)
+
+
+def dataset(data: Arrays, batch_size: int) -> tf.data.Dataset:
+    """Return the shuffled batches that a tutorial would make of `data`."""
+    import tensorflow as tf
+
+    examples = tf.data.Dataset.from_tensor_slices(data)
+    return examples.shuffle(SHUFFLED, seed=1).batch(batch_size).prefetch(tf.data.AUTOTUNE)
+
+
+def _given(kind: str, data: Arrays, batch_size: int) -> dict[str, Any]:
+    """Return `data` as arguments of fit."""
+    if kind == "dataset":
+        return {"x": dataset(data, batch_size)}
+    return {"x": data[0], "y": data[1]}
+
+
+def seconds_of_step(fit: Callable[..., Any], data: dict[str, Any], steps: int) -> float:
+    """Train 1 + EPOCHS epochs of `steps` steps, of which the first does not count."""
+    import keras
+
+    times: list[float] = []
+    # No callback for steps: the Trainer would have to serve it.
+    clock = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda epoch, logs: times.append(time.perf_counter()),
+        on_train_end=lambda logs: times.append(time.perf_counter()),
+    )
+    fit(**data, epochs=1 + EPOCHS, verbose=0, callbacks=[clock])
+    return (times[-1] - times[1]) / (EPOCHS * steps)
+
+
+if __name__ == "__main__":
+    report(time_both)

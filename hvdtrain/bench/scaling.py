@@ -8,21 +8,32 @@ Two figures of the machine stand beside it. Cores share memory, so N plain proce
 of each other, do not reach 1 ("apart"). And synchronous training waits in each step for the slowest: had those
 processes waited for each other, a step would have taken the longest of their times for it ("in step"). No
 synchronous training can be quicker than that; what is lost below it is ours.
+
+A process trains in one of four ways: `plain` is Keras alone, without Horovod in the process; `bare` calls
+hvd.allreduce on each gradient and nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own
+training step; `trainer` is the Trainer's step with its data path.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hvdtrain.bench.measurement import run_measurement
+from hvdtrain.bench.measurement import Launch, report, run_measurement, take_core
 from hvdtrain.launch.running.bounded import end_all
 
 ROUNDS = 5
+SECONDS = 2.0
+"""Aim of one timed round."""
+EPOCH = 20
+"""Batches in an epoch of the Trainer."""
 
 
 @dataclass(frozen=True)
@@ -57,40 +68,35 @@ class Timing:
         return statistics.median(self.examples * len(steps) / sum(steps) for steps in self.rounds)
 
 
-SCRIPT = Path(__file__).with_name("scaling_rank.py")
-
-
-def timing_arguments(way: str, model: str, batch_size: int) -> tuple[str, ...]:
-    """Return the arguments of scaling_rank.py."""
-    return (way, f"--model={model}", f"--batch-size={batch_size}", f"--rounds={ROUNDS}")
-
-
 def measure(
-    model: str,
-    batch_size: int,
-    way: str,
-    passes: int,
-    size: int,
-    launch: Callable[[int, Path, tuple[str, ...]], list[str]],
+    model: str, batch_size: int, way: str, passes: int, size: int, launch: Launch
 ) -> Iterator[Pass]:
     """Yield `passes` passes: plain Keras once, as often as there are ranks, and the ranks.
 
     Args:
         model: name of a network in bench.models.
-        batch_size: examples a rank.
-        way: "keras", "trainer" or "bare"; see scaling_rank.py.
+        batch_size: examples per rank.
+        way: "keras", "trainer" or "bare".
         passes: how many.
         size: ranks.
-        launch: composes the argv that runs a script with its arguments on so many ranks.
+        launch: see measurement.Launch.
+
+    Raises:
+        EngineError: a measurement failed.
     """
-    plain = [sys.executable, str(SCRIPT), *timing_arguments("plain", model, batch_size)]
-    together = launch(size, SCRIPT, timing_arguments(way, model, batch_size))
-    cores = [[*plain, f"--core={core}"] for core in range(size)]
+    options = {"name": model, "batch_size": batch_size, "rounds": ROUNDS}
+
+    def time_ranks(ranks: int, way: str, core: int = 0) -> Timing:
+        found = run_measurement(
+            launch, ranks, Path(__file__), {**options, "way": way, "core": core}
+        )
+        return Timing(found["step_seconds"], found["examples"])
+
     for _ in range(passes):
-        alone = _time(plain)
+        alone = time_ranks(1, "plain")
         with ThreadPoolExecutor(size) as pool:
             try:
-                apart = list(pool.map(_time, cores))
+                apart = list(pool.map(lambda core: time_ranks(1, "plain", core), range(size)))
             except BaseException:
                 end_all()  # The pool waits for what runs.
                 raise
@@ -98,7 +104,7 @@ def measure(
             plain=alone.rate,
             apart=sum(one.rate for one in apart),
             in_step=in_step(apart).rate,
-            ranks=_time(together).rate,
+            ranks=time_ranks(size, way).rate,
             size=size,
         )
 
@@ -112,6 +118,126 @@ def in_step(apart: Sequence[Timing]) -> Timing:
     return Timing(rounds, sum(one.examples for one in apart))
 
 
-def _time(argv: list[str]) -> Timing:
-    report = run_measurement(argv, {})
-    return Timing(report["step_seconds"], report["examples"])
+def time_training(
+    way: str, name: str, batch_size: int, rounds: int, core: int = 0
+) -> dict[str, Any] | None:
+    """Time a rank, or a plain process on `core`; rank 0 returns step_seconds, examples of a step, and the loss."""
+    rank, size = _start(way, core)
+    step = _step(way, name, batch_size, rank, size)
+    times, loss = _time(step, rounds)
+    return (
+        {"step_seconds": times, "examples": batch_size * size, "loss": loss} if rank == 0 else None
+    )
+
+
+def _start(way: str, core: int) -> tuple[int, int]:
+    """Pin this process to one core and one thread; return rank and size."""
+    if way == "plain":
+        rank, size, local_rank = 0, 1, core
+    elif way == "bare":
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        rank, size, local_rank = hvd.rank(), hvd.size(), hvd.local_rank()
+    else:
+        from hvdtrain.runtime import init
+
+        me = init()
+        rank, size, local_rank = me.rank, me.size, me.local_rank
+    take_core(local_rank)
+    return rank, size
+
+
+def _step(way: str, name: str, batch_size: int, rank: int, size: int) -> Callable[[], float]:
+    """Return a function that trains one step and returns the loss."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from hvdtrain.bench.models import MODELS, loss
+
+    keras.utils.set_random_seed(1)
+    model = MODELS[name]()
+    # The Trainer is given the examples of all ranks, the same on each.
+    seed, copies = (0, size) if way == "trainer" else (rank, 1)
+    random = np.random.default_rng(seed)
+    x = random.random((batch_size * copies, *model.input_shape[1:]), "float32")
+    y = random.integers(0, 10, len(x))
+    optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
+    if way == "trainer":
+        return _trainer_step(model, optimizer, loss(), x, y)
+    if way == "bare":
+        optimizer = _bare(keras.optimizers.SGD)(0.01, momentum=0.9)
+    if way == "keras":
+        from hvdtrain.keras import DistributedOptimizer
+
+        optimizer = DistributedOptimizer(optimizer)
+    model.compile(optimizer, loss(), jit_compile=False)
+    model.make_train_function()
+    batches = itertools.repeat((tf.constant(x), tf.constant(y)))
+    return lambda: float(model.train_function(batches)["loss"])
+
+
+def _bare(plain: type) -> type:
+    """The least that reduces gradients on Keras 3, to compare with."""
+    import horovod.tensorflow as hvd
+
+    class Bare(plain):
+        def _clip_gradients(self, grads: Any) -> Any:
+            return super()._clip_gradients(
+                [hvd.allreduce(g, name=f"bare_{i}") for i, g in enumerate(grads)]
+            )
+
+    return Bare
+
+
+def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Callable[[], float]:
+    """Train through the Trainer's own epochs of `EPOCH` batches, read ahead by its thread."""
+    import numpy as np
+
+    import hvdtrain
+    from hvdtrain.data import make_source
+    from hvdtrain.trainer.shares import epoch_shares
+
+    trainer = hvdtrain.Trainer(model, optimizer, loss, global_batch_size=len(x))
+    trainer.fit(x, y, epochs=1, verbose=0)
+    data = [np.concatenate([part] * EPOCH) for part in (x, y)]
+    source = make_source(*data, global_batch_size=len(x), shuffle=True, seed=0)
+    shares = itertools.chain.from_iterable(
+        epoch_shares(source, epoch, trainer.strategy.part) for epoch in itertools.count()
+    )
+    steps = trainer.steps
+    assert steps is not None
+    return lambda: float(steps.train([next(shares)])["loss"])
+
+
+def _time(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
+    """Warm up, then time each step of `rounds` rounds of equally many; the ranks do the same number."""
+    for _ in range(10):
+        step()
+    begin = time.perf_counter()
+    for _ in range(10):
+        step()
+    steps = _same_everywhere(max(5, round(SECONDS * 10 / (time.perf_counter() - begin))))
+    loss = 0.0
+    times: list[list[float]] = []
+    for _ in range(rounds):
+        times.append([])
+        for _ in range(steps):
+            begin = time.perf_counter()
+            loss = step()
+            times[-1].append(time.perf_counter() - begin)
+    return times, loss
+
+
+def _same_everywhere(steps: int) -> int:
+    if "horovod.tensorflow" not in sys.modules:
+        return steps
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    return int(hvd.broadcast(tf.constant(steps), 0, name="bench_steps"))
+
+
+if __name__ == "__main__":
+    report(time_training)

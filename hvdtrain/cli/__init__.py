@@ -6,29 +6,36 @@ table.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
+import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE
 from hvdtrain.inherited import heed_children, open_streams
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 an error at run time; 2 wrong usage; 124 the run hung; 130 and 143 ended by Ctrl-C "
-    "and SIGTERM (143 also when nobody reads the output any more); else that of the worker that failed first "
-    "(128 + the signal's number if a signal ended it)."
+    "Exit codes: 0 success; 1 run-time error; 2 usage error; 124 the run hung; 130 ended by "
+    "Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise that of "
+    "the worker that failed first (128 + the signal's number if a signal ended it)."
 )
+
+# A full disk or quota, the largest file that is allowed, a device that has gone.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 # name -> (module:attribute, what it does)
 COMMANDS = {
     "bench": ("hvdtrain.cli.bench:bench", "Measure throughput, start-up, memory and pipelines."),
     "completion": (
         "hvdtrain.cli.completion:completion",
-        "Print the script that lets your shell complete hvdtrain.",
+        "Print the completion script for your shell.",
     ),
     "docker": (
         "hvdtrain.cli.docker:docker",
@@ -36,7 +43,7 @@ COMMANDS = {
     ),
     "doctor": (
         "hvdtrain.cli.doctor:doctor",
-        "Can this machine train? Probe it, and say the fixes.",
+        "Check whether this machine can train, and suggest fixes.",
     ),
     "install-horovod": (
         "hvdtrain.cli.install_horovod:install_horovod",
@@ -44,12 +51,12 @@ COMMANDS = {
     ),
     "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
-    "ps": ("hvdtrain.cli.ps:ps", "List what runs: phase and step of each."),
+    "ps": ("hvdtrain.cli.ps:ps", "List what is running, with phase and step."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
     "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
     "strategies": (
         "hvdtrain.cli.strategies:strategies",
-        "List the strategies, and which of them work here.",
+        "List the strategies and which of them work here.",
     ),
     "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
 }
@@ -85,25 +92,39 @@ class CommandTable(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-"):
-            ctx.fail(f"No such command '{name}'.{_hint(name)}")
+            raise click.NoSuchCommand(name, possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Whatever the parent has left to this process, the command can work."""
+        """Works with whatever streams and signals the parent has left to this process.
+
+        Output that cannot be written is one message; a closed pipe, as for all programs, is no error.
+        """
         open_streams()
         heed_children()
-        return super().main(*args, **kwargs)
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # What fails to open or to read names its file.
+            if error.filename is not None or error.errno not in _UNWRITABLE:
+                raise
+            with suppress(OSError):
+                click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
+            # Python flushes at its end what could not be written.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            sys.exit(EXIT_FAILURE)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an error of hvdtrain's own is one message and its exit code."""
-        from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_USAGE
         from hvdtrain.errors import HvdtrainError
 
         try:
             os.getcwd()  # noqa: PTH109
         except FileNotFoundError:
             click.echo(
-                "Error: the working folder has been removed: change to another one", err=True
+                "Error: the working folder has been deleted: change to another one", err=True
             )
             ctx.exit(EXIT_USAGE)
 
@@ -118,13 +139,6 @@ class CommandTable(click.Group):
         except HvdtrainError as error:
             click.echo(f"Error: {error}", err=True)
             ctx.exit(error.exit_code)
-
-
-def _hint(name: str) -> str:
-    from difflib import get_close_matches
-
-    close = get_close_matches(name, COMMANDS)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
@@ -142,7 +156,7 @@ def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) ->
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-    help="Show the versions of hvdtrain and of all that it stands on, for a bug report, and exit.",
+    help="Show the versions of hvdtrain and what it builds on, for a bug report, and exit.",
 )  # fmt: skip
 def main() -> None:
     """Multi-worker training for today's TensorFlow and Keras, on Horovod."""

@@ -9,25 +9,26 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from hvdtrain.bench.input import KINDS, InputPass, measure_input, write_files
-from hvdtrain.bench.memory import CASES, HEADER, measure_peak, row
+from hvdtrain.bench.input import KINDS, measure_input, write_files
+from hvdtrain.bench.measurement import Comparison, Launch, medians
+from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
-from hvdtrain.bench.pipeline import BubblePass, Work, measure_bubble, medians
+from hvdtrain.bench.pipeline import measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
-from hvdtrain.bench.startup import StartPass, measure_startup, median
+from hvdtrain.bench.startup import measure_startup
+from hvdtrain.install.probe import version_of
 from hvdtrain.launch.command import this_site
-from hvdtrain.launch.engine import choose_controller, find_engine, find_mpirun
+from hvdtrain.launch.engine import choose_controller, find_mpirun, installed_controllers
 from hvdtrain.launch.launchers import horovodrun
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program
 from hvdtrain.launch.running.bounded import ending_commands
 
-Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 BATCH_SIZES = {"mnist": 64, "resnet20": 32, "mlp": 64}
 _BATCH_SIZES = ", ".join(f"{size} {model}" for model, size in BATCH_SIZES.items())
@@ -36,21 +37,17 @@ _BATCH_SIZES = ", ".join(f"{size} {model}" for model, size in BATCH_SIZES.items(
 def _workers(least: int) -> Callable[[_Command], _Command]:
     """The option -np of a measurement that needs at least so many."""
     return click.option(
-        *("-np", "--num-proc", "np"),
-        type=click.IntRange(least),
-        default=2,
-        show_default=True,
-        metavar="N",
-        help="Workers.",
-    )
+        "-np", "--num-proc", "np", type=click.IntRange(least), default=2, show_default=True, metavar="N",
+        help="Number of workers.",
+    )  # fmt: skip
 
 
 _CONTROLLER = click.option(
     "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
 )
 _PASSES = click.option(
-    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Timings of each."
-)
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Number of measurements of each.",
+)  # fmt: skip
 
 
 @click.group()
@@ -64,38 +61,27 @@ def bench(context: click.Context) -> None:
 @_workers(2)
 @click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
 @click.option(
-    "--batch-size",
-    type=click.IntRange(1),
-    help=f"Examples a worker.  [default: {_BATCH_SIZES}]",
+    "--batch-size", type=click.IntRange(1), help=f"Examples per worker.  [default: {_BATCH_SIZES}]"
 )
 @click.option(
-    "--way",
-    type=click.Choice(["keras", "trainer", "bare"]),
-    default="keras",
-    show_default=True,
+    "--way", type=click.Choice(["keras", "trainer", "bare"]), default="keras", show_default=True,
     help="DistributedOptimizer in Keras's loop, the Trainer, or hvd.allreduce on each gradient.",
-)
+)  # fmt: skip
 @_CONTROLLER
 @_PASSES
 @click.pass_context
 def scaling(
-    context: click.Context,
-    np: int,
-    model: str,
-    batch_size: int | None,
-    way: str,
-    controller: str,
-    passes: int,
-) -> None:
-    """N workers of one core each, against plain Keras on one core, in turn.
+    context: click.Context, np: int, model: str, batch_size: int | None, way: str, controller: str, passes: int,
+) -> None:  # fmt: skip
+    """Throughput of N workers against plain Keras, each on one core.
 
-    Beside it what the machine allows: N plain processes at once, apart, and had they waited in each step for the
-    slowest.
+    Compares it with what the machine allows: N independent Keras processes at once, and the same if they waited for
+    the slowest in each step.
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = _launcher(controller)
     click.echo(
-        f"{model}, batch {batch_size} a worker, {np} workers over {chosen}, {way}; {_machine()}"
+        f"{model}, batch {batch_size} per worker, {np} workers over {chosen}, {way}; {_machine()}"
     )
     done: list[Pass] = []
     for one in measure(model, batch_size, way, passes, np, launch):
@@ -118,37 +104,32 @@ def scaling(
 
 @bench.command()
 @click.option(
-    "--case",
-    "names",
-    type=click.Choice(list(CASES)),
-    multiple=True,
-    help="Way and ranks; may be given again.  [default: all]",
+    "--case", "names", type=click.Choice(list(CASES)), multiple=True,
+    help="Strategy and number of ranks. May be repeated.  [default: all]",
+)  # fmt: skip
+@click.option(
+    "--width", type=click.IntRange(16), default=1024, show_default=True, help="Width of the layers."
 )
 @click.option(
-    "--width", type=click.IntRange(16), default=1024, show_default=True, help="Of the layers."
-)
-@click.option(
-    "--blocks",
-    type=click.IntRange(4),
-    default=6,
-    show_default=True,
-    help="Two layers each, 8 width^2 parameters.",
-)
+    "--blocks", type=click.IntRange(4), default=6, show_default=True,
+    help="Blocks of two layers, with 8 width^2 parameters.",
+)  # fmt: skip
 @_CONTROLLER
 @click.pass_context
 def memory(
     context: click.Context, names: tuple[str, ...], width: int, blocks: int, controller: str
 ) -> None:
-    """Peak memory of a rank with Adam, against weights + gradients + state."""
+    """Peak memory of a rank with Adam."""
     launch, chosen = _launcher(controller)
-    cases = [CASES[name] for name in names or CASES]
+    parameters = parameters_of(width, blocks)
     click.echo(
-        f"{blocks * (8 * width**2 + 5 * width) / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB a "
-        f"rank; {_machine()}"
+        f"{parameters / 1e6:.1f} million parameters, float32, Adam, over {chosen}; MB per rank; "
+        f"{_machine()}"
     )
     click.echo(_line(HEADER))
-    for case in cases:
-        click.echo(_line(row(case, measure_peak(case, launch, width, blocks))))
+    for name in names or CASES:
+        peaks = measure_peaks(CASES[name], launch, width, blocks)
+        click.echo(_line(row(CASES[name], parameters, peaks)))
     click.echo(_again(context))
 
 
@@ -162,71 +143,56 @@ def _line(cells: tuple[str, ...]) -> str:
 @_PASSES
 @click.pass_context
 def startup(context: click.Context, np: int, controller: str, passes: int) -> None:
-    """Time to the first worker's first line, against bare horovodrun, in turn."""
-    chosen = choose_controller(controller, find_engine().built, find_mpirun())
+    """Start-up time against plain horovodrun."""
+    chosen = choose_controller(controller, installed_controllers(), find_mpirun())
     click.echo(f"{np} workers over {chosen}; {_machine()}")
-    done: list[StartPass] = []
+    done: list[Comparison] = []
     for one in measure_startup(np, chosen, passes):
         done.append(one)
-        click.echo(f"  hvdtrain run {one.ours:6.2f} s   horovodrun {one.bare:6.2f} s")
-    middle = median(done)
-    click.echo(
-        f"median of {passes}: hvdtrain run {middle.ours:.2f} s, horovodrun {middle.bare:.2f} s"
-    )
+        click.echo(f"  hvdtrain run {one.measured:6.2f} s   horovodrun {one.reference:6.2f} s")
+    bare, ours, _ = medians(done)
+    click.echo(f"median of {passes}: hvdtrain run {ours:.2f} s, horovodrun {bare:.2f} s")
     click.echo(_again(context))
 
 
 @bench.command()
 @click.option(
-    "--stages",
-    type=click.IntRange(2),
-    default=2,
-    show_default=True,
-    metavar="N",
-    help="Stages, each a worker.",
-)
+    "--stages", type=click.IntRange(2), default=2, show_default=True, metavar="N",
+    help="Stages, one worker each.",
+)  # fmt: skip
 @click.option(
-    "--micro-batches",
-    "counts",
-    type=click.IntRange(1),
-    multiple=True,
-    default=(1, 2, 4, 8, 16),
-    show_default=True,
-    metavar="N",
-    help="Micro-batches of a step; may be repeated.",
-)
+    "--micro-batches", "counts", type=click.IntRange(1), multiple=True, default=(1, 2, 4, 8, 16),
+    show_default=True, metavar="N", help="Micro-batches per step. May be repeated.",
+)  # fmt: skip
 @click.option(
-    "--width", type=click.IntRange(1), default=512, show_default=True, help="Of the dense layers."
-)
+    "--width", type=click.IntRange(1), default=512, show_default=True, help="Width of the dense layers.",
+)  # fmt: skip
 @click.option("--batch-size", type=click.IntRange(1), default=1024, show_default=True)
 @_CONTROLLER
 @_PASSES
 @click.pass_context
 def pipeline(
-    context: click.Context,
-    stages: int,
-    counts: tuple[int, ...],
-    width: int,
-    batch_size: int,
-    controller: str,
+    context: click.Context, stages: int, counts: tuple[int, ...], width: int, batch_size: int, controller: str,
     passes: int,
-) -> None:
-    """Step time of pipeline stages of one core each, against (m + s - 1) / m of the ideal."""
-    launch, chosen = _launcher(controller)
-    work = Work(layers=4 * stages, width=width, batch_size=batch_size)
+) -> None:  # fmt: skip
+    """Step time of pipeline stages.
 
+    With s stages of one core each and m micro-batches, theory is (m + s - 1) / m of the ideal.
+    """
+    launch, chosen = _launcher(controller)
     click.echo(
-        f"{work.layers} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}; {_machine()}"
+        f"{4 * stages} dense layers of {width}, batch {batch_size}, {stages} stages over {chosen}; {_machine()}"
     )
-    done: list[list[BubblePass]] = []
-    for one in measure_bubble(counts, work, passes, stages, launch):
+    done: list[dict[int, Comparison]] = []
+    for one in measure_bubble(counts, stages, width, batch_size, passes, launch):
         done.append(one)
-        ratios = "   ".join(f"m={found.micro_batches} {found.ratio:.3f}" for found in one)
+        ratios = "   ".join(f"m={count} {found.ratio:.3f}" for count, found in one.items())
         click.echo(f"  step time / ideal: {ratios}")
     click.echo(f"medians of {passes}: m, ideal ms, measured ms, measured / ideal, (m + s - 1) / m")
-    for count, ideal, seconds, ratio, theory in medians(done):
+    for count in counts:
+        ideal, seconds, ratio = medians([one[count] for one in done])
         click.echo(
-            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory:9.3f}"
+            f"  {count:3d} {1e3 * ideal:9.1f} {1e3 * seconds:9.1f} {ratio:9.3f} {theory(count, stages):9.3f}"
         )
     click.echo(_again(context))
 
@@ -234,9 +200,11 @@ def pipeline(
 @bench.command(name="input")
 @_workers(2)
 @click.option(
-    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Of files.  [default: all]"
+    "--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Kind of file.  [default: all]",
+)  # fmt: skip
+@click.option(
+    "--files", type=click.IntRange(1), default=2000, show_default=True, help="Number of examples."
 )
-@click.option("--files", type=click.IntRange(1), default=2000, show_default=True, help="Examples.")
 @_CONTROLLER
 @_PASSES
 @click.pass_context
@@ -248,20 +216,23 @@ def read(
     controller: str,
     passes: int,
 ) -> None:
-    """Reading and decoding images: N workers of one thread each, against one, in turn. Nothing is trained."""
+    """Rate of reading and decoding images.
+
+    Compares N workers of one thread each with one. Nothing is trained.
+    """
     launch, chosen = _launcher(controller)
     click.echo(f"{files} images, {np} workers over {chosen}; {_machine()}")
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         for kind in kinds or KINDS:
             write_files(Path(folder), kind, files)
-            done: list[InputPass] = []
+            done: list[Comparison] = []
             for one in measure_input(kind, Path(folder), np, passes, launch):
                 done.append(one)
                 click.echo(
-                    f"  {kind}: one {one.alone:7,.0f} examples/s, {np} workers {one.together:7,.0f}; ratio "
-                    f"{one.ratio:.3f}"
+                    f"  {kind}: one {one.reference:7,.0f} examples/s, {np} workers {one.measured:7,.0f}; "
+                    f"ratio {one.ratio:.3f}"
                 )
-            ratio = statistics.median(one.ratio for one in done)
+            _, _, ratio = medians(done)
             click.echo(f"  {kind}: median of {passes}: ratio {ratio:.3f}")
     click.echo(_again(context))
 
@@ -269,35 +240,26 @@ def read(
 @bench.command()
 @_workers(1)
 @click.option(
-    *("--model", "models"),
-    type=click.Choice(list(BATCH_SIZES)),
-    multiple=True,
-    help="May be given again.  [default: all]",
-)
+    "--model", "models", type=click.Choice(list(BATCH_SIZES)), multiple=True,
+    help="May be repeated.  [default: all]",
+)  # fmt: skip
 @click.option("--data", "kinds", type=click.Choice(DATA), multiple=True, help="[default: both]")
 @_CONTROLLER
 @_PASSES
 @click.pass_context
 def overhead(
-    context: click.Context,
-    np: int,
-    models: tuple[str, ...],
-    kinds: tuple[str, ...],
-    controller: str,
-    passes: int,
-) -> None:
-    """A step of the Trainer against one of Keras's fit, in turn, each worker on one core.
+    context: click.Context, np: int, models: tuple[str, ...], kinds: tuple[str, ...], controller: str, passes: int,
+) -> None:  # fmt: skip
+    """Step time of the Trainer against Keras's fit.
 
-    With one worker the fit is plain Keras's, with several it has hvdtrain.keras.DistributedOptimizer.
+    Each worker has one core. With several workers fit uses hvdtrain.keras.DistributedOptimizer.
     """
     launch, chosen = _launcher(controller)
     click.echo(f"{np} workers over {chosen}; medians of {passes}; {_machine()}")
     for model in models or BATCH_SIZES:
         for kind in kinds or DATA:
             done = measure_overhead(model, kind, BATCH_SIZES[model], np, passes, launch)
-            fit = statistics.median(one.fit for one in done)
-            trainer = statistics.median(one.trainer for one in done)
-            ratio = statistics.median(one.ratio for one in done)
+            fit, trainer, ratio = medians(done)
             click.echo(
                 f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
             )
@@ -305,7 +267,7 @@ def overhead(
 
 
 def _again(context: click.Context) -> str:
-    """Return the line that tells how to measure the same again."""
+    """Return the line that shows how to repeat the measurement."""
     words = context.command_path.split()
     for parameter in context.command.params:
         value = context.params[parameter.name]
@@ -317,13 +279,13 @@ def _again(context: click.Context) -> str:
 
 def _launcher(controller: str) -> tuple[Launch, str]:
     """Return what composes the argv of a script on so many ranks, and the controller that it takes."""
-    engine, site = find_engine(), this_site()
-    chosen = choose_controller(controller, engine.built, site.mpirun)
+    built, site = installed_controllers(), this_site()
+    chosen = choose_controller(controller, built, site.mpirun)
 
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
         if np == 1:
             return [sys.executable, str(script), *arguments]
-        plan = LaunchPlan(script=script, arguments=arguments, np=np, controller=chosen)
+        plan = LaunchPlan(program=Program(script, arguments), np=np, controller=chosen)
         prepared = horovodrun.prepare(plan, site)
         return prepared.with_settings(prepared.argv)
 
@@ -331,13 +293,11 @@ def _launcher(controller: str) -> tuple[Launch, str]:
 
 
 def _machine() -> str:
-    packages = []
-    for name in ("tensorflow", "tensorflow-cpu", "keras", "horovod"):
-        try:
-            packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return f"{os.cpu_count()} CPUs ({_processor()}), {', '.join(packages)}"
+    found = (
+        (name, version_of(name)) for name in ("tensorflow", "tensorflow-cpu", "keras", "horovod")
+    )
+    packages = ", ".join(f"{name} {version}" for name, version in found if version)
+    return f"{os.cpu_count()} CPUs ({_processor()}), {packages}"
 
 
 def _processor() -> str:

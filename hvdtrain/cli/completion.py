@@ -16,7 +16,7 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", required=False, type=click.Choice(SHELLS))
 def completion(shell: str | None) -> None:
-    """Print the completion script for SHELL (default: yours, by $SHELL).
+    """Print the completion script for a shell (default: $SHELL).
 
     \b
     bash  hvdtrain completion bash > ~/.local/share/bash-completion/completions/hvdtrain
@@ -24,7 +24,7 @@ def completion(shell: str | None) -> None:
           with this in ~/.zshrc:  fpath+=~/.zfunc; autoload -Uz compinit; compinit
     fish  hvdtrain completion fish > ~/.config/fish/completions/hvdtrain.fish
 
-    Make the folder first if it is not there, then open a new shell. For the shell at hand only (bash, zsh):
+    Create the folder first if it does not exist, then open a new shell. For the current shell only (bash, zsh):
     source <(hvdtrain completion bash).
     """
     name = shell or PurePath(os.environ.get("SHELL", "")).name

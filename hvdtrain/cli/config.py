@@ -17,14 +17,14 @@ from hvdtrain.cli.options import HOSTS, NAMES, PATH, VARIABLE, GroupedOption, Se
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.config import Entry, read_config
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.options import Setting, settings_of
+from hvdtrain.launch.options import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rules import RIVALS, is_given
 from hvdtrain.launch.secrets import looks_secret, masked
 from hvdtrain.launch.variables import EnvVar
 
 # Options about one call, which have no place in a file.
-NOT_IN_FILES = {"config", "show_config", "dry_run", "help"}
+NOT_IN_FILES = {"config", "show_config", "dry_run", "help", "help_all"}
 _LAYERS = [
     ParameterSource.DEFAULT,
     ParameterSource.DEFAULT_MAP,
@@ -54,7 +54,7 @@ class ConfiguredCommand(SectionedCommand):
         except click.NoSuchOption as error:
             if not any(word.startswith("--config") for word in typed):
                 raise
-            message = f"{error.message} Arguments for the script of a file come behind --."
+            message = f"{error.message} Arguments for a script that a file names go after --."
             raise click.NoSuchOption(
                 error.option_name, message, error.possibilities, error.ctx
             ) from None
@@ -100,10 +100,10 @@ def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, A
         for name in given:
             if _rank(ctx, name) < max(_rank(ctx, one) for one in given):
                 values[name] = None
-    for setting in settings_of(LaunchPlan):
-        switch = _switched_off_by(setting, values)
-        if switch and _rank(ctx, setting.field) < _rank(ctx, switch):
-            values[setting.field] = None
+    for option in options_of(LaunchPlan):
+        switch = _switched_off_by(option, values)
+        if switch and _rank(ctx, option.field) < _rank(ctx, switch):
+            values[option.field] = None
     return values
 
 
@@ -116,25 +116,25 @@ def with_variables(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]
     values = dict(values)
     given = {one.name: one.value for one in values["env"] if one.value is not None}
     parameters = {one.name: one for one in ctx.command.params}
-    for setting in settings_of(LaunchPlan):
-        variable = setting.option.environment
+    for option in options_of(LaunchPlan):
+        variable = option.environment
         text = given.get(variable)
         if text is None:
             continue
         try:
-            value = parameters[setting.field].type_cast_value(ctx, text)
+            value = parameters[option.field].type_cast_value(ctx, text)
         except click.BadParameter as error:
             raise UsageError(f"--env {variable}: {error.message}") from None
         # What the variable is outside is not the option: --env is there to say otherwise.
-        exported = _set_by(ctx, parameters[setting.field]) == variable
-        place = 0 if exported else _rank(ctx, setting.field)
-        if place == _rank(ctx, "env") and value != values[setting.field]:
+        exported = _set_by(ctx, parameters[option.field]) == variable
+        place = 0 if exported else _rank(ctx, option.field)
+        if place == _rank(ctx, "env") and value != values[option.field]:
             raise UsageError(
-                f"--env {variable}={text} and {setting.name} {values[setting.field]} set the same, "
-                "and differ: give one of them"
+                f"--env {variable}={text} and {option.name} {values[option.field]} set the same "
+                "thing to different values: use only one"
             )
         if place <= _rank(ctx, "env"):
-            values[setting.field] = value
+            values[option.field] = value
     return values
 
 
@@ -148,9 +148,9 @@ def _set_by(ctx: click.Context, parameter: click.Parameter) -> str | None:
     return parameter.variable(ctx) if isinstance(parameter, GroupedOption) else None
 
 
-def _switched_off_by(setting: Setting, values: dict[str, Any]) -> str | None:
+def _switched_off_by(option: Option, values: dict[str, Any]) -> str | None:
     """The option that makes this one void, by its value."""
-    needs = setting.option.needs
+    needs = option.needs
     if "autotune" in needs and values.get("autotune") is False:
         return "autotune"
     other = {"gloo": "mpi", "mpi": "gloo"}.get(values.get("controller", ""), "neither")
@@ -245,7 +245,7 @@ def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Cont
     try:
         value = parameter.type_cast_value(ctx, _typed(entry.value, parameter))
     except _WrongType as error:
-        raise UsageError(f"{path}: {entry.key}: {entry.value!r} is wrong: {error}") from None
+        raise UsageError(f"{path}: {entry.key}: {entry.value!r} is invalid: {error}") from None
     except click.BadParameter as error:
         raise UsageError(f"{path}: {entry.key}: {error.message}") from None
     # horovodrun's sections have what it takes for paths from the working folder.
@@ -269,24 +269,24 @@ def _typed(value: Any, parameter: click.Parameter) -> Any:
     if parameter.nargs > 1:
         items = _list(value)
         if len(items) != parameter.nargs or not all(_is_integer(item) for item in items):
-            raise _WrongType(f"give {parameter.nargs} whole numbers, such as [10, 60]")
+            raise _WrongType(f"expected {parameter.nargs} integers, such as [10, 60]")
         return items
     if kind is HOSTS and isinstance(value, dict):
         if not all(_is_integer(slots) for slots in value.values()):
-            raise _WrongType("give each host its slots, such as {node1: 4, node2: 4}")
+            raise _WrongType("expected slots for each host, such as {node1: 4, node2: 4}")
         return ",".join(f"{name}:{slots}" for name, slots in value.items())
     if kind is NAMES:
         return [_text(item) for item in value] if isinstance(value, list) else [_text(value)]
     if kind is HOSTS and isinstance(value, list):
         return ",".join(_text(item) for item in value)
     if isinstance(kind, click.types.BoolParamType):
-        return _checked(value, isinstance(value, bool), "give true or false")
+        return _checked(value, isinstance(value, bool), "expected true or false")
     if isinstance(kind, click.types.IntParamType):
-        return _checked(value, _is_integer(value), "give a whole number")
+        return _checked(value, _is_integer(value), "expected an integer")
     if isinstance(kind, click.types.FloatParamType):
         is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
-        return _checked(value, is_number, "give a number")  # PyYAML reads 1e-3 as text.
-    return _checked(value, isinstance(value, str), "give a text; put it in quotes")
+        return _checked(value, is_number, "expected a number")  # PyYAML reads 1e-3 as text.
+    return _checked(value, isinstance(value, str), "expected a string; put it in quotes")
 
 
 def _assignments(value: Any) -> list[str]:
@@ -297,11 +297,11 @@ def _assignments(value: Any) -> list[str]:
 
 
 def _list(value: Any) -> list[Any]:
-    return _checked(value, isinstance(value, list), "give a list, such as [a, b]")
+    return _checked(value, isinstance(value, list), "expected a list, such as [a, b]")
 
 
 def _text(value: Any) -> str:
-    return str(_checked(value, isinstance(value, str), "put each text in quotes"))
+    return str(_checked(value, isinstance(value, str), "put each string in quotes"))
 
 
 def _is_integer(value: Any) -> bool:

@@ -47,49 +47,49 @@ CAP_SYS_RESOURCE = 24
 @click.command(cls=ThroughRun)
 @click.option(
     "--image", metavar="IMAGE",
-    help=f"Image to run, made from docker/Dockerfile.* or on top of one.  [default: {GPU_IMAGE} with GPUs, else "
-    f"{CPU_IMAGE}]",
+    help=f"Image built from docker/Dockerfile.*, or based on one of those.  [default: {GPU_IMAGE} " f"with "
+        f"GPUs, else {CPU_IMAGE}]",
 )  # fmt: skip
 @click.option(
     "--engine", type=click.Choice(["auto", "docker", "podman"]), default="auto", show_default=True,
-    help="What runs the container; auto: the first that answers.",
+    help="Container engine. auto: the first that answers.",
 )  # fmt: skip
 @click.option(
     "--gpus", default="auto", show_default=True, metavar="GPUS",
-    help="all, none, how many, or device=0,2; auto: all, if this machine has NVIDIA's driver.",
+    help="all, none, a number, or device=0,2. auto: all, if NVIDIA's driver is loaded.",
 )  # fmt: skip
 @click.option(
     "--shm-size", metavar="SIZE",
-    help="Give it a /dev/shm of its own, such as 8g.  [default: shares the machine's, --ipc=host]",
+    help="Give the container its own /dev/shm of this size, such as 8g.  [default: the host's, --ipc=host]",
 )  # fmt: skip
 @click.option(
     "--volume", "volumes", multiple=True, metavar="FOLDER[:INSIDE[:OPTIONS]]",
-    help="One more folder for the container, which has the current folder at the same place.",
+    help="Mount another folder, at the same path or at INSIDE. May be repeated.",
 )  # fmt: skip
 @click.option(
     "--env", multiple=True, metavar="NAME",
-    help="Give it, and all workers, this variable of the environment, by its name only. It gets all that begin with "
-    "HVDTRAIN_, HOROVOD_, TF_, XLA_, NCCL_, UCX_ or OMPI_MCA_.",
+    help="Pass this environment variable to the container and all workers, by name. Those that begin with HVDTRAIN_, "
+    "HOROVOD_, TF_, XLA_, NCCL_, UCX_ or OMPI_MCA_ are always passed. May be repeated.",
 )  # fmt: skip
-@click.option("--user", metavar="UID[:GID]", help="Who runs in it.  [default: you]")
+@click.option("--user", metavar="UID[:GID]", help="User in the container.  [default: you]")
 @click.option(
-    "--ssh-keys", type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Several hosts: keys to reach each other, the same on all: id_ed25519, authorized_keys, known_hosts. "
-    "The image makes them: docker run --rm --user $(id -u) -v FOLDER:/run/hvdtrain/ssh IMAGE keys",
+    "--ssh-keys", type=PATH, metavar="FOLDER",
+    help="For several hosts: id_ed25519, authorized_keys and known_hosts, the same on all hosts. To create them: "
+    "docker run --rm --user $(id -u) -v FOLDER:/run/hvdtrain/ssh IMAGE keys",
 )  # fmt: skip
 @click.option(
     "--ssh-port", type=int, default=SSH_PORT, show_default=True, metavar="PORT",
-    help="Several hosts: where the ssh servers in their containers listen.",
+    help="For several hosts: port of the ssh servers in the containers.",
 )  # fmt: skip
 @click.option(
     "--sshd", is_flag=True,
-    help="Several hosts: run this on each but the first, in the same folder, before the job; Ctrl-C ends it.",
+    help="For several hosts: serve the job on a host other than the first, from the same folder, until Ctrl-C.",
 )  # fmt: skip
 @click.option(
     "--docker-arg", "extra", multiple=True, metavar="ARGUMENT",
-    help="One more argument for docker run or podman run: --docker-arg=--cpus=4",
+    help="Pass another argument to docker run or podman run, such as --docker-arg=--cpus=4. May " "be repeated.",
 )  # fmt: skip
-@click.option("--dry-run", is_flag=True, help="Print the command, and do not run it.")
+@click.option("--dry-run", is_flag=True, help="Print the command; do not run it.")
 @click.pass_context
 def docker(
     ctx: click.Context, image: str | None, engine: str, gpus: str, sshd: bool, ssh_port: int, env: tuple[str, ...],
@@ -97,10 +97,10 @@ def docker(
 ) -> None:  # fmt: skip
     """Run SCRIPT on several workers in a container, with this machine's GPUs.
 
-    It is `hvdtrain run` inside, and takes all its options; the current folder is in the container at the same
-    place. The exit code is that of the run; 125 to 127 are the engine's own.
+    Accepts all options of `hvdtrain run`, which is what runs in the container. The current folder is mounted at the
+    same path. The exit code is that of the run; 125 to 127 come from docker or podman.
 
-    Several hosts: `hvdtrain docker --sshd --ssh-keys FOLDER` on all but the first, then on the first
+    For several hosts, first run `hvdtrain docker --sshd --ssh-keys FOLDER` on all but the first, then on the first
     `hvdtrain docker --ssh-keys FOLDER -H node1:4,node2:4 SCRIPT`.
     """
     part: RunPart = ctx.obj
@@ -113,7 +113,7 @@ def docker(
     several_hosts = sshd or any(said.get(name) for name in _OF_SEVERAL_HOSTS)
     command = SSHD if sshd else _run_command(part, env, ssh_port if several_hosts else None)
     container = Container(
-        image=image or (CPU_IMAGE if gpus == "none" else GPU_IMAGE),
+        image=image if image is not None else CPU_IMAGE if gpus == "none" else GPU_IMAGE,
         command=command,
         gpus=gpus,
         several_hosts=several_hosts,

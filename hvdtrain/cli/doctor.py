@@ -5,20 +5,30 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 
 import click
 
 from hvdtrain import __version__
+from hvdtrain.cli.options import PATH
 from hvdtrain.doctor import horovod, machine, services, software
 from hvdtrain.doctor import hosts as other_hosts
-from hvdtrain.doctor.checks import Options, Result, run_checks, skip
-from hvdtrain.doctor.report import Wait, as_json, count, lines_of, summary
+from hvdtrain.doctor.checks import (
+    Check,
+    Options,
+    Result,
+    as_json,
+    count,
+    lines_of,
+    run_checks,
+    skip,
+    summary,
+)
 from hvdtrain.environment import EXIT_FAILURE
-from hvdtrain.errors import UsageError
-from hvdtrain.launch.hosts import parse_hosts, read_hostfile
+from hvdtrain.launch.hosts import hosts_of, parse_hosts
 from hvdtrain.launch.running.bounded import ending_commands
 
 _DAY_SECONDS = 86400.0
@@ -28,37 +38,27 @@ PARTS = (software, machine, services, horovod, other_hosts)
 
 @click.command()
 @click.option(
-    "-H",
-    "--hosts",
-    metavar="NAME[:SLOTS],...",
-    help="Look at these hosts too, and let them reduce.",
+    "-H", "--hosts", metavar="NAME[:SLOTS],...",
+    help="Check these hosts too, with an allreduce across them.",
+)  # fmt: skip
+@click.option(
+    "--hostfile", type=PATH, metavar="FILE", help="File with one host per line, as 'NAME slots=N'."
 )
 @click.option(
-    "--hostfile",
-    type=click.Path(path_type=Path),
-    help="The same from a file: 'NAME slots=N' a line.",
+    "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of ssh on the hosts."
 )
 @click.option(
-    "--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="Port of the hosts' ssh."
-)
+    "--ssh-identity-file", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Private key for the hosts.",
+)  # fmt: skip
 @click.option(
-    "--ssh-identity-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Key to reach the hosts with.",
-)
+    "--network-interfaces", metavar="NAME,...",
+    help="Network interfaces; each host must have one of them, and connect over it.",
+)  # fmt: skip
 @click.option(
-    "--network-interfaces",
-    metavar="NAME,...",
-    help="Each host has one of these interfaces, and connects over it.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(1),
-    default=60,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time for one check; more is a failure.",
-)
+    "--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",
+    help="Time limit of each check.",
+)  # fmt: skip
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object.")
 def doctor(
     hosts: str | None,
@@ -69,13 +69,14 @@ def doctor(
     timeout: float,
     wants_json: bool,
 ) -> None:
-    """Can this machine train? Check it, and say the fix for each thing that is wrong.
+    """Check whether this machine can train, and suggest a fix for each problem.
 
-    Software versions, shared memory, folders, limits, threads, Slurm, containers, GPUs, and a real allreduce over Gloo
-    and MPI. With --hosts, for each of them: name, ssh, versions, network, clock, and then an allreduce over all.
+    Checks software versions, shared memory, folders, limits, threads, Slurm, containers and GPUs, and runs an
+    allreduce over Gloo and over MPI. With --hosts, also checks each host's name, ssh, versions, network and clock,
+    and an allreduce across all of them.
 
-    ok: works; warn: works, but not well; FAIL: does not work; skip: not needed, or not here. The exit code is 1 if
-    anything failed, else 0.
+    ok: works; warn: works, but not well; FAIL: does not work; skip: not needed, or not available here.
+    The exit code is 1 if anything failed, else 0.
 
     --json prints {schema, ok, failures, warnings, seconds, hvdtrain, findings: [{group, name, status, seen, fix}]}.
     """
@@ -88,56 +89,45 @@ def doctor(
         ssh_identity_file=ssh_identity_file,
     )
     start = time.monotonic()
-    # Python has no standard output where the shell has closed it.
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    wait = Wait(moves=is_terminal and not wants_json)
     found: list[tuple[str, Result]] = []
     # Closed, whatever comes: then no check starts any more, and those that run can be ended.
-    with ending_commands(), closing(_results(options, wait.draw)) as results_by_group:
-        for group, result in results_by_group:
-            wait.clear()
-            if not wants_json:
-                if not found or found[-1][0] != group:
-                    click.secho(group, bold=True)
-                for line in lines_of(result):
-                    click.echo(line)
-            found.append((group, result))
+    group = ""
+    with ending_commands(), closing(_started(options)) as started:
+        for check, results in started:
+            if check.group != group and not wants_json:
+                # Before its results are known: it says what is waited for.
+                click.secho(check.group, bold=True)
+            group = check.group
+            for result in results.result():
+                found.append((group, result))
+                if not wants_json:
+                    click.echo("\n".join(lines_of(result)))
     seconds = time.monotonic() - start
-    results = [result for _, result in found]
+    all_results = [result for _, result in found]
     if wants_json:
         click.echo(as_json(found, {"hvdtrain": __version__}, seconds))
     else:
-        click.echo(summary(results, seconds))
-    sys.exit(EXIT_FAILURE if count(results, "fail") else 0)
+        click.echo(summary(all_results, seconds))
+    sys.exit(EXIT_FAILURE if count(all_results, "fail") else 0)
 
 
-def _results(
-    options: Options, waiting: Callable[[Sequence[str], float], None]
-) -> Generator[tuple[str, Result], None, None]:
-    """Group and result, as they become known; the allreduce over the hosts only if each of them is well."""
-    sick = False
-    checks = [check for part in PARTS for check in part.checks(options)]
-    for check, results in run_checks(checks, waiting):
-        for result in results:
-            sick |= result.status == "fail" and check.group.startswith("Host ")
-            yield check.group, result
+def _started(options: Options) -> Generator[tuple[Check, Future[Sequence[Result]]], None, None]:
+    """Each check with its results to come; the allreduce over the hosts only if each of them is well."""
+    well = True
+    for check, results in run_checks([check for part in PARTS for check in part.checks(options)]):
+        yield check, results
+        if check.group.startswith("Host ") and count(results.result(), "fail"):
+            well = False
     if not options.hosts:
         return
-    if sick:
-        yield horovod.JOINT, skip("allreduce", "not before each host is well")
-        return
-    for check, results in run_checks(horovod.joint_checks(options), waiting):
-        yield from ((check.group, result) for result in results)
+    unwell = [skip("allreduce", "skipped until every host passes")]
+    not_now = Check(horovod.JOINT, "allreduce", lambda: unwell, options.quick)
+    yield from run_checks(horovod.joint_checks(options) if well else [not_now])
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
     """The hosts' names; slots may be left out here."""
-    if hosts is not None and hostfile is not None:
-        raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
-    if hostfile is not None:
-        return tuple(host.name for host in read_hostfile(hostfile))
-    if hosts is None:
-        return ()
-    items = [item.strip() for item in hosts.split(",")]
+    items = [item.strip() for item in hosts.split(",")] if hosts is not None else []
     with_slots = ",".join(item if ":" in item else f"{item}:1" for item in items)
-    return tuple(host.name for host in parse_hosts(with_slots))
+    found = hosts_of(parse_hosts(with_slots) if items else None, hostfile)
+    return tuple(host.name for host in found)

@@ -13,17 +13,19 @@ from hvdtrain.errors import HvdtrainError
 
 @click.command(name="install-horovod")
 @click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL.")
-@click.option("--system-mpi", is_flag=True, help="Build on the mpicxx in PATH.")
-@click.option("--without-mpi", is_flag=True, help="Build with Gloo only.")
-@click.option("--force", is_flag=True, help="Build and install again.")
-@click.option("--dry-run", is_flag=True, help="Print the environment and the commands.")
+@click.option("--system-mpi", is_flag=True, help="Build with the MPI of the mpicxx in PATH.")
+@click.option("--without-mpi", is_flag=True, help="Build without MPI, with Gloo only.")
+@click.option("--force", is_flag=True, help="Build and install even if it is already installed.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the environment and the commands; run nothing."
+)
 def install_horovod(
     gpu: bool, system_mpi: bool, without_mpi: bool, force: bool, dry_run: bool
 ) -> None:
-    """Build Horovod for the TensorFlow that is installed here.
+    """Build and install Horovod for the TensorFlow of this environment.
 
-    The wheel is kept in a cache (HVDTRAIN_CACHE, or hvdtrain in the user's cache folder) and built once for each
-    combination of Python, TensorFlow, MPI and CPU or GPU. After an installation two ranks reduce over Gloo and MPI.
+    Wheels are cached (in HVDTRAIN_CACHE, by default hvdtrain in your cache folder), one for each combination of
+    Python, TensorFlow, MPI, and CPU or GPU. After the installation an allreduce is tested over Gloo and MPI.
     """
     from hvdtrain.install import build
     from hvdtrain.install.cache import cache_folder
@@ -45,7 +47,7 @@ def install_horovod(
         _cannot_build(tools)
     # The build runs in a session of its own and is ended on the way out.
     with leaving_on_signals():
-        changed = build.install(wanted, force=force, say=click.echo)
+        changed = build.install(wanted, force=force)
     state = "is installed and works" if changed else "is already installed"
     click.echo(f"Horovod {build.recipe.HOROVOD_VERSION} {state} ({wanted.key}).")
 

@@ -6,31 +6,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.jobs.find import find_jobs, the_job
+from hvdtrain.launch.jobs import LOGS, Job, find_jobs, the_job
 from hvdtrain.launch.running.log_folder import is_running
+from hvdtrain.launch.slurm.jobs import follow_job
 
 POLL_SECONDS = 0.2
-_LOGS = Path(".hvdtrain/logs")
 
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--rank", default="0", show_default=True, metavar="N", help="Of which worker.")
-@click.option("--stderr", is_flag=True, help="Its standard error in place of its standard output.")
-@click.option("--follow", "-f", is_flag=True, help="Go on with what comes, until the run ends.")
+@click.option("--rank", default="0", show_default=True, metavar="N", help="Rank of the worker.")
+@click.option("--stderr", is_flag=True, help="Show standard error instead of standard output.")
+@click.option("--follow", "-f", is_flag=True, help="Keep showing new output until the run ends.")
 def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
-    """Show what a worker of JOB has written.
+    """Show the output of one worker of JOB.
 
-    JOB is what `hvdtrain ps` calls it, or a log folder. Without JOB: the newest run of this folder.
+    JOB is a name from `hvdtrain ps`, or a log folder. Default: the latest run in the current folder.
     """
     folder = _folder(job)
-    if isinstance(folder, tuple):
-        sys.exit(subprocess.run(folder, stdin=subprocess.DEVNULL).returncode)
+    if isinstance(folder, Job):
+        sys.exit(_show(folder, follow))
     stream = "stderr" if stderr else "stdout"
     path = next(
         (p for name in (f"rank.{rank}", rank) if (p := folder / name / stream).exists()), None
@@ -38,26 +39,35 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
     if path is None and not (follow and is_running(folder)):
         have = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_dir())) or "nothing yet"
         raise UsageError(
-            f"worker {rank} has written nothing to {stream} in {folder}; written: {have}"
+            f"worker {rank} has written nothing to {stream} in {folder}; available: {have}"
         )
     for data in _new(path or folder / f"rank.{rank}" / stream, folder, follow):
         click.echo(data, nl=False)
 
 
-def _folder(job: str | None) -> Path | tuple[str, ...]:
-    """The log folder, or the command that shows the output where there is none."""
+def _show(job: Job, follow: bool) -> int:
+    """Show all output of a batch job or container whose log folder is not known. Returns the exit code."""
+    if follow and job.kind == "slurm":
+        return follow_job(job.name, sys.stdout.buffer, partial(click.echo, err=True))
+    *command, name = job.show
+    more = ["--follow"] if follow else []  # In front of the name: podman takes no option behind it.
+    return subprocess.run([*command, *more, name], stdin=subprocess.DEVNULL).returncode
+
+
+def _folder(job: str | None) -> Path | Job:
+    """The log folder, or the job if there is none."""
     if job is None:
-        found = sorted((p for p in _LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
+        found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if not found:
             raise UsageError(
-                f"no run has kept its output in {_LOGS} here: name a job of hvdtrain ps"
+                f"no run has left output in {LOGS} here: name a job that hvdtrain ps lists"
             )
         return found[-1]
-    for folder in (Path(job), _LOGS / job):
-        if folder.is_dir():
+    for folder in (Path(job), LOGS / job):
+        if job and folder.is_dir():
             return folder
     one = the_job(job, find_jobs())
-    return one.log_dir or one.show
+    return one.log_dir or one
 
 
 def _new(path: Path, folder: Path, follow: bool) -> Iterator[bytes]:

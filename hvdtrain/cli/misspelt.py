@@ -7,7 +7,8 @@ from difflib import get_close_matches
 
 import click
 
-from hvdtrain.launch.travel import OWN_NAMES
+from hvdtrain.environment import SECRET_WORD
+from hvdtrain.launch.variables import OWN_NAMES
 
 _PREFIX = "HVDTRAIN_"
 # Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.
@@ -15,7 +16,7 @@ _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_S
 
 
 def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
-    """A message for each of the environment's names that is like those of hvdtrain, and is none.
+    """A message for each environment variable that looks like one of hvdtrain's, but is not.
 
     Args:
         command: whose options can be set by variables.
@@ -25,7 +26,8 @@ def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
     for option in command.params:
         known |= {name for name in option.envvar or () if name.startswith(_PREFIX)}
     unread = {name for name in names if name.startswith(_PREFIX)} - known
-    return [f"{name} is set, and nothing reads it.{_hint(name, known)}" for name in sorted(unread)]
+    unread -= {name for name in unread if name.startswith(SECRET_WORD)}
+    return [f"{name} is set, but nothing reads it.{_hint(name, known)}" for name in sorted(unread)]
 
 
 def _hint(name: str, known: Iterable[str]) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from difflib import get_close_matches
 from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
+from hvdtrain.errors import did_you_mean
 from hvdtrain.starters import CONFIG, STARTERS, copy
 
 
@@ -25,9 +25,9 @@ def _complete_name(
 @click.command()
 @click.argument("name", required=False, shell_complete=_complete_name)
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path())
-@click.option("--force", is_flag=True, help="Overwrite files that are there.")
+@click.option("--force", is_flag=True, help="Overwrite existing files.")
 def new(name: str | None, folder: Path, force: bool) -> None:
-    """Copy a training script and its run.yaml into FOLDER (default: this folder), to edit.
+    """Copy a training script and its run.yaml into FOLDER (default: the current folder), to edit.
 
     Without NAME, list the scripts.
     """
@@ -38,9 +38,8 @@ def new(name: str | None, folder: Path, force: bool) -> None:
         click.echo("\nCopy one with: hvdtrain new NAME [FOLDER]")
         return
     if name not in STARTERS:
-        close = get_close_matches(name, STARTERS)
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
-        raise click.UsageError(f"No script '{name}': there are {', '.join(STARTERS)}.{hint}")
+        hint = did_you_mean(name, STARTERS)
+        raise click.UsageError(f"No script '{name}': choose from {', '.join(STARTERS)}.{hint}")
     for path in copy(STARTERS[name], folder, force=force):
         click.echo(f"Wrote {path}")
     change = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "

@@ -1,7 +1,7 @@
 """The options of a launch as Click options, in sections.
 
 Made from the fields of `LaunchPlan` (see `hvdtrain.launch.options`), so that an option's name, type
-and help stand in one place.
+and help are in one place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdtrain.cli.other_launchers import instead
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.launchers import LAUNCHERS, launcher_names
-from hvdtrain.launch.options import GROUPS, Setting, settings_of
+from hvdtrain.launch.options import GROUPS, Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.variables import EnvVar, parse_variable
 from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
@@ -31,20 +31,22 @@ if TYPE_CHECKING:
 
 # Fields whose command line has one more choice, which is made before there is a plan.
 _WITH_AUTO = {"controller", "launcher"}
+_IN_SHORT_HELP = {"own", "basic", "strategy", "hosts", "about"}
+_ALL = "hvdtrain.help_all"
 _WORKERS = (
-    "Number of workers of --strategy parameter-server, beside the chief, which runs SCRIPT.  "
-    "[default: all slots of the hosts that the servers leave]"
+    "With --strategy parameter-server: number of workers. The chief, which runs SCRIPT, is not counted.  "
+    "[default: all slots not used by servers]"
 )
 _SERVERS = (
-    "Number of its servers. First servers, then workers go to the hosts in turn; the chief runs here.  "
-    "[default: 1]"
+    "With --strategy parameter-server: number of servers. Placed on the hosts before the "
+    "workers; the chief runs here.  [default: 1]"
 )
 
 
 class GroupedOption(click.Option):
     """An option that knows its section of --help, and has names that --help does not show.
 
-    Each of the others that is a long one may be set by a variable too, HVDTRAIN_<NAME>.
+    Each of the other long ones may also be set by a variable, HVDTRAIN_<NAME>.
     """
 
     def __init__(
@@ -88,10 +90,24 @@ class GroupedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section, those without one first.
+    """A command whose --help shows its options by section, those without one first; --help-all shows every section.
 
     It knows what users of other launchers type.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.params.append(
+            GroupedOption(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                group="about",
+                callback=_show_all_help,
+                help="Show all options and exit.",
+            )
+        )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -105,21 +121,34 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [one for one in self.get_params(ctx) if isinstance(one, click.Option)]
+        left_out = []
         for group, title in {"own": "Options", **GROUPS}.items():
             rows = [
                 row
                 for one in options
                 if self._group(ctx, one) == group and (row := one.get_help_record(ctx))
             ]
-            if rows:
+            if rows and (group in _IN_SHORT_HELP or ctx.meta.get(_ALL)):
                 with formatter.section(title):
                     formatter.write_dl(rows)
+            elif rows:
+                left_out.append(title)
+        if left_out:
+            formatter.write_paragraph()
+            formatter.write_text(f"More with --help-all: {', '.join(left_out)}.")
 
     def _group(self, ctx: click.Context, option: click.Option) -> str:
         """The section of an option in --help."""
         if isinstance(option, GroupedOption):
             return option.group
         return "about" if option is self.get_help_option(ctx) else "own"
+
+
+def _show_all_help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 class Parsed(click.ParamType):
@@ -174,7 +203,10 @@ class LauncherChoice(click.Choice[str]):
 
 def expanded(text: str) -> Path:
     """A path, with ~ for the home folder: files and variables are not expanded by a shell."""
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # Of a user that does not exist: a name like any other, as to a shell.
+        return Path(text)
 
 
 class FilePath(Parsed):
@@ -202,8 +234,8 @@ VARIABLE = Variables("variable", EnvVar, parse_variable)
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator: add the options of every field of `LaunchPlan`."""
-    for setting in reversed(settings_of(LaunchPlan)):
-        for option in reversed(_click_options(setting)):
+    for about in reversed(options_of(LaunchPlan)):
+        for option in reversed(_click_options(about)):
             command = option(command)
     return command
 
@@ -220,7 +252,7 @@ def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "default": HOROVOD,
                 "show_default": True,
                 "metavar": "NAME",
-                "help": f"How the work is distributed: {', '.join(names)}.",
+                "help": f"How to distribute the training: {', '.join(names)}.",
                 "shell_complete": lambda ctx, option, begun: [
                     one for one in names if one.startswith(begun)
                 ],
@@ -231,40 +263,39 @@ def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def _click_options(setting: Setting) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
+def _click_options(about: Option) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """The option, and a flag for each choice of its that has one."""
-    about = setting.option
     details: dict[str, Any] = {
         "cls": GroupedOption,
         "group": about.group,
         "environment": about.environment,
-        "help": _help(setting),
+        "help": _help(about),
         "metavar": about.metavar,
-        "default": "auto" if setting.field in _WITH_AUTO else setting.default or None,
+        "default": "auto" if about.field in _WITH_AUTO else about.default or None,
         "show_default": True,
     }
-    names = setting.names
-    if setting.is_switch:
-        details |= {"default": setting.default, "metavar": None}
-        if setting.default is False:
+    names = about.names
+    if about.is_switch:
+        details |= {"default": about.default, "metavar": None}
+        if about.default is False:
             details |= {"is_flag": True, "show_default": False}
         elif "/" not in names[0]:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     else:
-        details |= _type(setting)
+        details |= _type(about)
     if not isinstance(details.get("type"), click.Choice):
-        return [click.option(*names, setting.field, aliases=about.aliases, **details)]
+        return [click.option(*names, about.field, aliases=about.aliases, **details)]
     flags = [
         click.option(
             name,
-            setting.field,
+            about.field,
             flag_value=name.removeprefix("--"),
             hidden=True,
-            help=f"{setting.name} {name.removeprefix('--')}",
+            help=f"{about.name} {name.removeprefix('--')}",
         )
         for name in about.aliases
     ]
-    return [click.option(*names, setting.field, **details), *flags]
+    return [click.option(*names, about.field, **details), *flags]
 
 
 def _all_names(
@@ -274,20 +305,20 @@ def _all_names(
     return tuple(name for names in values for name in names)
 
 
-def _help(setting: Setting) -> str:
-    unset = setting.option.unset
-    return setting.option.help + (f"  [default: {unset}]" if unset else "")
+def _help(about: Option) -> str:
+    unset = about.unset
+    return about.help + (f"  [default: {unset}]" if unset else "")
 
 
-def _type(setting: Setting) -> dict[str, Any]:
+def _type(about: Option) -> dict[str, Any]:
     """Click's words for the type of a field."""
-    kind = setting.type
+    kind = about.type
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Literal:
-        auto = ("auto",) if setting.field in _WITH_AUTO else ()
+        auto = ("auto",) if about.field in _WITH_AUTO else ()
         return {"type": click.Choice([*auto, *get_args(kind)], case_sensitive=False)}
-    if setting.field == "launcher":
+    if about.field == "launcher":
         return {"type": LAUNCHER}
     if kind == tuple[EnvVar, ...]:
         return {"type": VARIABLE, "multiple": True}

@@ -16,8 +16,8 @@ _INSTEAD = {
         ),
         _ONCE,
     ),
-    **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run finds out itself"),
-    "mixed_precision": "the script says it: hvdtrain.Trainer(..., precision=...)",
+    **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run detects it"),
+    "mixed_precision": "set it in the script: hvdtrain.Trainer(..., precision=...)",
     # Where it is no name of -np.
     "gpus": "--gpus-per-node N asks Slurm for GPUs, -np N for workers",
     "x": "--env NAME=VALUE, or --env NAME",
@@ -25,5 +25,5 @@ _INSTEAD = {
 
 
 def instead(option: str) -> str:
-    """What to give in place of another launcher's option; empty if it is none of those."""
+    """What to use instead of another launcher's option; empty if it is not one."""
     return _INSTEAD.get(option.lstrip("-").replace("-", "_"), "")

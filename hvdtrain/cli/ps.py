@@ -7,16 +7,15 @@ from dataclasses import asdict
 
 import click
 
-from hvdtrain.launch.jobs.find import find_jobs
-from hvdtrain.launch.jobs.job import Job
+from hvdtrain.launch.jobs import Job, find_jobs
 
 _COLUMNS = ("JOB", "KIND", "STATE", "RANKS", "PHASE", "STEP", "TIME", "COMMAND")
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print it as JSON, one job a line.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one job per line.")
 def ps(as_json: bool) -> None:
-    """List the runs on this machine, Slurm jobs and containers that hvdtrain started for you.
+    """List your runs on this machine, and your Slurm jobs and containers that hvdtrain started.
 
     PHASE and STEP are those of the slowest worker.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,28 +10,28 @@ from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Prepared, this_site
-from hvdtrain.launch.hosts import Host, read_hostfile
+from hvdtrain.launch.files import check_script
+from hvdtrain.launch.hosts import hosts_of
 from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
 from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
 from hvdtrain.launch.launchers.parameter_servers import (
     ServerPlan,
-    Ssh,
     number_of_workers,
     roomy,
 )
 from hvdtrain.launch.launchers.srun import choose_launcher
-from hvdtrain.launch.options import settings_of
+from hvdtrain.launch.options import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import Program, program_of
-from hvdtrain.launch.rules import check_bounds, check_script, check_variables
-from hvdtrain.launch.slurm.allocation import Allocation, read_allocation
+from hvdtrain.launch.rules import check_bounds, check_variables
+from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
 _ALWAYS = {
     *("script", "arguments", "module", "strategy", "env", "verbose"),
     *("config", "show_config", "dry_run"),
-    *("log_dir", "all_ranks", "prefix_output_with_timestamp"),
+    *("log_dir", "all_ranks", "prefix_output_with_timestamp", "grace_seconds"),
 }
 _OF_ONE_PROCESS = {"np"}
 _OF_SERVERS = {
@@ -62,9 +61,9 @@ def other_launch(
     )
     if program.kind == "script":
         check_script(program.name)
-    for setting in settings_of(LaunchPlan):
-        if setting.field in allowed:
-            check_bounds(setting, values.get(setting.field))
+    for option in options_of(LaunchPlan):
+        if option.field in allowed:
+            check_bounds(option, values.get(option.field))
     check_variables(values["env"])
     if not servers:
         replicas = values.get("np")
@@ -104,28 +103,24 @@ def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
 def _server_plan(
     program: Program, workers: int | None, servers: int, values: dict[str, Any]
 ) -> ServerPlan:
-    hosts: tuple[Host, ...] = values.get("hosts") or ()
-    hostfile: Path | None = values.get("hostfile")
-    if hostfile is not None:
-        if hosts:
-            raise UsageError("--hosts and --hostfile both name the hosts: give one of them")
-        hosts = read_hostfile(hostfile)
+    hosts = hosts_of(values.get("hosts"), values.get("hostfile"))
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=bool(hosts) and not by_srun)
     if allocation is not None and not hosts:
-        wanted = None if workers is None else workers + servers
-        hosts = _of_job(allocation, wanted)
+        # The user's numbers go before the number of the job's tasks.
+        hosts = allocation.hosts if workers is None else roomy(allocation.hosts, workers + servers)
     workers = number_of_workers(workers, servers, hosts)
     launcher = choose_launcher(values["launcher"], allocation, hosts)
     if launcher not in LAUNCHERS:
         raise UsageError(
-            f"--launcher {launcher} starts Horovod's workers: leave it out, and ssh reaches the hosts"
+            f"--launcher {launcher} starts Horovod's workers: leave it out; hosts are reached by "
+            "ssh"
         )
     if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
         hosts, launcher = (), "horovodrun"  # This machine; its name need not resolve here.
     key = values.get("ssh_identity_file")
     if key is not None and not key.is_file():
-        raise UsageError(f"--ssh-identity-file: there is no file {key}")
+        raise UsageError(f"--ssh-identity-file: no such file: {key}")
     return ServerPlan(
         program=program,
         env=values["env"],
@@ -133,11 +128,7 @@ def _server_plan(
         servers=servers,
         hosts=hosts,
         by_srun=launcher == "srun",
-        ssh=Ssh(values.get("ssh_port"), key),
+        ssh_port=values.get("ssh_port"),
+        ssh_identity_file=key,
         start_timeout=values.get("start_timeout"),
     )
-
-
-def _of_job(allocation: Allocation, processes: int | None) -> tuple[Host, ...]:
-    """The job's nodes, with room for all: the user's numbers go before the number of its tasks."""
-    return allocation.hosts if processes is None else roomy(allocation.hosts, processes)

@@ -8,8 +8,7 @@ import time
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.jobs.find import find_jobs, the_job
-from hvdtrain.launch.jobs.job import Job
+from hvdtrain.launch.jobs import Job, find_jobs, the_job
 
 POLL_SECONDS = 0.2
 SECONDS = 45.0
@@ -20,10 +19,13 @@ SECONDS = 45.0
 @click.argument("job")
 @click.option(
     "--timeout", type=click.FloatRange(min=0), default=SECONDS, show_default=True, metavar="SECONDS",
-    help="How long to wait for its end.",
+    help="How long to wait for JOB to end.",
 )  # fmt: skip
 def stop(job: str, timeout: float) -> None:
-    """End JOB, as `hvdtrain ps` names it: as SIGTERM, scancel and docker stop do, with their grace."""
+    """End JOB, a name from `hvdtrain ps`, and wait until it has ended.
+
+    A run is sent SIGTERM, a Slurm job is cancelled (scancel), a container is stopped (docker stop).
+    """
     found = the_job(job, find_jobs())
     done = subprocess.run(found.stop, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode:
@@ -31,7 +33,9 @@ def stop(job: str, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while _is_there(found):
         if time.monotonic() > deadline:
-            raise HvdtrainError(f"{found.name} was told to end, and still runs after {timeout:g} s")
+            raise HvdtrainError(
+                f"{found.name} was asked to stop but is still running after {timeout:g} s"
+            )
         time.sleep(POLL_SECONDS)
     click.echo(f"{found.name} has ended")
 

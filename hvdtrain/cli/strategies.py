@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.engine import find_engine
-from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
+from hvdtrain.launch.devices import tpu_here, visible_gpus
+from hvdtrain.launch.engine import installed_controllers
 from hvdtrain.strategy_names import (
     CENTRAL_STORAGE,
     HOROVOD,
@@ -35,7 +35,7 @@ class Machine:
         cores: that a program may run on.
         gpus: that a program may use.
         tpu: how a TPU can be reached; empty if not at all.
-        horovod: what Horovod was built with; empty if there is none that works.
+        horovod: what Horovod was built with; empty if no working Horovod is installed.
         without_horovod: why there is none.
         tensorflow: whether it is installed.
     """
@@ -49,10 +49,10 @@ class Machine:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def strategies(as_json: bool) -> None:
-    """List the strategies of `hvdtrain run --strategy` and `Trainer(strategy=...)`: what each is
-    for, what it needs, and whether this machine has it. Nothing is started."""
+    """List the strategies of `hvdtrain run --strategy` and `Trainer(strategy=...)`: what each is for, what it needs,
+    and whether this machine has it."""
     machine = this_machine(os.environ)
     click.echo(json_text(machine) if as_json else table(machine))
 
@@ -62,7 +62,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     horovod: tuple[str, ...] = ()
     without = ""
     try:
-        horovod = tuple(sorted(find_engine().built))
+        horovod = tuple(sorted(installed_controllers()))
     except HvdtrainError as error:
         without = str(error)
     return Machine(
@@ -76,7 +76,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def here(name: str, machine: Machine) -> tuple[bool, str]:
-    """Whether a strategy works on this machine, and what it would use, or lacks."""
+    """Whether a strategy works on this machine, and what it would use or is missing."""
     if not machine.tensorflow:
         return False, "TensorFlow is not installed"
     if not machine.horovod:
@@ -87,7 +87,7 @@ def here(name: str, machine: Machine) -> tuple[bool, str]:
         built = " and ".join({"mpi": "MPI", "gloo": "Gloo"}[one] for one in machine.horovod)
         return True, f"over {built}, on {devices}"
     if name == TPU:
-        return bool(machine.tpu), machine.tpu or "no device file of one, and TPU_NAME is not set"
+        return bool(machine.tpu), machine.tpu or "no TPU device file, and TPU_NAME is not set"
     if name == CENTRAL_STORAGE:
         found = machine.gpus >= 2
         return found, f"on {gpus}" if found else f"{gpus}; with -np N on {cores}"
@@ -100,6 +100,7 @@ def table(machine: Machine) -> str:
 
 
 def json_text(machine: Machine) -> str:
+    """The strategies as a JSON list, with what each needs and whether it works here."""
     rows = []
     for one in STRATEGIES.values():
         found, what = here(one.name, machine)

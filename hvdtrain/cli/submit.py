@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,124 +18,105 @@ from hvdtrain.cli.options import PATH
 from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.options import settings_of
+from hvdtrain.launch.files import check_script
+from hvdtrain.launch.options import options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import check_bounds, check_image, check_script
-from hvdtrain.launch.secrets import MASK, masked, variable_to_pass
+from hvdtrain.launch.rules import check_bounds, check_image, check_servers
+from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
-from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
+from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
 from hvdtrain.launch.variables import EnvVar
-from hvdtrain.strategy_names import HOROVOD, PARAMETER_SERVER, choose_strategy
+from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 FOLDER = Path(".hvdtrain/jobs")
-_ASIDE = "such as --sbatch=--constraint=a100"
 
 
 @click.command(cls=ThroughRun)
 @click.option("-N", "--nodes", type=int, default=1, show_default=True, help="Number of nodes.")
 @click.option(
     "--tasks-per-node", "--ntasks-per-node", "tasks_per_node", type=int, metavar="N",
-    help="Workers on each node.  [default: one for each GPU, else one]",
+    help="Workers per node.  [default: one per GPU, else one]",
 )  # fmt: skip
-@click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs on each node.")
-@click.option("-c", "--cpus-per-task", type=int, metavar="N", help="Cores for each worker.")
-@click.option("--mem", "memory", metavar="SIZE", help="Memory of each node, such as 64G.")
+@click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs per node.")
+@click.option("-c", "--cpus-per-task", type=int, metavar="N", help="Cores per worker.")
+@click.option("--mem", "memory", metavar="SIZE", help="Memory per node, such as 64G.")
 @click.option(
-    "-t", "--time", "time_limit", metavar="TIME",
+    "-t", "--time", metavar="TIME",
     help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.",
 )  # fmt: skip
-@click.option("-p", "--partition", metavar="NAME", help="Where the job waits for nodes.")
-@click.option("-A", "--account", metavar="NAME", help="Who pays for it.")
+@click.option("-p", "--partition", metavar="NAME", help="Partition to submit to.")
+@click.option("-A", "--account", metavar="NAME", help="Account to charge.")
 @click.option("--qos", metavar="NAME", help="Quality of service.")
 @click.option(
     "-a", "--array", metavar="NUMBERS",
-    help="Run the job once for each of these, such as 0-3 or 0-99%4 (four at a time); the script "
-    "finds its number in SLURM_ARRAY_TASK_ID.",
+    help="Submit a job array: one job per number, such as 0-3 or 0-99%4 (four at a time). The script finds its "
+    "number in SLURM_ARRAY_TASK_ID.",
 )  # fmt: skip
-@click.option("-J", "--job-name", metavar="NAME", help="[default: the script's]")
+@click.option(
+    "-J", "--job-name", metavar="NAME", help="Name of the job.  [default: the name of SCRIPT]"
+)
 @click.option(
     "-o", "--output", metavar="FILE",
-    help="For what the job says, with Slurm's %-patterns.  [default: .hvdtrain/jobs/%x-%j.out]",
+    help="File for the job's output; may use Slurm's %-patterns.  [default: .hvdtrain/jobs/%x-%j.out]",
 )  # fmt: skip
-@click.option("--mail-type", metavar="EVENTS", help="When to write a mail, such as END,FAIL.")
-@click.option("--mail-user", metavar="ADDRESS", help="To whom.")
+@click.option("--mail-type", metavar="EVENTS", help="When to send mail, such as END,FAIL.")
+@click.option("--mail-user", metavar="ADDRESS", help="Where to send it.")
 @click.option(
     "--sbatch", "directives", multiple=True, metavar="OPTION",
-    help=f"Any other option of sbatch, {_ASIDE}; again for each.",
+    help="Pass another option to sbatch, such as --sbatch=--constraint=a100. May be repeated.",
 )  # fmt: skip
 @click.option(
     "--warning", "warning_seconds", type=int, metavar="SECONDS",
-    help="SIGUSR1 to every worker this long before the time limit, or when the job is preempted.  "
+    help="Send SIGUSR1 to every worker this long before the time limit, or when the job is preempted.  "
     "[default: 120 with --requeue, else none]",
 )  # fmt: skip
 @click.option(
     "--requeue", is_flag=True,
-    help="Back into the queue when the time is over before the training; the script finds the "
-    "number of restarts in SLURM_RESTART_COUNT.",
+    help="Requeue the job if the time limit ends it before the training is complete. The script finds the number of "
+    "restarts in SLURM_RESTART_COUNT.",
 )  # fmt: skip
 @click.option(
     "--script-file", type=PATH, metavar="FILE",
     help="Where to write the batch script.  [default: .hvdtrain/jobs/NAME-TIME.sbatch]",
 )  # fmt: skip
-@click.option("--wait", is_flag=True, help="Show the job's output, and end as the job ends.")
 @click.option(
-    "--dry-run", is_flag=True, help="Print the batch script and the command, and submit nothing."
+    "--wait", is_flag=True, help="Show the job's output until it ends, and exit with its code."
+)
+@click.option(
+    "--dry-run", is_flag=True, help="Print the batch script and the command; submit nothing."
 )
 @click.pass_context
 def submit(
-    ctx: click.Context, script_file: Path | None, wait: bool, dry_run: bool, **asked: Any
+    ctx: click.Context, script_file: Path | None, wait: bool, dry_run: bool, **job: Any
 ) -> None:
     """Run SCRIPT as a Slurm job: write a batch script and submit it.
 
-    What follows SCRIPT is the script's own. The job runs `hvdtrain run`, with its options as they are given
-    here; it starts a worker for each task of the job. Standard output gets the job's number alone.
+    The job calls `hvdtrain run` with the options given here, and starts one worker per task. ARGUMENTS are passed
+    to SCRIPT. Prints the job ID.
     """
     part: RunPart = ctx.obj
     values = part.read(ctx).params
     if not dry_run:
         conceal_secrets(values["env"], part.program[1:])
     check_run(values)
-    request = request_of(_command(part, values["env"]), _name(values), **asked)
+    job["job_name"] = job["job_name"] or _name(values)
+    job["output"] = job["output"] or str(FOLDER / ("%x-%A_%a.out" if job["array"] else "%x-%j.out"))
+    if job["requeue"] and job["warning_seconds"] is None:
+        job["warning_seconds"] = default_warning(job["time"])
+    request = JobRequest(command=_command(part, values["env"]), **job)
     path = script_file or _new_file(request.job_name)
     if dry_run:
         _print(request, path)
         return
     _write(path, batch_script(request), replacing=script_file is not None)
     _make_folder(Path(request.output).parent)
+    os.environ.update(secret_words(request.command))  # From here into the job's environment.
     job_id = submit_job(path)
     click.echo(job_id)
     click.echo(f"script: {path}\noutput: {request.output}", err=True)
     if wait:
         sys.exit(_follow(job_id))
-
-
-def request_of(
-    command: tuple[str, ...],
-    name: str,
-    *,
-    time_limit: str | None,
-    job_name: str | None,
-    output: str | None,
-    array: str | None,
-    warning_seconds: int | None,
-    requeue: bool,
-    **resources: Any,
-) -> JobRequest:
-    """The job that the options ask for; `name` is its name by default. Raises UsageError."""
-    if requeue and warning_seconds is None:
-        warning_seconds = default_warning(time_limit)
-    pattern = "%x-%A_%a.out" if array else "%x-%j.out"
-    return JobRequest(
-        command=command,
-        job_name=job_name or name,
-        output=output or str(FOLDER / pattern),
-        time=time_limit,
-        array=array,
-        warning_seconds=warning_seconds,
-        requeue=requeue,
-        **resources,
-    )
 
 
 def _command(part: RunPart, variables: Iterable[EnvVar]) -> tuple[str, ...]:
@@ -158,14 +138,10 @@ def check_run(values: Mapping[str, Any]) -> None:
     program = program_of(values["script"], values["arguments"], module=values["module"])
     if program.kind == "script":
         check_script(program.name)
-    for setting in settings_of(LaunchPlan):
-        check_bounds(setting, values[setting.field])
+    for option in options_of(LaunchPlan):
+        check_bounds(option, values[option.field])
     name = choose_strategy(values["strategy"]).name
-    for option, number in (("--workers", values["workers"]), ("--ps", values["ps"])):
-        if number is not None and name != PARAMETER_SERVER:
-            raise UsageError(f"{option} is for --strategy {PARAMETER_SERVER}")
-        if number is not None and number < 1:
-            raise UsageError(f"{option} {number}: give at least 1")
+    check_servers(name, values["workers"], values["ps"])
     if values["container"] is not None:
         check_image(values["container"])
     if values["container"] is not None and name != HOROVOD:
@@ -173,10 +149,12 @@ def check_run(values: Mapping[str, Any]) -> None:
 
 
 def _print(request: JobRequest, path: Path) -> None:
-    shown = replace(request, command=tuple(masked(request.command)))
-    click.echo(f"{batch_script(shown)}\n# {shlex.join(sbatch_argv(path))}")
-    if shown != request:
-        click.echo(f"before you submit this, put the secret values where {MASK} is", err=True)
+    click.echo(f"{batch_script(request)}\n# {shlex.join(sbatch_argv(path))}")
+    if names := secret_words(request.command):
+        click.echo(
+            f"before you submit this, set {', '.join(names)}: secret values are left out of it",
+            err=True,
+        )
 
 
 def _hvdtrain() -> tuple[str, ...]:
@@ -189,7 +167,7 @@ def _follow(job_id: str) -> int:
     try:
         return follow_job(job_id, sys.stdout.buffer, lambda text: click.echo(text, err=True))
     except KeyboardInterrupt:
-        click.echo(f"\njob {job_id} goes on; to cancel it: scancel {job_id}", err=True)
+        click.echo(f"\njob {job_id} continues; to cancel it: scancel {job_id}", err=True)
         return EXIT_INTERRUPTED
 
 
@@ -202,11 +180,12 @@ def _new_file(job_name: str) -> Path:
 
 
 def _write(path: Path, text: str, replacing: bool) -> None:
-    """Write a batch script, which only its owner may read: the script's arguments are in it."""
+    """Write a batch script, which only its owner may read and run."""
     _make_folder(path.parent)
     try:
-        if replacing:
-            path.unlink(missing_ok=True)
+        # A device or pipe is not replaced: as root, that would take /dev/null from the whole machine.
+        if replacing and path.is_file() and not path.is_symlink():
+            path.unlink()
         with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
             file.write(text)
     except OSError as error:
@@ -220,4 +199,4 @@ def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot make the folder {folder}: {error.strerror}") from error
+        raise UsageError(f"cannot create the folder {folder}: {error.strerror}") from error

@@ -37,7 +37,7 @@ class RunPart:
         return (*self.options, *dashes, *self.program)
 
     def read(self, ctx: click.Context) -> click.Context:
-        """What `hvdtrain run` reads in it, in a context of its own. Raises click.UsageError or UsageError.
+        """What `hvdtrain run` reads in it, in its own context. Raises click.UsageError or UsageError.
 
         Args:
             ctx: of the command that passes it on.

@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping
 from hvdtrain import __version__
 from hvdtrain.doctor.checks import Result
 from hvdtrain.doctor.horovod import list_gpus
-from hvdtrain.doctor.software import version_of
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install.build import installed_key
-from hvdtrain.install.probe import parse_mpirun_version
-from hvdtrain.launch.engine import find_engine, find_mpirun
+from hvdtrain.install.probe import parse_mpirun_version, version_of
+from hvdtrain.launch.engine import find_mpirun, installed_controllers
 from hvdtrain.launch.running.bounded import run
 from hvdtrain.worker.rank_environment import available_cores
 
@@ -63,7 +62,7 @@ def _horovod() -> str:
     if version is None:
         return "not installed"
     try:
-        built = ", ".join(sorted(find_engine().built)) or "no controller"
+        built = ", ".join(sorted(installed_controllers())) or "no controller"
     except HvdtrainError:
         built = "no TensorFlow library"
     key = installed_key()

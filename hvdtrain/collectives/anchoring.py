@@ -43,9 +43,10 @@ def _require_no_xla() -> None:
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise UsageError(
             "A function with jit_compile=True communicates (DistributedGradientTape, DistributedOptimizer or a "
-            "collective of hvdtrain.keras), and XLA cannot compile Horovod's operations: leave jit_compile=True off "
-            "this tf.function. What XLA is to compile in it can stand in a tf.function(jit_compile=True) of its own, "
-            "without the collectives, or under `with tf.xla.experimental.jit_scope():`, which leaves them out"
+            "collective of hvdtrain.keras), and XLA cannot compile Horovod's operations: remove "
+            "jit_compile=True from this tf.function. Put what XLA should compile into a separate "
+            "tf.function(jit_compile=True) without collectives, or under `with "
+            "tf.xla.experimental.jit_scope():`, which leaves them out"
         )
 
 

@@ -34,7 +34,7 @@ from horovod.tensorflow import Sum as Sum
 
 from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.encoding import decode, encode
-from hvdtrain.collectives.names import in_this_graph
+from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
 _MOVED_AS_THEY_ARE = {
@@ -100,7 +100,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return _times(tensor, prescale_factor * postscale_factor)
-        wire = _to_add(tensor)
+        wire = to_add(tensor)
         found = self._allreduce(wire, in_this_graph(name), op, prescale_factor, postscale_factor)
         return _like(found, tensor)
 
@@ -116,7 +116,7 @@ class Communicator(ABC):
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self._is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
-        wires = [_to_add(tensor) for tensor in tensors]
+        wires = [to_add(tensor) for tensor in tensors]
         found = self._grouped_allreduce(
             wires, in_this_graph(name), op, prescale_factor, postscale_factor
         )
@@ -138,7 +138,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return _times(tensor, postscale_factor)
-        found = self._reducescatter(_to_add(tensor), in_this_graph(name), op, postscale_factor)
+        found = self._reducescatter(to_add(tensor), in_this_graph(name), op, postscale_factor)
         return tf.cast(found, tensor.dtype)
 
     def allgather(self, tensor: Any, name: str) -> tf.Tensor:
@@ -207,13 +207,14 @@ class Communicator(ABC):
         for rank, (data, (_, fine)) in enumerate(zip(everyone, known, strict=True)):
             if not fine:
                 raise UsageError(
-                    f"{name}: rank {rank} cannot send this to the other ranks: {data.decode()}. Send numbers, texts, "
-                    "bytes, None, NumPy arrays, and lists, tuples, sets and dicts of them"
+                    f"{name}: rank {rank} cannot send this to the other ranks: {data.decode()}. "
+                    "Send numbers, strings, bytes, None, NumPy arrays, and lists, tuples, sets "
+                    "and dicts of them"
                 )
         return [decode(data) for data in everyone]
 
     def _is_alone(self) -> bool:
-        """Whether there is nobody to talk to, now and whenever a function that is traced now runs."""
+        """Whether there are no other ranks, now and whenever a function that is traced now runs."""
         return self.size() == 1 and (tf.executing_eagerly() or not self._may_grow())
 
     def _may_grow(self) -> bool:
@@ -353,8 +354,8 @@ def ranks_of(process_set: hvd.ProcessSet | Communicator | None) -> Communicator:
     return process_set if isinstance(process_set, Communicator) else HorovodRanks(process_set)
 
 
-def _to_add(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels where something is computed."""
+def to_add(tensor: tf.Tensor) -> tf.Tensor:
+    """What travels where something is computed: anchored, and bfloat16, which Horovod does not know, as float32."""
     return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
 
 

@@ -48,7 +48,7 @@ def decode(data: bytes) -> Any:
 
 
 def _to_tree(value: Any, place: str, blobs: list[bytes]) -> Any:
-    """Return what stands in the text for `value`, which is at `place`, and append what is binary to `blobs`."""
+    """Return the text form of `value`, which is at `place`, and append binary data to `blobs`."""
     kind = type(value)
     if kind in _PLAIN:
         return value

@@ -12,7 +12,7 @@ from hvdtrain.keras_internals.variables import tf_variable, unique, variable_nam
 
 
 class FiniteWatch:
-    """Warns once of weights that are nan or inf. Training goes on, as in plain Keras."""
+    """Warns once of weights that are nan or inf. Training continues, as in plain Keras."""
 
     def __init__(self) -> None:
         self._warned = False

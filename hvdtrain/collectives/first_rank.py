@@ -34,7 +34,7 @@ def first_rank_first() -> Iterator[None]:
         UsageError: before hvdtrain.init.
     """
     if not hvd.is_initialized():
-        raise UsageError("first_rank_first: call hvdtrain.init() before")
+        raise UsageError("first_rank_first: call hvdtrain.init() first")
     if hvd.size() == 1:
         yield
     elif hvd.rank() == 0:
@@ -47,14 +47,14 @@ def first_rank_first() -> Iterator[None]:
 
 @contextmanager
 def _news() -> Iterator[None]:
-    """On rank 0: tell the others that the block goes on, and in the end how it ended."""
+    """On rank 0: report to the others that the block is running, and in the end how it ended."""
     ended = threading.Event()
 
     def tell() -> None:
         while not ended.wait(NEWS_SECONDS):
             ALL_RANKS.exchange(_BUSY, _NAME)
 
-    # A daemon: what ends this process must not wait for ranks that have gone.
+    # A daemon: what ends this process must not wait for ranks that are gone.
     teller = threading.Thread(target=tell, daemon=True, name="hvdtrain-first-rank")
     teller.start()
     outcome = _DONE
@@ -75,4 +75,4 @@ def _wait() -> None:
     while news == _BUSY:
         news = ALL_RANKS.exchange(None, _NAME)[0]
     if news != _DONE:
-        raise EngineError(f"Rank 0 failed where the other ranks wait for it: {news}")
+        raise EngineError(f"Rank 0 failed while the other ranks waited for it: {news}")

@@ -28,7 +28,13 @@ from hvdtrain.keras_internals.shards import shard_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the mesh."""
+    """Where a rank stands in the mesh; all numbers from 0.
+
+    Attributes:
+        data_index: which copy of the model.
+        stage: which stage of the pipeline.
+        tensor_index: which part of the split layers.
+    """
 
     data_index: int
     stage: int
@@ -74,18 +80,19 @@ class Mesh:
         if ranks < wanted:
             least = "" if self.data else "at least "
             raise UsageError(
-                f"Mesh({shape}) needs {least}{wanted} ranks, and the job has {ranks}: "
+                f"Mesh({shape}) needs {least}{wanted} ranks, but the job has {ranks}: "
                 f"start it with -np {wanted}, or use a smaller mesh"
             )
         if self.data and ranks != wanted:
             raise UsageError(
-                f"Mesh({shape}) is of {wanted} ranks, and the job has {ranks}: start it with -np {wanted}, "
-                "or leave data out of the mesh"
+                f"Mesh({shape}) has {wanted} ranks, but the job has {ranks}: start it with -np "
+                f"{wanted}, or leave data out of the mesh"
             )
         if ranks % copy:
             raise UsageError(
-                f"Mesh({shape}): one copy of the model takes {copy} ranks, and the job's {ranks} are no multiple "
-                f"of that: start it with -np {ranks // copy * copy} or {(ranks // copy + 1) * copy}"
+                f"Mesh({shape}): one copy of the model takes {copy} ranks, and the job's {ranks} "
+                f"are not a multiple of that: start it with -np {ranks // copy * copy} or "
+                f"{(ranks // copy + 1) * copy}"
             )
         return replace(self, data=ranks // copy)
 
@@ -147,7 +154,19 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Position:
-    """This rank in the mesh, the groups in which it communicates, and which of them hold what of the model."""
+    """This rank in the mesh, the groups in which it communicates, and which of them hold what of the model.
+
+    Attributes:
+        mesh: with `data` filled in.
+        data_index: which copy of the model, from 0.
+        stage: which stage of the pipeline, from 0.
+        tensor_index: which part of the split layers, from 0.
+        data_set: the ranks with the same parts of the same layers.
+        tensor_set: the ranks that together hold whole layers of this stage.
+        pipeline_set: the ranks of the stages of this copy of the model.
+        stage_set: the ranks that hold the same unsplit variables.
+        everyone: all ranks of the job.
+    """
 
     mesh: Mesh
     data_index: int
@@ -241,8 +260,9 @@ def _process_set(ranks: list[int], known: Mapping[tuple[int, ...], int]) -> Comm
         return LoneRank(ranks[0])
     if number is None:
         raise UsageError(
-            f"Horovod runs without the mesh's process set of ranks {ranks}: give the mesh to the first call that "
-            "starts it, hvdtrain.init(mesh=...), or let Trainer(layout=...) be that call"
+            f"Horovod was started without the mesh's process set of ranks {ranks}: pass the mesh "
+            "to the call that starts Horovod, hvdtrain.init(mesh=...), or let Trainer(layout=...) "
+            "start it"
         )
     if number == 0:
         return ALL_RANKS

@@ -2,7 +2,7 @@
 
 A Keras metric's state (a sum and a count, a confusion matrix, the counters of an AUC) adds up over examples, so the
 sum of the ranks' states is the state of one worker that saw all examples, and its result is exact. States that combine
-otherwise have rules (see combining).
+otherwise have rules (see metric_merging).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.combining import (
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
+from hvdtrain.collectives.metric_merging import (
     FIRST,
     LAST,
     MAX,
@@ -27,7 +28,6 @@ from hvdtrain.collectives.combining import (
     State,
     declared_rule,
 )
-from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras_internals.variables import tf_variable, unique
 
@@ -41,7 +41,7 @@ def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
     """Raise UsageError for a metric whose states cannot be added up. Call after `reset_state`.
 
     For ways of training that always add: a state that begins with something other than zero (a running minimum, say)
-    would be counted once a rank.
+    would be counted once per rank.
     """
     for variable in state_variables(metrics):
         if declared_rule(variable) is None and np.any(tf_variable(variable).numpy()):
@@ -77,7 +77,7 @@ def merge_state(
     Args:
         metrics: the same on all ranks.
         process_set: the ranks.
-        rules: of the states that do not add up, by the id of the tf.Variable (see combining).
+        rules: of the states that do not add up, by the id of the tf.Variable (see metric_merging).
         share: this rank's part of the last step, for the rule "last"; default: equal parts.
 
     Raises:
@@ -196,9 +196,10 @@ def average_logs(
     for name in differing:
         if name not in exact and process_set.rank() == 0:
             warnings.warn(
-                f"The step returns {name!r}, which is no metric's result and differs between the workers: the log is "
-                "the average of their values in the last step, by examples. For a mean over the batch this is what "
-                "one worker would have; keep anything else in a keras.metrics.Metric and return its result()",
+                f"The step returns {name!r}, which is not the result of a metric and differs "
+                "between the workers: the log shows the average of their values in the last step, "
+                "weighted by examples. For a mean over the batch this equals the value on one "
+                "worker; keep anything else in a keras.metrics.Metric and return its result()",
                 stacklevel=2,
             )
     return found

@@ -6,7 +6,7 @@ groups instead. Measured in turns in one job, two ranks on two cores over MPI, m
 variable / all in one group / one flat buffer): MNIST's network 8.2 / 8.2 / 8.1, ResNet-20 113 / 111 / 112, six
 dense layers with 21 million parameters 162 / 189 / 190.
 
-Two rules keep ranks from waiting for each other for ever, beside those of communicator.py:
+Two rules keep ranks from waiting for each other forever, beside those of communicator.py:
 
 - A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
   are never used: they differ between ranks as soon as one of them has made an extra layer. See names.py.
@@ -37,9 +37,9 @@ from hvdtrain.collectives.compression import (
     bf16_sum,
 )
 from hvdtrain.collectives.mesh import Position
-from hvdtrain.collectives.names import InstanceName
 from hvdtrain.collectives.sparse import sum_slices
-from hvdtrain.collectives.step import current_step
+from hvdtrain.collectives.step_context import current_step
+from hvdtrain.collectives.tensor_names import InstanceName
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -92,7 +92,9 @@ class Reduction:
         if self.groups is not None:
             raise UsageError("groups do not work with op=Adasum: leave them out")
         if ranks & (ranks - 1):
-            raise UsageError(f"op=Adasum needs a power of two of ranks, not {ranks}")
+            raise UsageError(
+                f"op=Adasum needs the number of ranks to be a power of two, not {ranks}"
+            )
         if ranks > 1 and not hvd.mpi_enabled():
             raise UsageError("op=Adasum needs the MPI controller: start with --controller mpi")
 

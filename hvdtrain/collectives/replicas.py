@@ -49,7 +49,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     """Horovod's name from TensorFlow 1, whose graphs knew all variables; Keras 3 has no such list.
 
     Raises:
-        UsageError: always, with the call to use instead (Horovod raises on TensorFlow 2, too).
+        UsageError: always, with the call to use instead (Horovod also raises on TensorFlow 2).
     """
     raise UsageError(
         "broadcast_global_variables: Keras 3 keeps no list of all variables. Use "

@@ -6,7 +6,7 @@
     assert run_ranks(thread_ranks(4), work) == [4.0] * 4
 
 Ranks must call the same collectives in the same order. Where they do not, or where one has ended, the others get
-an EngineError at once. Collectives work in a tf.function, too, if no more threads of TensorFlow wait than it has.
+an EngineError at once. Collectives also work in a tf.function, if no more threads of TensorFlow wait than it has.
 """
 
 from __future__ import annotations

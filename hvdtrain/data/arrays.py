@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight
-from hvdtrain.data.known import KnownSource
+from hvdtrain.data.indexed import KnownSource
 from hvdtrain.data.rows import Rows, in_rows, is_in_rows
 from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
@@ -82,7 +82,7 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
     if parts[0] is None:
         raise UsageError("there is no data: x is None.")
     if parts[1] is None and parts[2] is not None:
-        raise UsageError("sample_weight was given without y: there is no loss for it to weigh.")
+        raise UsageError("sample_weight was given without y: there is no loss for it to weight.")
     while parts[-1] is None:
         parts.pop()
     return tuple(parts)

@@ -26,7 +26,7 @@ def apply_class_weight(
             "number to weight, such as {0: 1.0, 1: 5.0}."
         )
     if len(data) < 2:
-        raise UsageError(f"{where}: class_weight needs labels, and there is no y.")
+        raise UsageError(f"{where}: class_weight needs labels, but there is no y.")
     weights = sample_weights(data[1], class_weight, dtype, where)
     if len(data) == 3:
         weights = _times(data[2], weights, where)

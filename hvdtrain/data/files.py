@@ -25,7 +25,7 @@ import numpy as np
 from hvdtrain.data import nested, tf_dataset
 from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.known import KnownSource
+from hvdtrain.data.indexed import KnownSource
 from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
 
@@ -41,7 +41,14 @@ COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """Files of examples: what `from_files` returns and fit, evaluate and predict take as x."""
+    """Files of examples: what `from_files` returns and fit, evaluate and predict take as x.
+
+    Attributes:
+        paths: of the files, in their order.
+        read: from a file name or a serialized record to an example; see `from_files`.
+        labels: one for each file, shape (files, ...); None without.
+        records: whether they are TFRecord files.
+    """
 
     paths: tuple[str, ...]
     read: Callable[..., Any]
@@ -85,8 +92,9 @@ def from_files(
         labels = np.asarray(to_array(labels, "from_files: labels"))
         if records or labels.shape[:1] != (len(paths),):
             raise UsageError(
-                f"from_files: labels has shape {labels.shape}; it needs an entry for each of {len(paths)} files of "
-                "one example. The labels of TFRecord files stand in the records."
+                f"from_files: labels has shape {labels.shape}; expected one entry for each of the "
+                f"{len(paths)} files, which hold one example each. The labels of TFRecord files "
+                "are in the records."
             )
     return Files(paths, read, labels, records)
 
@@ -148,7 +156,7 @@ class FileSource(KnownSource):
     def _wanted(
         self, epoch: int, rank: int, size: int, damaged: list[UsageError]
     ) -> Iterator[tuple]:
-        """What `read` is given for the rank's examples; an error on the way is put into `damaged`, too."""
+        """What `read` is given for the rank's examples; errors on the way are also put into `damaged`."""
         order = self.order(self.pass_length)
         for slot in self.slots(epoch, rank, size):
             rows = order.rows(slot.begin, slot.end)
@@ -188,7 +196,7 @@ def file_source(files: Files, reading: Reading, threads: int | None) -> FileSour
             return names[rows], *(part[rows] for part in labels)
 
     if not count:
-        raise UsageError("the TFRecord files hold no record.")
+        raise UsageError("the TFRecord files contain no records.")
     return FileSource(
         files=files,
         keys=keys,
@@ -251,10 +259,10 @@ def record_begins(path: str) -> np.ndarray:
             if len(header) == HEADER.size:
                 end = begin + HEADER.size + HEADER.unpack(header)[0] + FOOTER
             if end > size:
-                what = "is cut short or no TFRecord file"
+                what = "is truncated, or not a TFRecord file"
                 if not begin and header.startswith(GZIP):
                     what = (
-                        "is compressed, so that its records cannot be found without reading it all"
+                        "is compressed, so its records cannot be located without reading all of it"
                     )
                 raise UsageError(
                     f"{path} {what} (at byte {begin} of {size}). Write it uncompressed, or read it with "
@@ -278,7 +286,7 @@ def _paths(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         found = [str(path) for path in files]
         missing = next((path for path in found if not Path(path).is_file()), None)
         if missing is not None:
-            raise UsageError(f"from_files: there is no file {missing}.")
+            raise UsageError(f"from_files: no such file: {missing}.")
     elif Path(files).is_file():  # Whatever its name has of a pattern.
         found = [str(files)]
     else:

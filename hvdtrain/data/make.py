@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
 
-from hvdtrain.data import arrays, readers, tf_dataset
+from hvdtrain.data import arrays, iterables, tf_dataset
 from hvdtrain.data.files import Files, file_source
 from hvdtrain.data.py_dataset import Items, is_py_dataset, py_dataset_source, py_dataset_stream
 from hvdtrain.data.share import Reading, Source
@@ -41,7 +41,7 @@ def make_source(
     - a PyDataset: the items in which its examples lie: its part of them if they have no more than
       global_batch_size / workers examples, all if they are as long as the global batch.
     - a tf.data.Dataset, a generator: all of it, in the order in which it comes, which must be the same on every rank (a
-      seed in `Dataset.shuffle`). `Dataset.apply(hvdtrain.data.shard)` marks where in a Dataset each rank goes on with
+      seed in `Dataset.shuffle`). `Dataset.apply(hvdtrain.data.shard)` marks where in a Dataset each rank continues with
       its own examples.
 
     Batches are the global batches as they come where the first has `global_batch_size` examples, or where examples
@@ -54,7 +54,8 @@ def make_source(
         x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, files, a
             PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without
             arguments that returns one, called anew for each pass.
-        y, sample_weight: for arrays in `x`.
+        y: labels for arrays in `x`.
+        sample_weight: weights of the examples of arrays in `x`.
         global_batch_size: examples of all workers together in one step.
         shuffle: arrays and files by example, a PyDataset by item, by seed and pass; the others are left as they come.
         seed: of shuffling.
@@ -90,8 +91,8 @@ def make_source(
         stream = tf_dataset.dataset_stream(x, reading, batched=batched, threads=threads)
     elif is_py_dataset(x):
         stream = py_dataset_stream(Items(x), reading)
-    elif readers.is_readable(x):
-        stream = readers.python_stream(x, float_dtype=reading.float_dtype)
+    elif iterables.is_readable(x):
+        stream = iterables.python_stream(x, float_dtype=reading.float_dtype)
     else:
         raise UsageError(
             f"x is a {type(x).__module__}.{type(x).__name__}, which cannot be read as training "
@@ -107,7 +108,8 @@ def _refuse_beside(what: str, y: Any, sample_weight: Any) -> None:
     for name, value in (("y", y), ("sample_weight", sample_weight)):
         if value is not None:
             raise UsageError(
-                f"{name} was given together with {what}, which brings its own: (x, y) or (x, y, sample_weight)."
+                f"{name} was given together with {what}, which provides its own: (x, y) or (x, y, "
+                "sample_weight)."
             )
 
 

@@ -159,7 +159,7 @@ def varies(element: Any) -> bool:
 
 
 def sample(tree: Any) -> dict[str, list[float | str]]:
-    """Return at most SAMPLED evenly spaced values of each leaf: numbers, or texts of what is no number."""
+    """Return at most SAMPLED evenly spaced values of each leaf: numbers, or strings for anything else."""
     return {name: [_plain(v) for v in _spaced(leaf)] for name, leaf in named_parts(tree)}
 
 

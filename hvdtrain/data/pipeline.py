@@ -1,10 +1,10 @@
-"""What the graph of a tf.data pipeline tells: whether its elements are batches, and where ranks go apart."""
+"""What the graph of a tf.data pipeline shows: whether its elements are batches, and where ranks go apart."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from hvdtrain.data import nested
-from hvdtrain.data.points import ShardPoint
+from hvdtrain.data.shard_point import ShardPoint
 from hvdtrain.errors import UsageError
 
 BATCHING = {

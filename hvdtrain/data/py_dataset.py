@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.data import nested
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.known import KnownSource, Order
+from hvdtrain.data.indexed import KnownSource, Order
 from hvdtrain.data.share import Reading, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
@@ -156,9 +156,10 @@ class ItemSource(KnownSource):
     def _require_length(self, piece: "_Piece", found: int) -> None:
         if found != piece.length:
             raise UsageError(
-                f"item {piece.index} of the {self.items.name} has {found} examples, not {piece.length}: items are "
-                f"expected to be as long as the first, {self.item_length}, except the last. If they differ, pass a "
-                "function that yields them one after the other, which every rank then reads whole."
+                f"item {piece.index} of the {self.items.name} has {found} examples, not "
+                f"{piece.length}: every item but the last must be as long as the first, "
+                f"{self.item_length}. If they differ in length, pass a function that yields them "
+                "one by one; every rank then reads all of them."
             )
 
     def _data(self, index: int, item: Any) -> tuple:

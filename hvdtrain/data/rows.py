@@ -54,6 +54,7 @@ def in_rows(value: Any) -> Any:
 
 
 def is_in_rows(value: Any) -> bool:
+    """Whether only the rows asked for come into memory."""
     return isinstance(value, Rows) or _is_sparse(value) or _is_on_disk(value)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.data.pipeline import POINT, batched_by_pipeline
-from hvdtrain.data.points import ShardPoint, Window
+from hvdtrain.data.shard_point import ShardPoint, Window
 from hvdtrain.errors import UsageError
 
 
@@ -37,8 +37,8 @@ def shard(dataset: Any) -> Any:
 
     if batched_by_pipeline(dataset):
         raise UsageError(
-            "hvdtrain.data.shard divides examples, and the elements of this tf.data.Dataset are batches: put it before "
-            ".batch()."
+            "hvdtrain.data.shard divides examples, but the elements of this tf.data.Dataset are "
+            "batches: put it before .batch()."
         )
     point = _make_point(dataset)
 
@@ -84,7 +84,7 @@ def _make_point(dataset: Any) -> ShardPoint:
 
 
 def fingerprint(element: Any) -> Any:
-    """An int64 tensor that tells elements apart, made of all of their bytes."""
+    """An int64 tensor that identifies each element, computed from all of its bytes."""
     import tensorflow as tf
 
     value = tf.constant(0, tf.int64)

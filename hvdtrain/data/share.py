@@ -10,7 +10,7 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Part:
-    """Which share of each global batch a process reads: number `index` of `count`."""
+    """Which share of each global batch a process reads: number `index` (from 0) of `count`."""
 
     index: int
     count: int
@@ -45,7 +45,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Reading:
-    """How data is read, whatever it is: see `make_source`. `steps` is steps_per_epoch; floats come in `float_dtype`."""
+    """How data is read, whatever it is.
+
+    Attributes:
+        global_batch_size: examples of all workers together in one step.
+        shuffle: whether by seed and epoch; what that means for each kind of data, `make_source` says.
+        seed: of shuffling.
+        steps: global batches in an epoch; None: all of the data.
+        class_weight: from class number to weight.
+        training: whether it is trained on.
+        float_dtype: that floating-point data is cast to, such as "float32".
+    """
 
     global_batch_size: int
     shuffle: bool
@@ -70,11 +80,11 @@ class Source(Protocol):
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Global batches in an epoch; None where only reading to the end tells."""
+        """Global batches in an epoch; None if known only after reading to the end."""
 
     @property
     def examples(self) -> int | None:
-        """Examples in a pass over the data; None where only reading to the end tells."""
+        """Examples in a pass over the data; None if known only after reading to the end."""
 
     @property
     def element(self) -> Any:
@@ -113,8 +123,9 @@ def check_workers(global_batch_size: int, size: int) -> None:
 def warn_of_too_few(steps: int, found: int) -> None:
     """Warn that an epoch ended before `steps` batches were read, as Keras does."""
     warnings.warn(
-        f"the data ran out: the epoch ends after {found} of {steps} steps, and the next begins a new pass. Let "
-        "steps_per_epoch (validation_steps, steps) be no more than the batches of a pass, or repeat the data.",
+        f"the data ran out: the epoch ends after {found} of {steps} steps, and the next one "
+        "begins a new pass. Lower steps_per_epoch (validation_steps, steps) to the number of "
+        "batches in a pass, or repeat the data.",
         stacklevel=2,
     )
 

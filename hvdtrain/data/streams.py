@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from hvdtrain.data import nested
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.points import ShardPoint, Window
+from hvdtrain.data.shard_point import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
     Reading,
@@ -37,7 +37,7 @@ from hvdtrain.data.share import (
 from hvdtrain.errors import UsageError
 
 LOOKED_AT = 2
-"""Batches from which Keras, too, tells which dimensions vary."""
+"""Batches from which to learn which dimensions vary, as Keras does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,9 @@ class Stream:
     element: signature of one example in the structure in which the user gives it (x alone is not
         a tuple), found without disturbing the passes. A dimension that varies is None.
     endless: whether a pass is known never to end.
-    once: whether there is but one pass, which cannot be begun anew.
+    once: whether there is only one pass, which cannot be restarted.
     steps, examples: in a pass, None where unknown.
-    point: where in it each rank goes on with its own examples, if anywhere.
+    point: where in it each rank continues with its own examples, if anywhere.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Stream:
 class StreamSource:
     """A `Stream` as a `Source`.
 
-    Without `steps` an epoch is one pass. With `steps` the reading goes on across epochs; a pass
+    Without `steps` an epoch is one pass. With `steps` reading continues across epochs; a pass
     that ends early ends its epoch, and the next epoch begins the next pass: such a source knows
     what was read before, so its epochs are to be asked for in order. Epoch 0 begins anew, if it
     can: evaluation reads the same batches each time.
@@ -96,7 +96,7 @@ class StreamSource:
 
     @property
     def varies(self) -> bool:
-        """Whether examples differ in length, so that batches cannot be joined or cut anew."""
+        """Whether examples differ in length, so that batches cannot be joined or cut again."""
         return nested.varies(self.element)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
@@ -115,7 +115,7 @@ class StreamSource:
             empty = False
             yield share
         if empty:
-            raise UsageError(f"the {self.stream.name} is empty: it gave no batch.")
+            raise UsageError(f"the {self.stream.name} is empty: it yielded no batch.")
 
     def _cut(self, number: int, part: Part) -> Iterator[Share]:
         """The rank's shares of global batches that it reads whole."""
@@ -179,8 +179,9 @@ class StreamSource:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
                     f"a batch of the {self.stream.name} has {examples} examples, more than global_batch_size "
-                    f"{self.reading.global_batch_size}. Its batches are used as they come, split over the workers: let "
-                    f"global_batch_size be that of the largest batch{other}."
+                    f"{self.reading.global_batch_size}. Its batches are used as they come, split "
+                    "over the workers: set global_batch_size to the size of the largest "
+                    f"batch{other}."
                 )
             if self.varies and 0 < short < self.reading.global_batch_size and not self.warned:
                 # The last batch is short by nature, so a short one tells when another follows.
@@ -285,9 +286,9 @@ def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
         if other != first:
             raise UsageError(
                 f"batches of one stream differ: one has examples of {describe(first)}, another of "
-                f"{describe(other)}. Pad them to one shape. (Batches that differ are trained as they come where that "
-                "is known beforehand: a Dataset whose element_spec says None, other data whose first two batches "
-                "differ.)"
+                f"{describe(other)}. Pad them to one shape. (Shapes may vary where this is known "
+                "in advance: in a Dataset whose element_spec has None, or in other data whose "
+                "first two batches differ.)"
             )
     return GlobalBatch(pieces, examples)
 
@@ -326,5 +327,5 @@ def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
         bare = not isinstance(batch, list | tuple)
         specs.append(nested.as_given(nested.spec(data, float_dtype), bare))
     if not specs:
-        raise UsageError(f"the {name} is empty: it gave no batch.")
+        raise UsageError(f"the {name} is empty: it yielded no batch.")
     return nested.common_spec(specs[0], specs[-1])

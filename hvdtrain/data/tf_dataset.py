@@ -87,6 +87,7 @@ def element_of(dataset: Any, float_dtype: str) -> Any:
 
 
 def read(dataset: Any) -> Iterator[Any]:
+    """Its elements, as NumPy arrays."""
     for element in dataset:
         yield nested.map_leaves(lambda tensor: tensor.__array__(), element)
 

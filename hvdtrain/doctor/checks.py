@@ -1,22 +1,36 @@
-"""A check and its results; and how checks run: those of different groups beside each other, those of one group in turn,
-each within its time."""
+"""Checks: how they run (groups beside each other, the checks of one group in turn, each within its time), and their
+results as lines for a person or as JSON for a program."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from hvdtrain.launch.running.bounded import GRACE_SECONDS
+import click
+
+from hvdtrain.launch.running.bounded import Ran
+from hvdtrain.launch.running.processes import COMMAND_SECONDS
 
 Status = Literal["ok", "warn", "fail", "skip"]
-_TICK_SECONDS = 0.2
-_SPARE_SECONDS = 2 * GRACE_SECONDS + 3
+SCHEMA = 1
+_SPARE_SECONDS = 2 * COMMAND_SECONDS + 3
 """A check ends its own commands, two at most, when their time is over, and says more than we can here: let it."""
+_NAME_WIDTH = 22
+_LONGEST = 500
+_WORDS: dict[Status, tuple[str, str]] = {
+    "ok": ("ok", "green"),
+    "warn": ("warn", "yellow"),
+    "fail": ("FAIL", "red"),
+    "skip": ("skip", "bright_black"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,18 +54,22 @@ class Result:
 
 
 def ok(name: str, seen: str) -> Result:
+    """It works."""
     return Result(name, "ok", seen)
 
 
 def warn(name: str, seen: str, fix: str) -> Result:
+    """It works, but not well."""
     return Result(name, "warn", seen, fix)
 
 
 def fail(name: str, seen: str, fix: str) -> Result:
+    """It does not work."""
     return Result(name, "fail", seen, fix)
 
 
 def skip(name: str, seen: str, fix: str = "") -> Result:
+    """It is not needed, or not here."""
     return Result(name, "skip", seen, fix)
 
 
@@ -60,8 +78,20 @@ def took_too_long(name: str, limit: float, fix: str = "") -> Result:
     return fail(
         name,
         f"took longer than {limit:g} s",
-        fix or "is the machine busy, or a file system or network gone? Give more time: --timeout",
+        fix
+        or "the machine may be busy, or a file system or network down; --timeout sets a longer "
+        "limit",
     )
+
+
+def marked_answer(said: Ran, marker: str) -> dict[str, Any] | None:
+    """The JSON object behind `marker`, among the chatter of libraries and shells; None without one."""
+    for line in reversed(said.stdout.splitlines()):
+        if line.startswith(marker):
+            with contextlib.suppress(ValueError):
+                answer: dict[str, Any] = json.loads(line.removeprefix(marker))
+                return answer
+    return None
 
 
 def names_in(folder: Path) -> list[str]:
@@ -114,45 +144,21 @@ class Check:
 
 
 def run_checks(
-    checks: Sequence[Check], waiting: Callable[[Sequence[str], float], None]
-) -> Iterator[tuple[Check, Sequence[Result]]]:
-    """The results of each check, in the order of `checks`, each as soon as it and those before it are known.
-
-    Args:
-        waiting: called now and then with the names of the checks that run, and the seconds since the start.
-    """
-    start = time.monotonic()
-    done: queue.SimpleQueue[tuple[int, Sequence[Result]]] = queue.SimpleQueue()
+    checks: Sequence[Check],
+) -> Iterator[tuple[Check, Future[Sequence[Result]]]]:
+    """Start `checks`; yield each with its results to come, in the order of `checks`."""
     stopped = threading.Event()
-    running: dict[int, str] = {}
-    groups: dict[str, list[int]] = {}
-    for number, check in enumerate(checks):
-        groups.setdefault(check.group, []).append(number)
+    started: list[tuple[Check, Future[Sequence[Result]]]] = [(check, Future()) for check in checks]
 
-    def follow(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            if stopped.is_set():
-                return
-            running[number] = checks[number].name
-            results = _within_limit(checks[number])
-            del running[number]
-            done.put((number, results))
+    def run_group(group: str) -> None:
+        for check, results in started:
+            if check.group == group and not stopped.is_set():
+                results.set_result(_within_limit(check))
 
-    for numbers in groups.values():
-        threading.Thread(target=follow, args=(numbers,), daemon=True).start()
-    known: dict[int, Sequence[Result]] = {}
-    shown = 0
+    for group in dict.fromkeys(check.group for check in checks):
+        threading.Thread(target=run_group, args=(group,), daemon=True).start()
     try:
-        while shown < len(checks):
-            try:
-                number, results = done.get(timeout=_TICK_SECONDS)
-                known[number] = results
-            except queue.Empty:
-                names = [name for _, name in sorted(running.copy().items())]
-                waiting(names, time.monotonic() - start)
-            while shown in known:
-                yield checks[shown], known[shown]
-                shown += 1
+        yield from started
     finally:
         stopped.set()  # Nobody listens any more, after Ctrl-C for example: start no more checks.
 
@@ -174,6 +180,59 @@ def _within_limit(check: Check) -> Sequence[Result]:
     except queue.Empty:
         return [took_too_long(check.name, check.limit)]
     if isinstance(results, Exception):
-        seen = f"the check itself failed: {type(results).__name__}: {results}"
+        seen = f"the check itself crashed: {type(results).__name__}: {results}"
         return [fail(check.name, seen, "report it, with the output of: hvdtrain --version")]
     return results
+
+
+def lines_of(result: Result) -> list[str]:
+    """The result, and below it the fix if there is one."""
+    word, colour = _WORDS[result.status]
+    mark = click.style(f"{word:<4}", fg=colour, bold=result.status == "fail")
+    lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {_in_a_line(result.seen)}"]
+    if result.fix:
+        lines.append(f"{'':{_NAME_WIDTH + 8}}  fix: {_in_a_line(result.fix)}")
+    return lines
+
+
+def _in_a_line(text: str) -> str:
+    """What a program, a host or a variable says, without what would move in the terminal or fill it."""
+    kept = "".join(character if character.isprintable() else "?" for character in text[:_LONGEST])
+    return kept + "..." * (len(text) > _LONGEST)
+
+
+def summary(results: Sequence[Result], seconds: float) -> str:
+    """`2 failures, 1 warning in 21 s`, or that all is well."""
+    failed, warned = count(results, "fail"), count(results, "warn")
+    parts = [
+        f"{number} {word}{'s' * (number != 1)}"
+        for number, word in ((failed, "failure"), (warned, "warning"))
+        if number
+    ]
+    text = ", ".join(parts) or "everything passed"
+    colour = "red" if failed else "yellow" if warned else "green"
+    return click.style(f"{text} ({seconds:.0f} s)", fg=colour, bold=True)
+
+
+def count(results: Sequence[Result], status: Status) -> int:
+    """How many results have a status."""
+    return sum(result.status == status for result in results)
+
+
+def as_json(grouped: Sequence[tuple[str, Result]], versions: dict[str, str], seconds: float) -> str:
+    """One object: schema, ok, failures, warnings, seconds, hvdtrain, findings.
+
+    `findings` is a list of objects with group, name, status (ok, warn, fail, skip), seen and fix ('' if none is
+    needed), in the order in which they are shown to a person. `schema` changes when a field changes or goes.
+    """
+    results = [result for _, result in grouped]
+    answer = {
+        "schema": SCHEMA,
+        "ok": count(results, "fail") == 0,
+        "failures": count(results, "fail"),
+        "warnings": count(results, "warn"),
+        "seconds": round(seconds, 1),
+        **versions,
+        "findings": [{"group": group, **dataclasses.asdict(result)} for group, result in grouped],
+    }
+    return json.dumps(answer, indent=2)

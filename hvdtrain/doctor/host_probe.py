@@ -39,6 +39,7 @@ def report(request):  # type: ignore[no-untyped-def] # old Pythons know no annot
 
 
 def version_of(distribution: str):  # type: ignore[no-untyped-def]
+    """Its version; None if it is not installed."""
     try:
         from importlib.metadata import PackageNotFoundError, version
     except ImportError:
@@ -50,6 +51,7 @@ def version_of(distribution: str):  # type: ignore[no-untyped-def]
 
 
 def package_folder(name: str):  # type: ignore[no-untyped-def]
+    """Where it would be imported from; None if it is not installed."""
     spec = importlib.util.find_spec(name)
     return os.path.dirname(spec.origin) if spec and spec.origin else None  # noqa: PTH120
 
@@ -76,6 +78,7 @@ def reached(addresses):  # type: ignore[no-untyped-def]
 
 
 def reaches(address: str, port: int):  # type: ignore[no-untyped-def]
+    """Whether somebody accepts a connection there."""
     try:
         socket.create_connection((address, port), _CONNECT_SECONDS).close()
     except OSError:

@@ -8,13 +8,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor import host_probe
-from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
+from hvdtrain.doctor.checks import Check, Options, Result, fail, marked_answer, ok, warn
 from hvdtrain.doctor.software import minor
+from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.running.bounded import Ran, run
 from hvdtrain.launch.ssh import BATCH, path_variables, unseen_keys
 from hvdtrain.launch.ssh import where as reach
@@ -40,15 +41,8 @@ def checks(options: Options) -> list[Check]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name means this machine: only an own address can be bound. False for a name that is unknown."""
-    if host in ("localhost", socket.gethostname()):
-        return True
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            sock.bind((host, 0))
-    except OSError:
-        return False
-    return True
+    """Whether a name means this machine; its own name may have no address."""
+    return host in ("localhost", socket.gethostname()) or is_this_machine(host)
 
 
 def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
@@ -118,7 +112,7 @@ def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Re
         fix = f"log in by hand: ssh {host}; a slow login (home folder, name service) delays every launch"
         return fail("ssh", f"took longer than {limit:g} s", fix)
     if said.returncode != SSH_FAILED:
-        return ok("ssh", f"logs in without a question ({said.seconds:.1f} s)")
+        return ok("ssh", f"logs in without a prompt ({said.seconds:.1f} s)")
     error = explain_ssh(host, said.stderr, options.ssh_port, options.ssh_identity_file)
     return fail("ssh", error.cause, error.fix)
 
@@ -137,29 +131,28 @@ def unknown_key(host: str, options: Options) -> Result:
     """No failure: a launch accepts the key and remembers it. An attacker in the network likes that."""
     port = f" -p {options.ssh_port}" if options.ssh_port is not None else ""
     fix = f"compare it, and log in once by hand: ssh{port} {host}"
-    return warn("ssh", "its host key is unknown here, and a launch accepts it unseen", fix)
+    return warn("ssh", "its host key is unknown here, and a launch would accept it unchecked", fix)
 
 
 def check_name(host: str, resolve: Callable[[str], str]) -> Result:
+    """Whether the name has an address."""
     try:
         address = resolve(host)
     except (OSError, UnicodeError):  # Of labels that are empty or too long.
-        fix = "correct it, or add it to DNS or /etc/hosts, or give its address"
+        fix = "correct it, add it to DNS or /etc/hosts, or use its address"
         return fail("name", f"{host} is not known here", fix)
     return ok("name", address if address != host else "an address")
 
 
 def answer_of(said: Ran) -> dict[str, Any] | Result:
     """What host_probe printed there; a red line if Python did not run it."""
-    for line in said.stdout.splitlines():
-        if line.startswith(host_probe.MARKER):
-            with suppress(ValueError):
-                answer: dict[str, Any] = json.loads(line.removeprefix(host_probe.MARKER))
-                return answer
+    answer = marked_answer(said, host_probe.MARKER)
+    if answer is not None:
+        return answer
     if said.returncode in NO_COMMAND:
-        fix = "make the same environment there, at the same path (or on a file system that all hosts share)"
+        fix = "create the same environment there, at the same path (or on a shared file system)"
         return fail("Python", f"there is no {sys.executable}", fix)
-    fix = "the login shell there must not write or ask anything, and its Python must work"
+    fix = "the login shell there must not print or ask anything, and its Python must work"
     return fail("Python", said.last_line, fix)
 
 
@@ -177,17 +170,20 @@ def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
         fix = "set up the same environment there, at the same path"
         return fail("versions", ", ".join(other), fix)
     if answer["package"] != own["package"]:
-        seen = f"hvdtrain lies in {answer['package']} there, in {own['package']} here"
+        seen = f"hvdtrain is in {answer['package']} there, in {own['package']} here"
         return fail("versions", seen, "install it at the same path on all hosts")
     names = [f"{name} {version}" for name, version in ours.items() if version]
     return ok("versions", "as here: " + ", ".join(names))
 
 
 def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
+    """Whether the current folder is on the host as well."""
     if answer["folder"]:
-        return ok("folder", f"{folder} is there too")
+        return ok("folder", f"{folder} exists there")
     fix = "start from a folder that all hosts share, or copy the script and its data there"
-    return warn("folder", f"{folder} is not there: scripts and data are looked for in it", fix)
+    return warn(
+        "folder", f"{folder} does not exist there: scripts and data are looked for in it", fix
+    )
 
 
 def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
@@ -216,7 +212,7 @@ def check_network(
     if not ours:
         return fail(
             "network",
-            "this machine has no address but the loopback's",
+            "this machine has only a loopback address",
             "ip address; ip link set ... up",
         )
     reached = {name: address for name, address in ours.items() if address in answer["reached"]}
@@ -233,7 +229,7 @@ def check_clock(theirs: float, started: float, finished: float) -> Result:
     if apart <= CLOCK_SECONDS:
         return ok("clock", f"as ours, within {finished - started + apart:.1f} s")
     way = "behind" if theirs < started else "ahead"
-    fix = "let both keep time from the network: timedatectl set-ntp true"
+    fix = "synchronize both clocks: timedatectl set-ntp true"
     return fail("clock", f"{apart:.0f} s {way}", fix)
 
 

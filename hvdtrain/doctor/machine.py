@@ -16,8 +16,8 @@ from pathlib import Path
 from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, warn
 from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.cores import cgroup_quota
-from hvdtrain.launch.engine import find_engine, find_mpirun
+from hvdtrain.launch.devices import cgroup_quota
+from hvdtrain.launch.engine import find_mpirun, installed_controllers
 from hvdtrain.worker.delivery import deliver, withdraw
 from hvdtrain.worker.rank_environment import available_cores
 
@@ -32,12 +32,13 @@ _INFINIBAND = Path("/sys/class/infiniband")
 _SHM_FIX = (
     "in a container: --ipc=host or --shm-size=1g; else: mount -o remount,size=2g /dev/shm (as root)"
 )
-_FULL_FIX = "delete what is left there (ls -l /dev/shm), or enlarge it; " + _SHM_FIX
+_FULL_FIX = "delete leftover files there (ls -l /dev/shm), or enlarge it; " + _SHM_FIX
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 OWN_NAME = "own name"
 
 
 def checks(options: Options) -> list[Check]:
+    """The checks of this machine."""
     environ = options.environ
 
     def look_at_name() -> list[Result]:
@@ -76,7 +77,7 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
     if why := write_error(folder):
         return fail(name, f"{folder}: {why}", f"chmod 1777 {folder} (as root)")
     if size < SMALL:
-        return warn(name, f"{seen}: little for many ranks or GPUs", _SHM_FIX)
+        return warn(name, f"{seen}: not much for many ranks or GPUs", _SHM_FIX)
     return ok(name, seen)
 
 
@@ -96,13 +97,13 @@ def check_log_folder(environ: Mapping[str, str]) -> Result:
     folder = Path(named or ".hvdtrain/logs")
     why = write_error(folder)
     if why and named:
-        fix = f"export {LOG_DIR}=... with a folder that you may write, or unset it"
+        fix = f"export {LOG_DIR}=... with a folder that you can write to, or unset it"
         return fail(name, f"{folder} ({LOG_DIR}): {why}", fix)
     if why:
-        seen = f"{folder}: {why}; a run keeps its logs among the temporary files"
-        fix = "start where you may write, or name another folder: hvdtrain run --log-dir"
+        seen = f"{folder}: {why}; logs go to the folder for temporary files"
+        fix = "start in a folder that you can write to, or choose another: hvdtrain run --log-dir"
         return warn(name, seen, fix)
-    return ok(name, f"{folder} can be written")
+    return ok(name, f"{folder} is writable")
 
 
 def check_temporary_folder(environ: Mapping[str, str]) -> Result:
@@ -112,9 +113,9 @@ def check_temporary_folder(environ: Mapping[str, str]) -> Result:
     folder = Path(environ[variable] if variable else "/tmp")
     seen = f"{folder} ({variable})" if variable else f"{folder}"
     if why := write_error(folder):
-        fix = "export TMPDIR=... with a folder that you may write"
+        fix = "export TMPDIR=... with a folder that you can write to"
         return fail(name, f"{seen}: {why}", fix)
-    return ok(name, f"{seen} can be written")
+    return ok(name, f"{seen} is writable")
 
 
 def check_private_folder() -> Result:
@@ -124,9 +125,7 @@ def check_private_folder() -> Result:
     try:
         deliver(launch_id, {})
     except HvdtrainError as error:
-        return fail(
-            name, str(error), "make room in /tmp, or let users write there: chmod 1777 /tmp"
-        )
+        return fail(name, str(error), "free space in /tmp, or make it writable: chmod 1777 /tmp")
     withdraw(launch_id)
     return ok(name, "secret variables can be kept for the ranks")
 
@@ -196,10 +195,10 @@ def _check_limit(limit: Limit, soft: int, hard: int) -> Result:
     fix = f"ulimit {limit.option} {limit.good // limit.unit}"
     if hard != resource.RLIM_INFINITY and hard < limit.good:
         docker = f"Docker: --ulimit {limit.docker}={limit.good}"
-        fix += f" (as root; for good: /etc/security/limits.conf; {docker})"
+        fix += f" (as root; permanently: /etc/security/limits.conf; {docker})"
     if soft < limit.least:
         return fail(name, seen, fix)
-    return warn(name, f"{seen}: little for many ranks", fix)
+    return warn(name, f"{seen}: not much for many ranks", fix)
 
 
 def _check_locked_memory(soft: int, infiniband: Path) -> Result:
@@ -210,8 +209,10 @@ def _check_locked_memory(soft: int, infiniband: Path) -> Result:
     seen = f"locked memory: {soft // 1024} kB"
     adapters = names_in(infiniband)
     if not adapters:
-        return ok(name, f"{seen}, no InfiniBand here that would need more")
-    fix = "ulimit -l unlimited (for good: /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
+        return ok(name, f"{seen}, enough without InfiniBand")
+    fix = (
+        "ulimit -l unlimited (permanently: /etc/security/limits.conf; Docker: --ulimit memlock=-1)"
+    )
     return fail(name, f"{seen}; {', '.join(adapters)} need it unlimited", fix)
 
 
@@ -231,19 +232,21 @@ def check_threads(
 
 
 def check_cores(environ: Mapping[str, str], affinity: int, quota: float | None) -> Result:
+    """Whether the cores in the mask are also granted by the container."""
     name = "cores"
     # Half a core more is a rounding of the container's administrator.
     if quota is None or quota + 0.5 >= affinity:
         return ok(name, f"{affinity}")
-    seen = f"{affinity} in the mask, but the container grants the time of {quota:g}"
+    seen = f"{affinity} in the affinity mask, but the CPU quota of the container is {quota:g}"
     if any(setting in environ for setting in THREAD_SETTINGS):
         return ok(name, f"{seen}; the environment sets the threads")
     share = max(1, int(quota))
-    fix = "give it whole cores (docker run --cpuset-cpus), or set the threads of a rank: "
+    fix = "give it whole cores (docker run --cpuset-cpus), or set the threads per rank: "
     return warn(name, seen, fix + " ".join(f"{setting}={share}" for setting in THREAD_SETTINGS))
 
 
 def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
+    """Whether variables set more threads than there are cores."""
     name = "thread settings"
     given = {setting: environ[setting] for setting in THREAD_SETTINGS if setting in environ}
     if not given:
@@ -253,7 +256,7 @@ def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
     wrong = [setting for setting, number in threads.items() if number is None]
     if wrong:
         bad = ", ".join(f"{setting}={given[setting]}" for setting in wrong)
-        return fail(name, f"no number: {bad}", f"unset {' '.join(wrong)}")
+        return fail(name, f"not a number: {bad}", f"unset {' '.join(wrong)}")
     # 0 lets TensorFlow take all cores, in each rank.
     if any((number or 0) > cores for number in threads.values()):
         return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
@@ -276,7 +279,7 @@ def _threads(setting: str, value: str) -> int | None:
 def runs_over_mpi(environ: Mapping[str, str]) -> bool:
     """Whether a launch here can use MPI, which it prefers."""
     try:
-        built = find_engine().built
+        built = installed_controllers()
     except HvdtrainError:
         return False
     return "mpi" in built and find_mpirun(environ.get("PATH")) is not None
@@ -294,10 +297,10 @@ def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) 
         resolve(name)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        seen = f"{name} has no address ({why}): ranks over Gloo crash"
+        seen = f"{name} has no address ({why}): ranks crash over Gloo"
         fix = f"add it to /etc/hosts: echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
         return (
-            warn(OWN_NAME, f"{seen}, over MPI they run", fix)
+            warn(OWN_NAME, f"{seen}, but not over MPI", fix)
             if over_mpi
             else fail(OWN_NAME, seen, fix)
         )

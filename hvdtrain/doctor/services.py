@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 from hvdtrain.doctor.checks import (
     Check,
@@ -17,6 +18,14 @@ from hvdtrain.doctor.checks import (
     skip,
     took_too_long,
     warn,
+)
+from hvdtrain.launch.container.command import EngineName
+from hvdtrain.launch.container.engine import (
+    CDI_FOLDERS,
+    GPU_FIX,
+    ContainerEngine,
+    Refused,
+    ask_engine,
 )
 from hvdtrain.launch.running.bounded import Ran, run
 
@@ -30,22 +39,17 @@ _SLURM_FILES = (
     Path("/run/slurm/conf/slurm.conf"),
     Path("/etc/slurm-llnl/slurm.conf"),
 )
-_CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
-_VERSION_COMMANDS = {
-    "docker": ["docker", "info", "--format", "{{.ServerVersion}} {{json .Runtimes}}"],
-    "podman": ["podman", "info", "--format", "{{.Version.Version}}"],
-}
-_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
 
 
 def checks(options: Options) -> list[Check]:
+    """The checks of Slurm and of container engines."""
     environ, limit = options.environ, options.quick
     return [
         Check("Slurm", "Slurm", lambda: check_slurm(environ, limit, _SLURM_FILES), limit),
         Check(
             "Containers",
             "containers",
-            lambda: check_containers(environ, limit, _CDI_FOLDERS),
+            lambda: check_containers(environ, limit, CDI_FOLDERS),
             limit,
         ),
     ]
@@ -68,17 +72,18 @@ def check_slurm(
     if "SLURM_CONF" not in environ and not any(
         file.name in names_in(file.parent) for file in configurations
     ):
-        return [skip(PARTITIONS, "its programs are installed, but no cluster is configured here")]
+        return [skip(PARTITIONS, "installed, but no cluster is configured here")]
     sinfo = run(["sinfo", "--noheader", "--format=%P|%D|%t"], limit=limit / 2, environ=environ)
     srun = run(["srun", "--mpi=list"], limit=limit / 2, environ=environ)
     return [check_partitions(sinfo, environ, limit / 2), check_plugins(srun, limit / 2)]
 
 
 def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float) -> Result:
+    """Whether Slurm answers, and which partitions have nodes."""
     if sinfo is None:
-        return fail(PARTITIONS, "srun is in PATH, sinfo is not", "install slurm-client")
+        return fail(PARTITIONS, "srun is in PATH but sinfo is not", "install slurm-client")
     if sinfo.returncode is None:
-        return took_too_long(PARTITIONS, limit, "is slurmctld reachable? Ask: scontrol ping")
+        return took_too_long(PARTITIONS, limit, "is slurmctld reachable? check with scontrol ping")
     if sinfo.returncode != 0:
         return fail(PARTITIONS, sinfo.last_line, _slurm_fix(sinfo.text))
     nodes: dict[str, int] = {}
@@ -105,9 +110,11 @@ def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float
 def check_plugins(srun: Ran | None, limit: float) -> Result:
     """PMIx starts MPI ranks by srun itself; without it srun starts them over Gloo, or ssh is needed."""
     if srun is None:
-        return fail(PLUGINS, "sinfo is in PATH, srun is not", "install slurm-client")
+        return fail(PLUGINS, "sinfo is in PATH but srun is not", "install slurm-client")
     if srun.returncode is None:
-        return took_too_long(PLUGINS, limit, "is slurm.conf readable, and its host name resolved?")
+        return took_too_long(
+            PLUGINS, limit, "is slurm.conf readable, and does the host name in it resolve?"
+        )
     if srun.returncode != 0:
         return fail(PLUGINS, srun.last_line, _slurm_fix(srun.text))
     plugins = sorted(set(_PLUGIN.findall(srun.text)))
@@ -120,8 +127,8 @@ def _slurm_fix(text: str) -> str:
     if "munge" in lower or "credential" in lower or "authentication" in lower:
         return "start munged here, with the cluster's /etc/munge/munge.key and clock"
     if "contact slurm controller" in lower or "connect failure" in lower:
-        return "start slurmctld, or name its host in slurm.conf; ask: scontrol ping"
-    return "check slurm.conf (SLURM_CONF names another one); ask: scontrol ping"
+        return "start slurmctld, or name its host in slurm.conf; check with scontrol ping"
+    return "check slurm.conf (SLURM_CONF names another one); check with scontrol ping"
 
 
 # Containers
@@ -138,50 +145,37 @@ def check_containers(
         cdi_folders: where descriptions of devices for containers lie.
     """
     path = environ.get("PATH")
-    installed = [name for name in _VERSION_COMMANDS if shutil.which(name, path=path)]
+    installed = [name for name in get_args(EngineName) if shutil.which(name, path=path)]
     if not installed:
         return [skip("containers", "neither docker nor podman is installed here")]
-    limit /= len(installed)
-    answers = {
-        name: run(_VERSION_COMMANDS[name], limit=limit, environ=environ) for name in installed
-    }
-    results = [check_engine(name, answer, limit) for name, answer in answers.items()]
-    working = [result.name for result in results if result.status == "ok"]
+    results, working = [], []
+    for name in installed:
+        try:
+            engine = ask_engine(
+                name, environ, limit=limit / len(installed), cdi_folders=cdi_folders
+            )
+        except Refused as error:
+            results.append(skip(name, str(error), _engine_fix(name, str(error))))
+        else:
+            results.append(ok(name, f"works, version {engine.version}"))
+            working.append(engine)
     if not shutil.which("nvidia-smi", path=path):
         return [*results, skip(GPU_RUNTIME, "no NVIDIA GPU here")]
-    return [*results, *(_check_gpus(name, answers[name], path, cdi_folders) for name in working)]
+    return [*results, *map(_check_gpus, working)]
 
 
-def check_engine(name: str, answer: Ran | None, limit: float) -> Result:
-    if answer is None:
-        return skip(name, "in PATH, but not executable", f"install {name} again")
-    if answer.returncode is None:
-        return skip(name, f"no answer within {limit:g} s", f"restart it: systemctl restart {name}")
-    words = answer.stdout.split()
-    # Old Docker clients report a missing daemon, and exit with 0.
-    if answer.returncode == 0 and words and words[0][0].isdigit():
-        return ok(name, f"works, version {words[0]}")
-    return skip(name, answer.last_line, _engine_fix(name, answer.text))
-
-
-def _engine_fix(name: str, text: str) -> str:
+def _engine_fix(name: str, said: str) -> str:
+    if "no answer" in said:
+        return f"restart it: systemctl restart {name}"
     if name == "podman":
         return "podman info --log-level=debug says why; rootless: /etc/subuid must name you, then podman system migrate"
-    if "permission denied" in text.lower():
+    if "permission denied" in said.lower():
         return "sudo usermod -aG docker $USER, and log in again (or use podman)"
     return "start its daemon: sudo systemctl start docker (or use podman)"
 
 
-def _check_gpus(
-    name: str, answer: Ran | None, path: str | None, cdi_folders: Sequence[Path]
-) -> Result:
-    if any("nvidia" in file for folder in cdi_folders for file in names_in(folder)):
-        return ok(GPU_RUNTIME, f"{name}: described by CDI")
-    if name == "podman":
-        fix = "install nvidia-container-toolkit; sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
-        return warn(GPU_RUNTIME, "podman: no CDI description of the GPUs", fix)
-    hook = next((hook for hook in _HOOKS if shutil.which(hook, path=path)), None)
-    if hook or (answer is not None and '"nvidia"' in answer.stdout):
-        return ok(GPU_RUNTIME, f"docker: {hook or 'the nvidia runtime'}")
-    fix = "install nvidia-container-toolkit; sudo nvidia-ctk runtime configure; sudo systemctl restart docker"
-    return warn(GPU_RUNTIME, "docker: no NVIDIA container toolkit", fix)
+def _check_gpus(engine: ContainerEngine) -> Result:
+    if engine.has_gpus:
+        return ok(GPU_RUNTIME, f"{engine.name} can give them to a container")
+    seen = f"{engine.name}: no NVIDIA container toolkit"
+    return warn(GPU_RUNTIME, seen, GPU_FIX[engine.name])

@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
 from hvdtrain.install.build import installed_key
-from hvdtrain.install.probe import Missing, TensorFlow, find_tensorflow
+from hvdtrain.install.probe import Missing, TensorFlow, find_tensorflow, version_of
 from hvdtrain.install.recipe import HOROVOD_VERSION
 
 GROUP = "Software"
@@ -83,14 +83,6 @@ def _range(text: str) -> Range:
     return Range(",".join(sorted(text.split(","), key=lambda bound: bound.startswith("<"))))
 
 
-def version_of(distribution: str) -> str | None:
-    """The installed version, from its metadata; None if it is not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def check_versions() -> Sequence[Result]:
     """Python, TensorFlow, Keras, Horovod."""
     tensorflow = find_tensorflow(gpu=False)
@@ -103,11 +95,12 @@ def check_versions() -> Sequence[Result]:
 
 
 def check_python(version: str) -> Result:
+    """Whether Horovod was built and run on this Python."""
     tested = tested_python()
     seen = f"{version} ({sys.executable})"
     if version in tested:
         return ok("Python", seen)
-    fix = "make an environment with Python 3.11, 3.12 or 3.13"
+    fix = "create an environment with Python 3.11, 3.12 or 3.13"
     return fail("Python", f"{seen}; tested: {tested}", fix)
 
 
@@ -154,7 +147,10 @@ def check_backend(environ: Mapping[str, str]) -> Result:
     """Keras must be set to TensorFlow: by KERAS_BACKEND, else by a file in the home folder."""
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         seen = "TF_USE_LEGACY_KERAS makes tf.keras Keras 2"
-        fix = "unset TF_USE_LEGACY_KERAS; with it only hvdtrain.keras works, by Horovod's own, and not the Trainer"
+        fix = (
+            "unset TF_USE_LEGACY_KERAS; with it only hvdtrain.keras works, on Horovod's own code; "
+            "the Trainer does not"
+        )
         return warn(BACKEND, seen, fix)
     if named := environ.get("KERAS_BACKEND"):
         if named == "tensorflow":
@@ -168,7 +164,7 @@ def check_backend(environ: Mapping[str, str]) -> Result:
     except OSError as error:
         return fail(BACKEND, f"{file}: {error.strerror}", "make it readable: Keras reads it")
     if not isinstance(settings, dict):
-        return fail(BACKEND, f"{file} holds no settings: Keras does not load", f"rm {file}")
+        return fail(BACKEND, f"{file} is not a JSON object, so Keras does not load", f"rm {file}")
     backend = settings.get("backend", "tensorflow")
     if backend == "tensorflow":
         return ok(BACKEND, "tensorflow")

@@ -7,16 +7,17 @@ import shlex
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlparse
 
-from hvdtrain.errors import HvdtrainError
-from hvdtrain.install import progress, recipe, selftest
-from hvdtrain.install.cache import WheelCache, cache_folder
-from hvdtrain.install.recipe import Recipe, Workspace
+import click
 
-Say = Callable[[str], None]
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install import recipe, selftest
+from hvdtrain.install.cache import WheelCache, cache_folder
+from hvdtrain.install.progress import CommandFailed, run
+from hvdtrain.install.recipe import Recipe, Workspace
+from hvdtrain.launch.running import bounded
 
 
 def installed_key() -> str | None:
@@ -42,57 +43,34 @@ def key_of_direct_url(text: str) -> str | None:
 
 def needs_build(wanted: Recipe, force: bool) -> bool:
     """Neither installed nor in the cache."""
-    if force:
-        return True
-    return (
-        installed_key() != wanted.key
-        and WheelCache(cache_folder(os.environ)).find(wanted.key) is None
-    )
+    cache = WheelCache(cache_folder(os.environ))
+    return force or (installed_key() != wanted.key and cache.find(wanted.key) is None)
 
 
-def install(wanted: Recipe, *, force: bool, say: Say) -> bool:
+def install(wanted: Recipe, *, force: bool) -> bool:
     """Bring the installed Horovod to `wanted`. True if anything was installed.
 
-    Raises HvdtrainError if the build, the installation or the allreduce over it fails.
+    Raises:
+        HvdtrainError: the build, the installation or the allreduce over it failed.
     """
     if not force and installed_key() == wanted.key:
         return False
     cache = WheelCache(cache_folder(os.environ))
     log = cache.logs / f"{wanted.key}.log"
-
-    def waiting() -> None:
-        say("Another process builds the same wheel: waiting for it ...")
-
-    with cache.lock(wanted.key, waiting):
+    with cache.lock(wanted.key):
         log.unlink(missing_ok=True)
         wheel = None if force else cache.find(wanted.key)
         if wheel:
-            say(f"Horovod {recipe.HOROVOD_VERSION} from the cache: {wheel.parent}")
+            click.echo(f"Horovod {recipe.HOROVOD_VERSION} from the cache: {wheel.parent}")
         else:
             wheel = build(wanted, cache, log)
-        pip_environment = dict(os.environ)
-        progress.run(
-            recipe.runtime_command(),
-            label="Installing what Horovod imports",
-            log=log,
-            environment=pip_environment,
-        )
-        progress.run(
-            recipe.install_command(wheel),
-            label="Installing Horovod",
-            log=log,
-            environment=pip_environment,
-        )
+        run(recipe.runtime_command(), label="Installing what Horovod imports", log=log)
+        run(recipe.install_command(wheel), label="Installing Horovod", log=log)
     try:
         test(wanted, log)
     except BaseException:
         # What was not seen to work must not be taken for installed next time.
-        progress.run(
-            recipe.uninstall_command(),
-            label="Removing Horovod again",
-            log=log,
-            environment=pip_environment,
-        )
+        run(recipe.uninstall_command(), label="Removing Horovod again", log=log)
         raise
     return True
 
@@ -102,13 +80,8 @@ def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as root:
         workspace = Workspace(Path(root))
         prepare(wanted, workspace)
-        progress.run(
-            recipe.tools_command(workspace),
-            label="Getting cmake",
-            log=log,
-            environment=os.environ,
-        )
-        progress.run(
+        run(recipe.tools_command(workspace), label="Getting cmake", log=log)
+        run(
             recipe.wheel_command(workspace),
             label=f"Building Horovod {recipe.HOROVOD_VERSION}",
             log=log,
@@ -137,26 +110,29 @@ def prepare(wanted: Recipe, workspace: Workspace) -> None:
 def test(wanted: Recipe, log: Path) -> None:
     """A real allreduce of two ranks over each controller that was built."""
     environment = selftest.environment(os.environ)
+
+    def tried(argv: list[str]) -> bounded.Ran:
+        said = bounded.run(argv, limit=selftest.TIMEOUT_SECONDS, environ=environment)
+        if said is None:
+            raise HvdtrainError(f"{argv[0]} is missing: pip has installed Horovod without it")
+        with log.open("a") as file:
+            file.write(f"\n$ {shlex.join(argv)}\n{said.text}")
+        return said
+
     for controller in ("gloo", "mpi") if wanted.survey.mpi else ("gloo",):
         label = f"Allreduce of {selftest.RANKS} ranks over {controller}"
-        try:
-            printed = progress.run(
-                selftest.command(controller),
-                label=label,
-                log=log,
-                environment=environment,
-                timeout=selftest.TIMEOUT_SECONDS,
-            )
-        except progress.CommandFailed:
-            # horovodrun says 'not built' when the library does not load; loading it here gives the reason.
-            progress.run(
-                selftest.load_command(), label="Loading Horovod", log=log, environment=environment
-            )
-            raise
-        if selftest.PASSED not in printed:
-            raise HvdtrainError(
-                f"{label}: it ended without a result.\n\n{progress.excerpt(printed)}\n\nThe whole log: {log}"
-            )
+        click.echo(label)
+        said = tried(selftest.command(controller))
+        if said.returncode == 0 and selftest.PASSED in said.stdout:
+            continue
+        # horovodrun says 'not built' when the library does not load; loading it here gives the reason.
+        loaded = tried(selftest.load_command())
+        if loaded.returncode != 0:
+            label, said = "Loading Horovod", loaded
+        ending = "timed out" if said.returncode is None else "failed"
+        if said.returncode == 0:
+            ending = "ended without a result"
+        raise CommandFailed(label, ending, said.text, log)
 
 
 def dry_run(wanted: Recipe) -> str:

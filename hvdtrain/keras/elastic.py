@@ -1,4 +1,4 @@
-"""Elastic training with Keras: workers may come and go while the state of the training goes on.
+"""Elastic training with Keras: workers may come and go while the state of the training is kept.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -68,7 +68,7 @@ class TensorFlowState(ObjectState):
     ) -> None:
         del session
         if not variables:
-            raise UsageError("TensorFlowState: give the variables to keep, variables=[...]")
+            raise UsageError("TensorFlowState: pass the variables to keep, variables=[...]")
         self.variables = unique(variables)
         self._values = self._read()
         super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
@@ -118,10 +118,11 @@ class KerasState(TensorFlowState):
         self.model = model
         self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
-            raise UsageError("KerasState: compile the model or give an optimizer")
+            raise UsageError("KerasState: compile the model or pass an optimizer")
         if is_in_parts(self.optimizer):
             raise UsageError(
-                "KerasState: a sharded optimizer cannot go on with another number of workers: use DistributedOptimizer"
+                "KerasState: a sharded optimizer cannot continue with a different number of "
+                "workers: use DistributedOptimizer"
             )
         if not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
@@ -173,7 +174,12 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CommitStateCallback(keras.callbacks.Callback):
-    """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch."""
+    """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
+
+    Args:
+        state: a KerasState (or another state of Horovod's).
+        batches_per_commit: fewer lose less work when a worker fails, and cost a copy of the state each.
+    """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         super().__init__()
@@ -203,6 +209,9 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
         if state.batch:
             model.fit(..., steps_per_epoch=steps - state.batch, epochs=1)
+
+    Args:
+        state: a KerasState with the attribute `batch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -224,6 +233,9 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
     """Keeps the number of finished epochs, over all resets, in `state.epoch`; fit counts from 0 after each.
 
     Put it before CommitStateCallback.
+
+    Args:
+        state: a KerasState with the attribute `epoch`.
     """
 
     def __init__(self, state: Any) -> None:

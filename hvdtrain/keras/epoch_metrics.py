@@ -1,6 +1,6 @@
 """What Keras's own metrics have counted in an epoch of model.fit on one rank, and their results over all ranks.
 
-Their states add up (see collectives/combining.py, and the test of all of them), which a mean of results does
+Their states add up (see collectives/metric_merging.py, and the test of all of them), which a mean of results does
 not give: precision, AUC, a root, or shares of unequal size.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdtrain.collectives.combining import State
 from hvdtrain.collectives.communicator import ALL_RANKS, Min
+from hvdtrain.collectives.metric_merging import State
 from hvdtrain.collectives.metrics import as_value, merge_state, read_state, write_state
 from hvdtrain.keras_internals.metric_calls import Source, is_of_keras, metrics_of, watched
 

@@ -1,4 +1,4 @@
-"""Callbacks that set the learning rate while training goes on: schedules and warm-up.
+"""Callbacks that set the learning rate during training: schedules and warm-up.
 
 Momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3): the velocity of SGD holds past learning
 rates, v = m v - lr g. When the rate changes, Horovod multiplies the momentum m by new / old for one step. In Keras 3
@@ -73,7 +73,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.steps_per_epoch = self.params.get("steps")
             if not self.steps_per_epoch:
                 raise UsageError(
-                    f"{type(self).__name__}: the number of batches is unknown, give steps_per_epoch"
+                    f"{type(self).__name__}: the number of batches is unknown: pass steps_per_epoch"
                 )
         self._scale_velocities = None
 
@@ -120,10 +120,13 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Args:
         initial_lr: rate at the end, usually the rate of one worker times the number of workers.
-        warmup_epochs: how long.
+        warmup_epochs: how many epochs it takes.
         momentum_correction: as LearningRateScheduleCallback.
         steps_per_epoch: as LearningRateScheduleCallback.
         verbose: 1 prints the rate at the end, on rank 0.
+
+    Raises:
+        UsageError: as LearningRateScheduleCallback.
     """
 
     def __init__(
@@ -179,7 +182,8 @@ def _velocities(optimizer: Any) -> list[tf.Variable]:
     if found is None:
         name = type(optimizer).__name__
         warnings.warn(
-            f"momentum_correction has no effect on {name}: it is known for SGD and RMSprop only",
+            f"momentum_correction has no effect on {name}: it is implemented for SGD and RMSprop "
+            "only",
             stacklevel=2,
         )
     return [v.value for v in found or []]

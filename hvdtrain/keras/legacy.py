@@ -33,8 +33,8 @@ def horovod_names() -> dict[str, Any]:
         tf_keras = importlib.import_module("tf_keras")
     except ImportError as error:
         raise EngineError(
-            f"TF_USE_LEGACY_KERAS is set, but tf-keras does not load ({error}): install the tf-keras "
-            "of your TensorFlow's version, or unset TF_USE_LEGACY_KERAS to use Keras 3"
+            f"TF_USE_LEGACY_KERAS is set, but tf-keras cannot be loaded ({error}): install the "
+            "tf-keras of your TensorFlow's version, or unset TF_USE_LEGACY_KERAS to use Keras 3"
         ) from error
     load_horovod()
     with _keras_is(tf_keras):

@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Sum
 from hvdtrain.collectives.reduction import weighed
-from hvdtrain.collectives.step import Step, current_step
+from hvdtrain.collectives.step_context import Step, current_step
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.variables import tf_variable
 
@@ -50,7 +50,7 @@ def _apply_scaled(
 
 
 def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
-    """Return whether to apply `grads`: the same on all ranks, or one would wait for the others for ever."""
+    """Return whether to apply `grads`: the same on all ranks, or one would wait for the others forever."""
     inner = self.inner_optimizer
     reducer = getattr(inner, "hvdtrain_reducer", None)
     if reducer is None:

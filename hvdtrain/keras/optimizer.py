@@ -27,7 +27,7 @@ from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.communicator import Average, Communicator, Max, ranks_of
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighed
-from hvdtrain.collectives.step import current_step
+from hvdtrain.collectives.step_context import current_step
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.writers import prepare_fit
@@ -209,16 +209,14 @@ def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:
     """Return a Keras optimizer, or the one inside its loss scaling, that may be made distributed.
 
     Raises:
-        UsageError: it is distributed already, it is none of Keras's, or it holds several.
+        UsageError: it is already distributed, it is not one of Keras's, or it holds several.
     """
     if is_distributed(optimizer):
-        raise UsageError("The optimizer is distributed already: wrap it once")
+        raise UsageError("The optimizer is already distributed: wrap it only once")
     inner = inner_of(optimizer)
     refuse_several(inner)
     if not isinstance(inner, keras.optimizers.Optimizer):
-        raise UsageError(
-            f"The optimizer: give a keras.optimizers.Optimizer, not {type(optimizer).__name__}"
-        )
+        raise UsageError(f"Expected a keras.optimizers.Optimizer, not {type(optimizer).__name__}")
     require_hooks(type(inner))
     return inner
 
@@ -283,7 +281,7 @@ def DistributedOptimizer(
     """
     inner = require_plain(optimizer)
     if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     summed = backward_passes_per_step > 1 and not average_aggregated_gradients
     reduction = Reduction(
@@ -306,7 +304,7 @@ def DistributedOptimizer(
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras accumulate the gradients of `passes` batches."""
     if passes < 1:
-        raise UsageError(f"backward_passes_per_step={passes}: give 1 or more")
+        raise UsageError(f"backward_passes_per_step={passes}: must be at least 1")
     if passes == 1:
         return
     if optimizer.gradient_accumulation_steps == passes:
@@ -314,7 +312,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     if optimizer.gradient_accumulation_steps:
         raise UsageError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
-            f"{optimizer.gradient_accumulation_steps}: give one of them"
+            f"{optimizer.gradient_accumulation_steps}: use only one of them"
         )
     if optimizer.built:
         raise UsageError("backward_passes_per_step: wrap the optimizer before it is built or used")
@@ -335,7 +333,16 @@ def PartialDistributedOptimizer(
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Like DistributedOptimizer, but the gradients of `local_layers` stay on their rank."""
+    """Make a DistributedOptimizer that leaves the gradients of `local_layers` on their rank.
+
+    Other arguments as in DistributedOptimizer.
+
+    Args:
+        local_layers: a built Keras layer, or several.
+
+    Raises:
+        UsageError: a local layer is no layer or not built; as DistributedOptimizer.
+    """
     layers = layers_of(local_layers)
     distributed = DistributedOptimizer(
         optimizer,

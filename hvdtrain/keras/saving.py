@@ -47,7 +47,7 @@ def load_model(
         UsageError: `legacy_opts`; an optimizer's state that does not fit the model.
     """
     if legacy_opts:
-        raise UsageError("load_model: Keras 3 has no legacy optimizers, leave legacy_opts out")
+        raise UsageError("load_model: Keras 3 has no legacy optimizers: leave legacy_opts out")
     own = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     path = os.fspath(filepath)
     custom = _with_makers(own | dict(custom_objects or {}), optimizer_class_in(path) or "")

@@ -19,8 +19,8 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.names import InstanceName
-from hvdtrain.collectives.step import current_step
+from hvdtrain.collectives.step_context import current_step
+from hvdtrain.collectives.tensor_names import InstanceName
 from hvdtrain.errors import UsageError
 
 
@@ -32,8 +32,11 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
     inference nothing is communicated. XLA cannot compile it (`jit_compile` is turned off by Keras).
 
     Args:
-        fused: Horovod's; False.
+        fused: accepted for Horovod's sake; must be False.
         kwargs: all arguments of keras.layers.BatchNormalization but `synchronized`.
+
+    Raises:
+        UsageError: `fused` or `synchronized` is True.
     """
 
     hvdtrain_synchronized = True
@@ -41,7 +44,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
-            raise UsageError("SyncBatchNormalization: fused=True does not exist here, leave it out")
+            raise UsageError("SyncBatchNormalization: fused=True is not supported: leave it out")
         if kwargs.pop("synchronized", False):
             raise UsageError(
                 "SyncBatchNormalization: synchronized=True is for tf.distribute; all ranks are synchronized anyway"

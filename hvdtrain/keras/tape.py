@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Average, Communicator, ranks_of
 from hvdtrain.collectives.compression import Compression
-from hvdtrain.collectives.names import variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
+from hvdtrain.collectives.tensor_names import variables_name
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import layers_of
 from hvdtrain.keras_internals.overlay import overlay
@@ -94,11 +94,18 @@ def DistributedGradientTape(
 ) -> Any:
     """Make a tf.GradientTape whose `gradient` is reduced over the ranks.
 
-    The tape is changed in place and returned, so `with` may come before or after. Arguments as of
-    DistributedOptimizer. Apply the gradients with a plain optimizer, or they are reduced twice.
+    The tape is changed in place and returned, so `with` may come before or after. Apply the gradients with a plain
+    optimizer, or they are reduced twice. Other arguments as in DistributedOptimizer.
+
+    Args:
+        gradtape: the tf.GradientTape.
+
+    Raises:
+        UsageError: arguments that exclude each other; from its `jacobian` and `batch_jacobian`, which have no meaning
+            that can be averaged.
     """
     if num_groups:
-        warnings.warn("num_groups is called groups now", DeprecationWarning, stacklevel=2)
+        warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     reduction = Reduction(
         name="tape",
@@ -131,7 +138,16 @@ def PartialDistributedGradientTape(
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Like DistributedGradientTape, but the gradients of `local_layers` stay on their rank."""
+    """Make a DistributedGradientTape that leaves the gradients of `local_layers` on their rank.
+
+    Other arguments as in DistributedGradientTape.
+
+    Args:
+        local_layers: a built Keras layer, or several.
+
+    Raises:
+        UsageError: a local layer is no layer or not built; arguments that exclude each other.
+    """
     layers = layers_of(local_layers)
     tape = DistributedGradientTape(
         gradtape,

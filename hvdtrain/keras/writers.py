@@ -16,8 +16,8 @@ import keras
 import tensorflow as tf
 from keras import callbacks as kc
 
-from hvdtrain.collectives.agreement import raise_alike
 from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
@@ -37,7 +37,7 @@ WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore
 def on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], is_first: bool
 ) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that this rank runs: all on the first rank, those that are no writers elsewhere."""
+    """Return the callbacks that this rank runs: all on the first rank, elsewhere those that do not write."""
     return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
 
 

@@ -28,7 +28,7 @@ WHOLE = {
     "Lamb": "scales each step by the norm of the whole variable",
     "Muon": "makes each step from the whole matrix",
     "Adafactor": "keeps averages over whole rows and columns",
-    "ScheduleFreeAdamW": "begins with a state made from the weights",
+    "ScheduleFreeAdamW": "initializes its state from the weights",
     "MultiOptimizer": "holds several optimizers",
 }
 """Keras's other optimizers: why not."""
@@ -44,6 +44,7 @@ def require_elementwise(optimizer: Any, cannot: str) -> None:
     if kind.__module__.startswith("keras."):
         reason = WHOLE.get(kind.__name__, reason)
     raise UsageError(
-        f"{kind.__name__} {cannot}: it {reason}. Use one of {known}; an optimizer of your own that updates each "
-        "element by that element's gradient and state alone says so by a class attribute hvdtrain_elementwise = True"
+        f"{kind.__name__} {cannot}: it {reason}. Use one of {known}; if your own optimizer "
+        "updates each element from that element's gradient and state alone, give its class the "
+        "attribute hvdtrain_elementwise = True"
     )

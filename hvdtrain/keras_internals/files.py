@@ -42,7 +42,7 @@ class _Places(saving_lib.H5IOStore):
 def stored_variables(model: keras.Model) -> dict[str, tuple[Any, tuple[int, ...]]]:
     """Return place in a file -> (the variable or value that belongs there, its shape), of the model alone.
 
-    Works for variables without values, too.
+    Also works for variables without values.
     """
     store = _Places()
     optimizer = getattr(model, "optimizer", None)

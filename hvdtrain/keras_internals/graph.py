@@ -18,7 +18,7 @@ from keras.src.models.functional import Functional
 from hvdtrain.keras_internals.losses import compiled_losses
 
 Tensor = Any
-"""A keras.KerasTensor: symbolic, told from others by its identity."""
+"""A keras.KerasTensor: symbolic, identified by its id."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What hvdtrain needs of the inside of compiled losses. Tested with Keras 3.15."""
+"""What hvdtrain needs from the internals of compiled losses. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -47,20 +47,21 @@ def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.T
 
 
 def needs_whole_batch(model: keras.Model) -> str | None:
-    """Return what is to be said of a loss of Keras's that parts of a batch cannot make; None if there is none."""
+    """Return the error for a loss of Keras's that cannot be computed from parts of a batch; None if there is none."""
     for loss in compiled_losses(model):
         function = getattr(loss, "fn", None)
         if function is keras.losses.circle:
             return (
-                f"The loss {loss.name!r} compares every example with all others of the batch, and a worker has only "
-                "its share of them: train on one worker"
+                f"The loss {loss.name!r} compares every example with all others of the batch, but "
+                "a worker has only its share of them: train on one worker"
             )
         if function in (keras.losses.dice, keras.losses.tversky):
             axis = loss._fn_kwargs.get("axis")
             if axis is None or 0 in np.atleast_1d(axis):
                 return (
-                    f"The loss {loss.name!r} is made from sums over all examples of the batch, and a worker has only "
-                    "its share of them: give it an axis without the first one, such as axis=(1, 2, 3) for images, so "
-                    "that there is a value for each example; or train on one worker"
+                    f"The loss {loss.name!r} is made from sums over all examples of the batch, "
+                    "but a worker has only its share of them: give it an axis without the first "
+                    "one, such as axis=(1, 2, 3) for images, so that there is a value for each "
+                    "example; or train on one worker"
                 )
     return None

@@ -1,4 +1,4 @@
-"""What hvdtrain needs of the inside of Keras's models. Tested with Keras 3.15."""
+"""What hvdtrain needs from the internals of Keras's models. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def overrides(callback: keras.callbacks.Callback, method: str) -> bool:
 
 
 def overridden(model: keras.Model, *methods: str) -> str | None:
-    """Return the first of `methods` that the model's class writes anew; None if it has Keras's."""
+    """Return the first of `methods` that the model's class overrides; None if it has Keras's."""
     return next(
         (m for m in methods if getattr(type(model), m) is not getattr(keras.Model, m)), None
     )
@@ -104,7 +104,7 @@ def keeps_rows(model: keras.Model) -> bool:
 
 
 def metric_names(model: keras.Model) -> list[str]:
-    """Return the names under which a built model's losses and metrics stand in the logs."""
+    """Return the names under which a built model's losses and metrics appear in the logs."""
     return list(metric_results(model))
 
 

@@ -62,7 +62,7 @@ def prepare_saving() -> None:
 
 
 def _save_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
-    """The file of a LossScaleOptimizer holds the inner optimizer's state, too."""
+    """The file of a LossScaleOptimizer also holds the inner optimizer's state."""
     if not hasattr(self.inner_optimizer, "whole_values"):
         original(self, store)
         return
@@ -85,6 +85,7 @@ def _load_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
 def _save_in_hdf5(original: Callable[..., Any], group: Any, optimizer: Any) -> None:
     if is_in_parts(optimizer):
         raise UsageError(
-            "An .h5 file cannot take an optimizer's state that lies on several ranks: save a .keras file"
+            "An .h5 file cannot hold optimizer state that is spread over several ranks: save a "
+            ".keras file"
         )
     original(group, optimizer)

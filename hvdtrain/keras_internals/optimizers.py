@@ -1,4 +1,4 @@
-"""What hvdtrain needs of the inside of Keras's optimizers. Tested with Keras 3.15."""
+"""What hvdtrain needs from the internals of Keras's optimizers. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ class AppliesByKeras:
         result = super().apply(grads, trainable_variables)  # type: ignore[misc]
         if self.hvdtrain_applied == before and any(g is not None for g in grads):
             raise UsageError(
-                f"The optimizer {type(self).__name__} has an apply of its own, which does not pass the gradients on to "
-                "keras.optimizers.Optimizer.apply, where those of all workers become one update: let it call "
-                "super().apply(grads, trainable_variables), or give the optimizer that it holds instead"
+                f"The optimizer {type(self).__name__} overrides apply without passing the "
+                "gradients on to keras.optimizers.Optimizer.apply, where those of all workers "
+                "become one update: let it call super().apply(grads, trainable_variables), or "
+                "give the optimizer that it holds instead"
             )
         return result
 
@@ -129,7 +130,7 @@ def is_distributed(optimizer: Any) -> bool:
 def gradients_taken(
     optimizer: Any, take: Callable[[list[tuple[Any, Any]]], bool]
 ) -> Iterator[None]:
-    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is told to apply, whichever way.
+    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is given to apply, whichever way.
 
     It returns whether it took them; else the optimizer applies them.
     """
@@ -157,6 +158,7 @@ def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> 
     """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
     if model.trainable_variables and not handed_out:
         raise UsageError(
-            f"The train_step of {type(model).__name__} gave self.optimizer no gradient, so there is nothing to add up "
-            "over the workers: let it call self.optimizer.apply(gradients, self.trainable_variables)"
+            f"The train_step of {type(model).__name__} passed no gradients to self.optimizer, so "
+            "there is nothing to add up over the workers: let it call "
+            "self.optimizer.apply(gradients, self.trainable_variables)"
         )

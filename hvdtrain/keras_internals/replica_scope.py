@@ -50,7 +50,7 @@ class ReplicaScope(keras.StatelessScope):
         self._stale: set[int] = set()
 
     def hand_out(self, pairs: list[tuple[Any, Any]], optimizer: Any) -> None:
-        """Take the (gradient, variable) pairs that the step tells `optimizer` to apply: it can do so once.
+        """Take the (gradient, variable) pairs that the step passes to `optimizer` to apply: it can do so once.
 
         The update is made after the step, so nothing in it may use what the update changes any more.
         """
@@ -235,8 +235,9 @@ def made_again(optimizer: Any) -> Any:
     before, after = inner_of(optimizer), inner_of(again)
     if getattr(before, "_exclude_from_weight_decay", None):
         raise UsageError(
-            "exclude_from_weight_decay(var_list=...): the optimizer is made anew where the replicas are, and does not "
-            "know these variables there: give names, exclude_from_weight_decay(var_names=[...])"
+            "exclude_from_weight_decay(var_list=...): the optimizer is recreated for the "
+            "replicas and does not know these variables there: pass names, "
+            "exclude_from_weight_decay(var_names=[...])"
         )
     # It is in no configuration.
     pattern = getattr(before, "_exclude_from_weight_decay_pattern", None)

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.environment import FORWARD
+from hvdtrain.errors import UsageError
 from hvdtrain.launch.engine import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.slurm.allocation import Allocation
 from hvdtrain.launch.variables import EnvVar
-from hvdtrain.rank_variables import CONTROLLER
+from hvdtrain.rank_variables import CONTROLLER, size_variable
 from hvdtrain.strategy_names import HOROVOD, STRATEGY
 
 
@@ -67,6 +68,18 @@ def this_site(allocation: Allocation | None = None, image: str | None = None) ->
     )
 
 
+def check_started_once(environ: Mapping[str, str]) -> None:
+    """Raises UsageError in one of several processes of another launch."""
+    name = size_variable(environ)
+    if name:
+        size = environ[name]
+        raise UsageError(
+            f"hvdtrain run was started as one of {size} processes of another launch "
+            f"({name}={size}): start it once, without mpirun or horovodrun and not from a worker; "
+            "it starts the workers itself"
+        )
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A launch that is ready to start.
@@ -76,9 +89,9 @@ class Prepared:
         settings: variables to set for it beside those that there are; None takes one away.
         stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
         for_stand_in: variables for `stand_in` alone, without which the command does the same.
-        lacks: what a user who pastes the command must know, a line each.
+        lacks: what a user who pastes the command must know, one line each.
         members: what its processes are called.
-        elastic: whether the others go on without a rank that fails.
+        elastic: whether the other ranks continue when one fails.
     """
 
     words: tuple[str, ...]
@@ -100,14 +113,14 @@ class Prepared:
         return self.with_settings(self.words)
 
     def with_settings(self, argv: Sequence[str]) -> list[str]:
-        """`argv` as a command that sets the variables, too."""
+        """`argv` as a command that also sets the variables."""
         changes = self.settings.items()
         unset = [word for name, value in changes if value is None for word in ("-u", name)]
         values = [f"{name}={value}" for name, value in changes if value is not None]
         return [*(["env", *unset, *values] if changes else []), *argv]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ` with what is set for what is started."""
+        """`environ` with the settings for the process to be started."""
         changed = {**environ, **self.for_stand_in, **self.settings}
         return {name: value for name, value in changed.items() if value is not None}
 
@@ -127,7 +140,7 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
 
 
 def forward(plan: LaunchPlan) -> dict[str, str]:
-    """What tells a program of `hvdtrain.start` which variables are to reach the ranks on all hosts."""
+    """The option that names, for a program of `hvdtrain.start`, the variables to forward to the ranks on all hosts."""
     return {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
 
 

@@ -7,57 +7,42 @@
     fusion-threshold-mb: 64       # or fusion_threshold_mb
 
 The sections of `horovodrun --config-file` (params, autotune, timeline, stall_check,
-library_options, logging) may stand beside these. A key that nobody knows is an error; horovodrun
+library_options, logging) may stand beside these. An unknown key is an error; horovodrun
 ignores it. Paths are relative to the file's folder; in Horovod's sections to the working folder, as
 horovodrun has it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, did_you_mean
+from hvdtrain.launch.files import read_text
 
+_TUNING = ("fusion_threshold_mb", "cycle_time_ms", "cache_capacity")
+_TOPOLOGY = ("hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce")
+_LIBRARIES = ("mpi_threads_disable", "num_nccl_streams", "thread_affinity", "gloo_timeout_seconds")
+_SEARCH = (
+    "log_file",
+    "warmup_samples",
+    "steps_per_sample",
+    "bayes_opt_max_samples",
+    "gaussian_process_noise",
+)
 # Section of Horovod's layout -> key -> field of the plan.
 HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
-    "params": {
-        name: name
-        for name in (
-            "fusion_threshold_mb",
-            "cycle_time_ms",
-            "cache_capacity",
-            "hierarchical_allreduce",
-            "hierarchical_allgather",
-            "torus_allreduce",
-        )
-    },
-    "autotune": {
-        "enabled": "autotune",
-        "log_file": "autotune_log_file",
-        "warmup_samples": "autotune_warmup_samples",
-        "steps_per_sample": "autotune_steps_per_sample",
-        "bayes_opt_max_samples": "autotune_bayes_opt_max_samples",
-        "gaussian_process_noise": "autotune_gaussian_process_noise",
-    },
+    "params": {name: name for name in (*_TUNING, *_TOPOLOGY)},
+    "autotune": {"enabled": "autotune", **{name: f"autotune_{name}" for name in _SEARCH}},
     "timeline": {"filename": "timeline_filename", "mark_cycles": "timeline_mark_cycles"},
     "stall_check": {
         "enabled": "stall_check",
         "warning_time_seconds": "stall_warning_seconds",
         "shutdown_time_seconds": "stall_shutdown_seconds",
     },
-    "library_options": {
-        name: name
-        for name in (
-            "mpi_threads_disable",
-            "num_nccl_streams",
-            "thread_affinity",
-            "gloo_timeout_seconds",
-        )
-    },
+    "library_options": {name: name for name in _LIBRARIES},
     "logging": {"level": "log_level", "with_timestamp": "log_with_timestamp"},
 }
 # Texts for the script and the environment: 1.10 is not to become 1.1, nor no a truth value.
@@ -87,12 +72,14 @@ def read_config(path: Path, fields: Mapping[str, str]) -> dict[str, Entry]:
         fields: the field of every name that a key may have, written with `-`.
 
     Raises:
-        UsageError: the file cannot be read, has unknown keys, or says something twice.
+        UsageError: the file cannot be read, has unknown keys, or sets something twice.
     """
     found: dict[str, Entry] = {}
     for field, entry in _entries(path, _load(path), fields):
         if field in found:
-            raise UsageError(f"{path}: {found[field].key} and {entry.key} are the same: give one")
+            raise UsageError(
+                f"{path}: {found[field].key} and {entry.key} are the same option: use only one"
+            )
         found[field] = entry
     return {field: entry for field, entry in found.items() if entry.value is not None}
 
@@ -108,7 +95,7 @@ def _entries(
         elif name in fields:
             yield fields[name], Entry(key, value)
         else:
-            hint = _hint(name, [*fields, *sections])
+            hint = did_you_mean(name, [*fields, *sections])
             raise UsageError(f"{path}: there is no option {key!r}.{hint}")
 
 
@@ -119,11 +106,13 @@ def _section_entries(
     if content is None:
         return
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: {key} is a section: write its keys below it, indented")
+        raise UsageError(f"{path}: {key} is a section: put its keys below it, indented")
     known = HOROVOD_SECTIONS[section]
     for name in content:
         if name not in known:
-            raise UsageError(f"{path}: there is no key {name!r} in {key}.{_hint(name, known)}")
+            raise UsageError(
+                f"{path}: there is no key {name!r} in {key}.{did_you_mean(name, known)}"
+            )
     switch, otherwise = _SWITCHES.get(section, ("", True))
     # As in Horovod: what a section says has no effect when the section is switched off.
     active = bool(content.get(switch, otherwise)) or not switch
@@ -132,53 +121,49 @@ def _section_entries(
             yield known[name], Entry(f"{key}.{name}", value)
 
 
-def _hint(name: object, known: Iterable[str]) -> str:
-    close = get_close_matches(str(name), list(known))
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-
-
 def _load(path: Path) -> dict[str, Any]:
     """The file's mapping."""
     import yaml  # Only who has a configuration file waits for it.
 
+    text = read_text(path, "configuration")
     try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8"))
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if "\0" in getattr(event, "value", ""):
+                line = event.start_mark.line + 1
+                raise UsageError(f"{path}, line {line}: a string cannot contain a NUL byte")
+        loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise UsageError(f"{path}: write one option on each line, such as np: 4")
+            raise UsageError(f"{path}: expected one option per line, such as np: 4")
         _take_keys(path, root)
         for key, node in root.value:
             if key.value in _AS_WRITTEN:
                 _take_as_written(node)
         content: dict[str, Any] = loader.construct_document(root)
-    except OSError as error:
-        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the configuration {path} is no text file (UTF-8)") from error
     except yaml.YAMLError as error:
-        raise UsageError(f"the configuration {path} is no YAML: {_place(error)}") from error
+        raise UsageError(f"the configuration {path} is not valid YAML: {_place(error)}") from error
     except UsageError:
         raise
     except ValueError as error:  # PyYAML reads 2024-13-45 as a date.
         raise UsageError(
-            f"cannot read the configuration {path}: {error}: put what is a text in quotes"
+            f"cannot read the configuration {path}: {error}: put strings in quotes"
         ) from error
     except RecursionError as error:
-        raise UsageError(f"the configuration {path} has too many brackets in brackets") from error
+        raise UsageError(f"the configuration {path} is nested too deeply") from error
     return content
 
 
 def _take_keys(path: Path, node: Any) -> None:
-    """Names of options, hosts and variables are texts (`ON` too), each given once.
+    """Names of options, hosts and variables are strings (even `ON`), each given once.
 
     PyYAML would take the last of two equal keys, silently.
     """
     seen: set[str] = set()
     for key, value in node.value:
         if not isinstance(key.value, str):
-            raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key is one word")
+            raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key must be a single word")
         if key.value in seen:
             raise UsageError(f"{path}: {key.value!r} is given twice: give it once")
         seen.add(key.value)
@@ -198,7 +183,7 @@ def _take_as_written(node: Any) -> None:
 
 
 def _place(error: Any) -> str:
-    """What PyYAML says, on one line."""
+    """PyYAML's message, on one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return where + " ".join(str(problem or error).split())

@@ -1,7 +1,7 @@
 """The Horovod that is installed beside this Python: where it is, and which controllers it was built
 with.
 
-Horovod itself tells that only after TensorFlow is imported, which takes seconds. The answer also
+Horovod itself reports that only after TensorFlow is imported, which takes seconds. The answer also
 stands in its extension: one built with MPI is linked to an MPI library, one built with Gloo
 contains Gloo's classes.
 """
@@ -10,7 +10,6 @@ import importlib.util
 import mmap
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -24,19 +23,8 @@ _SIGNS: dict[Controller, tuple[bytes, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Engine:
-    """An installed Horovod.
-
-    Attributes:
-        built: the controllers that it was built with.
-    """
-
-    built: frozenset[Controller]
-
-
-def find_engine() -> Engine:
-    """The Horovod of this Python. Raises EngineError if there is none for TensorFlow."""
+def installed_controllers() -> frozenset[Controller]:
+    """Those of the Horovod of this Python. Raises EngineError if there is none for TensorFlow."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         raise EngineError(f"Horovod is not installed for {sys.executable}: {INSTALL_HINT}")
@@ -44,7 +32,7 @@ def find_engine() -> Engine:
     extension = next(iter(sorted(package.glob("tensorflow/mpi_lib.*so"))), None)
     if extension is None:
         raise EngineError(f"the Horovod in {package} was built without TensorFlow: {INSTALL_HINT}")
-    return Engine(built_controllers(extension))
+    return built_controllers(extension)
 
 
 def built_controllers(extension: Path) -> frozenset[Controller]:
@@ -70,7 +58,9 @@ def find_mpirun(path: str | None = None) -> str | None:
 def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | None) -> Controller:
     """The controller to use; `auto` takes MPI, the faster one, if it was built and mpirun is there.
 
-    Raises UsageError if the wanted controller cannot be used here.
+    Raises:
+        UsageError: the wanted controller cannot be used here.
+        EngineError: neither can.
     """
     if wanted == "auto":
         if "mpi" in built and mpirun:

@@ -15,12 +15,12 @@ from typing import Any
 
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import LaunchError, UsageError
-from hvdtrain.launch.command import this_site
-from hvdtrain.launch.engine import choose_controller, find_engine
+from hvdtrain.launch.command import check_started_once, this_site
+from hvdtrain.launch.engine import choose_controller, installed_controllers
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.launchers import find_launcher
-from hvdtrain.launch.nested import check_started_once
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program
 from hvdtrain.launch.running.exchange import Exchange
 from hvdtrain.launch.running.outcome import Outcome
 from hvdtrain.launch.running.session import Patience, View, run_launch
@@ -28,7 +28,6 @@ from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.worker.sealed import ADDRESS, KEY
 
-_RUNNER = Path("hvdtrain.worker.function")
 _GRACE_SECONDS = 30.0
 
 
@@ -49,32 +48,36 @@ def launch(
     Args:
         function: any that cloudpickle takes, also one that is defined in a notebook's cell.
         np: the number of ranks.
-        args, kwargs: the same for all ranks.
+        args: positional arguments, the same for all ranks.
+        kwargs: keyword arguments, the same for all ranks.
         hosts: "node1:4,node2:4"; None: this machine.
         controller: "auto", "mpi" or "gloo".
         all_ranks: show the output of all ranks, not only rank 0's.
         log_dir: folder for every rank's output; None makes one under .hvdtrain/logs.
         hang_timeout: seconds without progress after which the run is ended; 0: never.
 
+    Returns:
+        What each rank's call returned; the first is rank 0's.
+
     Raises:
-        UsageError: an argument cannot work, or cannot be pickled.
+        UsageError: an argument cannot work, or cannot be pickled; a call outside the main thread.
+        EngineError: this Horovod has neither a usable MPI nor Gloo.
         LaunchError: a rank failed.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button; the ranks are ended.
     """
     check_started_once(os.environ)
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "hvdtrain.launch runs in the main thread only, where Ctrl-C arrives: call it there"
+            "hvdtrain.launch must be called from the main thread, which receives Ctrl-C"
         )
     if isinstance(np, bool) or not isinstance(np, int) or np < 1:
-        raise UsageError(f"hvdtrain.launch(np={np!r}): give the number of ranks, at least 1")
+        raise UsageError(f"hvdtrain.launch(np={np!r}): the number of ranks must be at least 1")
     site = this_site()
     places = parse_hosts(hosts) if hosts else ()
     plan = LaunchPlan(
-        script=_RUNNER,
-        kind="module",
+        program=Program(Path("hvdtrain.worker.function"), kind="module"),
         np=np,
-        controller=choose_controller(controller, find_engine().built, site.mpirun),
+        controller=choose_controller(controller, installed_controllers(), site.mpirun),
         hosts=places,
         # Their values are in the environment alone.
         env=(EnvVar(ADDRESS), EnvVar(KEY)),
@@ -100,7 +103,7 @@ def launch(
 
 def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     if not callable(function):
-        raise UsageError(f"hvdtrain.launch: {function!r} is no function")
+        raise UsageError(f"hvdtrain.launch: {function!r} is not a function")
     import cloudpickle
 
     parts = [("the function", function), *((f"args[{at}]", one) for at, one in enumerate(args))]
@@ -108,10 +111,10 @@ def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:
-        what = next((name for name, one in parts if not _can_pickle(one)), "what is given")
+        what = next((name for name, one in parts if not _can_pickle(one)), "the call")
         raise UsageError(
-            f"hvdtrain.launch: {what} cannot be pickled ({error}): open files, locks and connections inside of the "
-            "function"
+            f"hvdtrain.launch: {what} cannot be pickled ({error}): open files, locks and "
+            "connections inside the function"
         ) from error
     return pickle.dumps(([str(Path(folder).absolute()) for folder in sys.path], call))
 
@@ -135,7 +138,8 @@ def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
         raise LaunchError(message, outcome.rank, outcome.exit_code, outcome.traceback, log_dir)
     if missing:
         raise LaunchError(
-            f"rank {missing[0]} ended without a result: its function called sys.exit or os._exit: let it return\n"
+            f"rank {missing[0]} ended without a result: its function called sys.exit or os._exit "
+            "instead of returning\n"
             f"logs of all ranks: {log_dir}",
             missing[0],
             0,

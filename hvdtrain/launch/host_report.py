@@ -1,11 +1,11 @@
-"""What another host tells about itself before a launch, and why it could not. Pure functions."""
+"""What another host reports about itself before a launch, or why it could not. Pure functions."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh
 
@@ -17,7 +17,7 @@ Interfaces = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host says about itself.
+    """What a host reports about itself.
 
     Attributes:
         hvdtrain: version of hvdtrain there.
@@ -32,16 +32,11 @@ class HostReport:
     reached: str = ""
     origin: str = ""
 
-    def to_line(self) -> str:
-        return json.dumps(asdict(self))
 
-
-def from_line(line: str) -> HostReport | None:
-    """The report that `line` carries; None if it is any other text, such as a greeting."""
-    try:
-        return HostReport(**json.loads(line))
-    except (ValueError, TypeError):
-        return None
+def report_of(told: Mapping[str, Any]) -> HostReport:
+    """The report that a host sent. Another version's may contain more fields, or raise TypeError for lack of some."""
+    known = {one.name for one in fields(HostReport)}
+    return HostReport(**{name: value for name, value in told.items() if name in known})
 
 
 _NO_PYTHON = re.compile(r"no such file or directory|not found|permission denied", re.IGNORECASE)
@@ -66,7 +61,7 @@ def ssh_problem(
         port, identity_file: that ssh was given.
     """
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    said = lines[-1] if lines else f"exit code {exit_code}, without a word"
+    said = lines[-1] if lines else f"exit code {exit_code}, with no output"
     if exit_code == SSH_FAILED:
         error = explain_ssh(host, stderr, port, identity_file)
         return f"host {host}: {error.cause}: {error.fix}"
@@ -87,8 +82,8 @@ def ssh_problem(
 def late(host: str, seconds: float) -> str:
     """A host that answers ssh, or not even that, but does not report in time."""
     return (
-        f"host {host}: no answer over ssh within {seconds:g} s: is it overloaded, or its network "
-        "slow? --start-timeout gives it longer"
+        f"host {host}: no answer over ssh within {seconds:g} s: it may be overloaded, or its "
+        "network slow; --start-timeout sets a longer limit"
     )
 
 
@@ -117,13 +112,13 @@ def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport])
         if not any(report.interfaces.get(name) for name in wanted)
     ]
     return "\n".join(problems) and "\n".join(
-        [*problems, "give interfaces that every host has with --network-interfaces"]
+        [*problems, "name interfaces that every host has with --network-interfaces"]
     )
 
 
 NO_COMMON_INTERFACE = (
-    "the hosts are not reached over a network interface of the same name on each: give one that every host has, and "
-    "that connects them, with --network-interfaces"
+    "the hosts are not connected by an interface of the same name on each: name one that "
+    "every host has, and that connects them, with --network-interfaces"
 )
 
 

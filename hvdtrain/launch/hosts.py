@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.files import read_text
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,9})", re.ASCII)
@@ -27,12 +28,12 @@ class Host:
     def __post_init__(self) -> None:
         if not is_host_name(self.name):
             raise UsageError(
-                f"{self.name!r} is no host name: use letters, digits, '.', '_' and '-' "
-                "(Horovod takes no IPv6 addresses; give the host a name)"
+                f"{self.name!r} is not a host name: use letters, digits, '.', '_' and '-' "
+                "(Horovod does not support IPv6 addresses: give the host a name)"
             )
         if self.slots < 1:
             raise UsageError(
-                f"host {self.name} has {self.slots} slots: give at least 1, or leave it out"
+                f"host {self.name} has {self.slots} slots: it needs at least 1, or leave it out"
             )
 
     def __str__(self) -> str:
@@ -51,7 +52,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
         match = _HOST.fullmatch(item.strip())
         if match is None:
             raise UsageError(
-                f"cannot read {item.strip()!r} in the hosts {text!r}: write name:slots, "
+                f"cannot read {item.strip()!r} in the host list {text!r}: expected name:slots, "
                 "separated by commas, such as node1:4,node2:4"
             )
         hosts.append(Host(match["name"], int(match["slots"])))
@@ -60,12 +61,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file: lines `name slots=N`, blank ones, `# comments`. Raises UsageError."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UsageError(f"cannot read the hostfile {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"the hostfile {path} is no text file (UTF-8)") from error
+    lines = read_text(path, "hostfile").splitlines()
     hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
         content = line.partition("#")[0].strip()
@@ -75,14 +71,23 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         try:
             if match is None:
                 raise UsageError(
-                    f"cannot read {content!r}: write name slots=N, such as node1 slots=4"
+                    f"cannot read {content!r}: expected name slots=N, such as node1 slots=4"
                 )
             hosts = list(_distinct([*hosts, Host(match["name"], int(match["slots"]))]))
         except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from None
     if not hosts:
-        raise UsageError(f"the hostfile {path} names no host: write name slots=N, one host a line")
+        raise UsageError(
+            f"the hostfile {path} names no hosts: expected name slots=N, one host per line"
+        )
     return tuple(hosts)
+
+
+def hosts_of(hosts: tuple[Host, ...] | None, hostfile: Path | None) -> tuple[Host, ...]:
+    """The hosts of --hosts or --hostfile; none if neither is given. Raises UsageError if both are."""
+    if hosts and hostfile is not None:
+        raise UsageError("--hosts and --hostfile both name the hosts: use only one of them")
+    return read_hostfile(hostfile) if hostfile is not None else hosts or ()
 
 
 def _distinct(hosts: list[Host]) -> tuple[Host, ...]:

@@ -1,24 +1,24 @@
-"""What there is to say about one option of a launch, kept at the field that holds its value.
+"""What a launch's options are made of.
 
-The type of a field of `LaunchPlan` is `Annotated` with the field's `Option`. The command line, the configuration
-file, the checks of the plan and horovodrun's argv are all derived from these, so that an option is
-written down once.
+Each option is a field of `LaunchPlan`, made by `option`. The command line, the configuration file, the checks of the
+plan and horovodrun's argv are all derived from these fields, so that an option is written down once.
 """
 
-from dataclasses import KW_ONLY, MISSING, dataclass, fields
-from typing import Annotated, Any, Literal, get_args, get_origin
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal
 
-# The sections of `hvdtrain run --help`, in this order.
+# The sections of `hvdtrain run --help-all`, in this order.
 GROUPS = {
     "basic": "Basic",
     "strategy": "Strategy",
     "hosts": "Hosts",
+    "output": "Output",
     "ssh": "Reaching other hosts",
     "elastic": "Elastic training (over Gloo)",
     "tuning": "Tuning",
     "autotune": "Autotuning",
     "timeline": "Timeline",
-    "stall": "Ranks that wait for others",
+    "stall": "Stalls and hangs",
     "library": "Libraries",
     "logging": "Horovod's log",
     "about": "About this command",
@@ -32,39 +32,43 @@ Need = Literal[
     "autotune",
     "timeline",
     "several hosts",
-    "one worker a host",
+    "one worker per host",
     "horovodrun",
 ]
 """What an option can depend on; `rules` says when each is met."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option.
+    """One option, and the field that holds its value.
 
     Attributes:
+        field, type, default: of the field; a default of None may also say that it has none.
         group: the section of --help; a key of GROUPS.
         help: one or two sentences.
-        flag: horovodrun's flag; for an option that is on or off, the one that switches it on.
-        off: horovodrun's flag that switches it off; empty if there is none.
-        names: its names at the command line if they are not just --field-name; messages use the
-            first. `--on/--off` names a switch.
+        flag: horovodrun's flag, usually `--field-name`; for an option that is on or off, the one that switches it
+            on. Empty if there is none.
+        off: horovodrun's flag that switches it off, usually `--no-field-name` where None leaves it to Horovod.
+        names: its names at the command line, usually `--field-name`; messages use the first. `--on/--off` names a
+            switch.
         aliases: more names, of horovodrun, torchrun and accelerate, which --help does not show. For a
             choice, `--VALUE` makes it.
-        metavar: what stands for the value in --help, mostly its unit.
+        metavar: the placeholder for the value in --help, usually its unit.
         least, most: bounds of a number, both included.
         needs: without which the option has no effect, and is refused.
         unset: what happens when the option is not given, for --help.
-        environment: the variable of Horovod that may set it too. Needed where hvdtrain has a
+        environment: Horovod's variable that may also set it. Needed where hvdtrain has a
             default of its own, which would overrule the user's variable.
     """
 
+    field: str
+    type: Any
+    default: Any
     group: str
     help: str
-    _: KW_ONLY
-    flag: str = ""
-    off: str = ""
-    names: tuple[str, ...] = ()
+    flag: str
+    off: str
+    names: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     metavar: str | None = None
     least: float | None = None
@@ -72,27 +76,6 @@ class Option:
     needs: tuple[Need, ...] = ()
     unset: str = ""
     environment: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An option together with the field that holds its value.
-
-    Attributes:
-        field: the field's name.
-        type: the field's type.
-        default: the field's default; None if it has none.
-    """
-
-    field: str
-    type: Any
-    default: Any
-    option: Option
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Its names at the command line."""
-        return self.option.names or (f"--{self.field.replace('_', '-')}",)
 
     @property
     def name(self) -> str:
@@ -105,13 +88,24 @@ class Setting:
         return self.type in (bool, bool | None)
 
 
-def settings_of(plan: Any) -> list[Setting]:
+def option(group: str, help: str, default: Any = None, **about: Any) -> Any:
+    """A field of a dataclass that is an option: what is unusual `about` it, as in `Option`. MISSING: no default."""
+    return field(default=default, metadata={"group": group, "help": help, **about})
+
+
+def options_of(plan: Any) -> list[Option]:
     """The options of a dataclass (or of an instance), by group, then in the order of its fields."""
-    found = []
-    for one in fields(plan):
-        if get_origin(one.type) is Annotated:
-            type_, option = get_args(one.type)
-            default = None if one.default is MISSING else one.default
-            found.append(Setting(one.name, type_, default, option))
     groups = list(GROUPS)
-    return sorted(found, key=lambda setting: groups.index(setting.option.group))
+    found = [_option_of(one) for one in fields(plan) if one.metadata]
+    return sorted(found, key=lambda option: groups.index(option.group))
+
+
+def _option_of(one: Field[Any]) -> Option:
+    name = one.name.replace("_", "-")
+    usual = {
+        "default": None if one.default is MISSING else one.default,
+        "flag": f"--{name}",
+        "off": f"--no-{name}" if one.type == bool | None else "",
+        "names": (f"--{name}",),
+    }
+    return Option(field=one.name, type=one.type, **{**usual, **one.metadata})

@@ -1,7 +1,7 @@
-"""LaunchPlan: everything that one launch says, checked when it is made.
+"""LaunchPlan: all settings of one launch, checked when it is made.
 
 Its fields are the options of `hvdtrain run`, of its configuration file and of horovodrun 0.28.1;
-see `options` for what stands at each field. Left out of horovodrun's options, on purpose:
+`options` defines what makes up an option. Left out of horovodrun's options, on purpose:
 
 - `--jsrun`: LSF's launcher. horovodrun 0.28.1 takes the interfaces from the job it has not started.
 - `--hostfile`: read by `hosts.read_hostfile` and given on as `-H`; horovodrun's reader fails on
@@ -11,258 +11,172 @@ see `options` for what stands at each field. Left out of horovodrun's options, o
 - `--check-build`, `--version`: of the command, which calls `hvdtrain doctor` and `hvdtrain --version`.
 """
 
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Literal
 
+from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.knobs import Knobs
-from hvdtrain.launch.options import Option, Setting, settings_of
-from hvdtrain.launch.program import Kind, Program
-from hvdtrain.launch.rules import CONDITIONS, ELASTIC, check, is_given
+from hvdtrain.launch.options import option
+from hvdtrain.launch.program import Program
+from hvdtrain.launch.rules import check
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.rank_variables import CONTROLLER
 
+LogLevel = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
+
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchPlan(Knobs):
-    """One launch. Raises UsageError for a plan that cannot work.
+class LaunchPlan:
+    """One launch: what each rank runs, and the options of `hvdtrain run`.
+
+    Every field but `program` is an `option`, which documents it for `--help` and for the reader: what it means, its
+    unit (`metavar`: SECONDS, MILLISECONDS, MB, N), its range (`least`, `most`), what it needs (`needs`), and what
+    None leaves in place (`unset`: mostly Horovod's default).
 
     Attributes:
-        script: the training script, or what `kind` says; each rank runs it.
-        arguments: the script's own arguments.
-        kind: what `script` is.
-        python: the interpreter of the ranks.
-        python_options: of the interpreter.
+        program: what each rank runs.
+
+    Raises:
+        UsageError: the options cannot work together.
     """
 
-    script: Path
-    arguments: tuple[str, ...] = ()
-    kind: Kind = "script"
-    python: str = sys.executable
-    python_options: tuple[str, ...] = ()
+    program: Program
 
-    np: Annotated[
-        int,
-        Option(
-            "basic",
-            "Number of workers; when elastic, the number to start with.",
-            flag="-np",
-            names=("-np", "--num-proc"),
-            aliases=(
-                *("-n", "--np", "--gpus", "--nproc-per-node", "--nproc_per_node"),
-                *("--num-processes", "--num_processes"),
-            ),
-            metavar="N",
-            least=1,
-            unset="all slots of the hosts or the job; else a worker a GPU, or a core, at most 8",
-        ),
-    ]
-    controller: Annotated[
-        Controller,
-        Option(
-            "basic",
-            "What the workers coordinate through; auto: MPI if Horovod was built with it, else Gloo.",
-            aliases=("--gloo", "--mpi"),
-            environment=CONTROLLER,
-        ),
-    ]
-    launcher: Annotated[
-        str,
-        Option(
-            "basic",
-            "What starts the workers; auto: srun in a Slurm job of several nodes, else horovodrun.",
-        ),
-    ] = "horovodrun"
-    env: Annotated[
-        tuple[EnvVar, ...],
-        Option(
-            "basic",
-            "An environment variable for the workers on all hosts, again for each. NAME alone takes "
-            "the value that it has here, and shows it nowhere.",
-            metavar="NAME[=VALUE]",
-        ),
-    ] = ()
-    output_filename: Annotated[
-        Path | None,
-        Option(
-            "basic",
-            "Folder in which the launcher keeps every worker's output, beside --log-dir.",
-            flag="--output-filename",
-            metavar="FOLDER",
-            needs=("horovodrun",),
-        ),
-    ] = None
-    verbose: Annotated[
-        bool,
-        Option(
-            "basic",
-            "Show the command and what the launcher says.",
-            flag="--verbose",
-        ),
-    ] = False
+    # fmt: off
+    np: int = option(
+        "basic", "Number of workers. In an elastic job, the number to start with.", MISSING, flag="-np",
+        names=("-np", "--num-proc"), metavar="N", least=1,
+        aliases=("-n", "--np", "--gpus", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes"),
+        unset="all slots of the hosts or of the Slurm job; else one per GPU, or per core, at most 8")
+    controller: Controller = option(
+        "basic", "How the workers coordinate. auto: MPI if Horovod was built with it, else Gloo.", MISSING, flag="",
+        aliases=("--gloo", "--mpi"), environment=CONTROLLER)
+    launcher: str = option(
+        "basic", "What starts the workers. auto: srun in a Slurm job of several nodes, else horovodrun.", "horovodrun",
+        flag="")
+    env: tuple[EnvVar, ...] = option(
+        "basic", "Set an environment variable for the workers on all hosts. NAME alone: take the value "
+        "from this environment; it is never printed. May be repeated.", (), flag="", metavar="NAME[=VALUE]")
+    output_filename: Path | None = option(
+        "output", "Folder in which the launcher keeps every worker's output, in addition to --log-dir.",
+        metavar="FOLDER", needs=("horovodrun",))
+    verbose: bool = option("basic", "Show the command and the launcher's own messages.", False)
 
-    hosts: Annotated[
-        tuple[Host, ...],
-        Option(
-            "hosts",
-            "Hosts and how many workers each takes, filled in this order.",
-            flag="-H",
-            names=("--hosts", "-H"),
-            metavar="NAME:SLOTS,...",
-            unset="this machine",
-        ),
-    ] = ()
-    network_interfaces: Annotated[
-        tuple[str, ...],
-        Option(
-            "hosts",
-            "Network interfaces to communicate over, such as eth0. Gloo takes one of them.",
-            flag="--network-interfaces",
-            aliases=("--network-interface",),
-            metavar="NAME,...",
-            unset="found by trying",
-        ),
-    ] = ()
-    start_timeout: Annotated[
-        int | None,
-        Option(
-            "hosts",
-            "Time for the hosts to answer and the workers to start.",
-            flag="--start-timeout",
-            metavar="SECONDS",
-            least=1,
-            unset="30, and 2 more for each further host; 300 for srun",
-            environment="HOROVOD_START_TIMEOUT",
-        ),
-    ] = None
-    disable_cache: Annotated[
-        bool,
-        Option(
-            "hosts",
-            "Do not go by what horovodrun remembers of the hosts from the last hour.",
-            flag="--disable-cache",
-            needs=("horovodrun",),
-        ),
-    ] = False
+    hosts: tuple[Host, ...] = option(
+        "hosts", "Hosts and the number of workers on each, filled in this order.", (), flag="-H",
+        names=("--hosts", "-H"), metavar="NAME:SLOTS,...", unset="this machine")
+    network_interfaces: tuple[str, ...] = option(
+        "ssh", "Network interfaces to use, such as eth0. Gloo uses one of them.", (),
+        aliases=("--network-interface",), metavar="NAME,...", unset="detected")
+    start_timeout: int | None = option(
+        "ssh", "How long the hosts may take to answer and the workers to start.", metavar="SECONDS", least=1,
+        unset="30, plus 2 for each additional host; 300 for srun", environment="HOROVOD_START_TIMEOUT")
+    disable_cache: bool = option(
+        "ssh", "Check the hosts again, even if horovodrun did so within the last hour.", False, needs=("horovodrun",))
 
-    ssh_port: Annotated[
-        int | None,
-        Option(
-            "ssh",
-            "Port of the other hosts' ssh.",
-            flag="--ssh-port",
-            names=("--ssh-port", "-p"),
-            metavar="PORT",
-            least=1,
-            most=65535,
-            needs=("horovodrun",),
-        ),
-    ] = None
-    ssh_identity_file: Annotated[
-        Path | None,
-        Option(
-            "ssh",
-            "Key to reach the other hosts with.",
-            flag="--ssh-identity-file",
-            names=("--ssh-identity-file", "-i"),
-            metavar="FILE",
-            needs=("horovodrun",),
-        ),
-    ] = None
+    ssh_port: int | None = option(
+        "ssh", "Port of ssh on the other hosts.", names=("--ssh-port", "-p"), metavar="PORT", least=1, most=65535,
+        needs=("horovodrun",))
+    ssh_identity_file: Path | None = option(
+        "ssh", "Private key for the other hosts.", names=("--ssh-identity-file", "-i"), metavar="FILE",
+        needs=("horovodrun",))
 
-    host_discovery_script: Annotated[
-        Path | None,
-        Option(
-            "elastic",
-            "A program that prints the hosts that there are now, a line NAME or NAME:SLOTS each.",
-            flag="--host-discovery-script",
-            metavar="FILE",
-        ),
-    ] = None
-    slots_per_host: Annotated[
-        int | None,
-        Option(
-            "elastic",
-            "Workers on a host that --host-discovery-script prints without slots.",
-            flag="--slots-per-host",
-            aliases=("--slots",),
-            metavar="N",
-            least=1,
-            needs=("discovery",),
-            unset="1",
-        ),
-    ] = None
-    min_np: Annotated[
-        int | None,
-        Option(
-            "elastic",
-            "With fewer workers training waits for more.",
-            flag="--min-np",
-            names=("--min-np", "--min-num-proc"),
-            metavar="N",
-            least=1,
-            unset="-np",
-        ),
-    ] = None
-    max_np: Annotated[
-        int | None,
-        Option(
-            "elastic",
-            "More workers than this are not started.",
-            flag="--max-np",
-            names=("--max-np", "--max-num-proc"),
-            metavar="N",
-            least=1,
-            unset="no limit",
-        ),
-    ] = None
-    elastic_timeout: Annotated[
-        int | None,
-        Option(
-            "elastic",
-            "Time for the workers to meet again after their number changed.",
-            flag="--elastic-timeout",
-            metavar="SECONDS",
-            least=1,
-            needs=("elastic",),
-            unset="600",
-        ),
-    ] = None
-    reset_limit: Annotated[
-        int | None,
-        Option(
-            "elastic",
-            "End the job when the number of workers has changed this often.",
-            flag="--reset-limit",
-            metavar="N",
-            least=1,
-            needs=("elastic",),
-            unset="no limit",
-        ),
-    ] = None
-    blacklist_cooldown_range: Annotated[
-        tuple[int, int] | None,
-        Option(
-            "elastic",
-            "A host that failed is used again after a time between these, longer each time it fails.",
-            flag="--blacklist-cooldown-range",
-            metavar="MIN MAX",
-            least=1,
-            most=3600,
-            needs=("elastic",),
-            unset="10 300",
-        ),
-    ] = None
+    host_discovery_script: Path | None = option(
+        "elastic", "Executable that prints the hosts currently available, one per line: NAME or NAME:SLOTS.",
+        metavar="FILE")
+    slots_per_host: int | None = option(
+        "elastic", "Number of workers on a host that --host-discovery-script prints without slots.",
+        aliases=("--slots",), metavar="N", least=1, needs=("discovery",), unset="1")
+    min_np: int | None = option(
+        "elastic", "Minimum number of workers; with fewer, training waits for more.",
+        names=("--min-np", "--min-num-proc"), metavar="N", least=1, unset="-np")
+    max_np: int | None = option(
+        "elastic", "Maximum number of workers.", names=("--max-np", "--max-num-proc"), metavar="N", least=1,
+        unset="no limit")
+    elastic_timeout: int | None = option(
+        "elastic", "How long the workers may take to reconnect after their number has changed.", metavar="SECONDS",
+        least=1, needs=("elastic",), unset="600")
+    reset_limit: int | None = option(
+        "elastic", "End the job when the number of workers has changed this many times.", metavar="N", least=1,
+        needs=("elastic",), unset="no limit")
+    blacklist_cooldown_range: tuple[int, int] | None = option(
+        "elastic", "Time to leave out a host where ranks kept failing: at first, and at most.",
+        metavar="MIN MAX", least=1, most=3600, needs=("elastic",), unset="10 300")
 
-    @property
-    def program(self) -> Program:
-        """What each rank runs."""
-        return Program(self.script, self.arguments, self.kind, self.python, self.python_options)
+    fusion_threshold_mb: int | None = option(
+        "tuning", "Fuse small tensors into one collective up to this size; 0 turns fusion off.", metavar="MB", least=0,
+        unset="128")
+    cycle_time_ms: float | None = option(
+        "tuning", "Time between Horovod's checks for tensors that are ready.", metavar="MILLISECONDS", least=0,
+        unset="1; less where that is faster")
+    cache_capacity: int | None = option(
+        "tuning", "Entries in the response cache, which avoids renegotiating known tensors; 0 turns it off.",
+        metavar="N", least=0, unset="1024")
+    hierarchical_allreduce: bool | None = option(
+        "tuning", "Allreduce within each host with NCCL, then across hosts with MPI.", needs=("mpi", "several hosts"))
+    hierarchical_allgather: bool | None = option(
+        "tuning", "Allgather within each host, then across hosts with MPI.", needs=("mpi", "several hosts"))
+    torus_allreduce: bool | None = option(
+        "tuning", "Like --hierarchical-allreduce, but with NCCL across hosts as well.", needs=("several hosts",))
+
+    autotune: bool | None = option("autotune", "Let Horovod find values for the tuning options that are not given.")
+    autotune_log_file: Path | None = option(
+        "autotune", "CSV file of the values tried and their scores; the last line is the best.", metavar="FILE",
+        needs=("autotune",))
+    autotune_warmup_samples: int | None = option(
+        "autotune", "Samples to discard at the start.", metavar="N", least=0, needs=("autotune",), unset="3")
+    autotune_steps_per_sample: int | None = option(
+        "autotune", "Training steps per sample.", metavar="N", least=1, needs=("autotune",), unset="10")
+    autotune_bayes_opt_max_samples: int | None = option(
+        "autotune", "Samples after which the search ends.", metavar="N", least=1, needs=("autotune",), unset="20")
+    autotune_gaussian_process_noise: float | None = option(
+        "autotune", "Assumed noise of the samples, from 0 to 1.", metavar="NUMBER", least=0, most=1,
+        needs=("autotune",), unset="0.8")
+
+    timeline_filename: Path | None = option(
+        "timeline",
+        "Record a timeline of Horovod's operations in this JSON file, for chrome://tracing. Slows training down.",
+        metavar="FILE")
+    timeline_mark_cycles: bool | None = option(
+        "timeline", "Mark Horovod's cycles in the timeline.", needs=("timeline",))
+
+    stall_check: bool = option(
+        "stall", "Check for workers that wait for others.", True, flag="", off="--no-stall-check")
+    stall_warning_seconds: int = option(
+        "stall", "Warn when some workers have waited this long for others.", STALL_WARNING_SECONDS,
+        flag="--stall-check-warning-time-seconds", aliases=("--stall-check-warning-time-seconds",),
+        environment="HOROVOD_STALL_CHECK_TIME_SECONDS", metavar="SECONDS", least=1)
+    stall_shutdown_seconds: int = option(
+        "stall", "End the job when some workers have waited this long; 0: never.", STALL_SHUTDOWN_SECONDS,
+        flag="--stall-check-shutdown-time-seconds", aliases=("--stall-check-shutdown-time-seconds",),
+        environment="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", metavar="SECONDS", least=0)
+
+    gloo_timeout_seconds: int | None = option(
+        "library", "Longest wait inside a single Gloo operation.", metavar="SECONDS", least=1, needs=("gloo",),
+        unset="30")
+    mpi_args: str | None = option(
+        "library", "More options for mpirun, as one argument, such as --mpi-args='--mca btl_tcp_links 2'.",
+        metavar="OPTIONS", needs=("mpi", "horovodrun"))
+    binding_args: str | None = option(
+        "library", "mpirun's options for binding processes to cores, as one argument.", metavar="OPTIONS",
+        needs=("mpi", "horovodrun"), unset="-bind-to none -map-by slot")
+    mpi_threads_disable: bool | None = option(
+        "library", "Initialize MPI without thread support, which mpi4py in the script would need.", needs=("mpi",))
+    tcp: bool = option("library", "Communicate over TCP only: NCCL without InfiniBand.", False)
+    num_nccl_streams: int | None = option("library", "CUDA streams for NCCL.", metavar="N", least=1, unset="1")
+    thread_affinity: int | None = option(
+        "library", "Bind Horovod's background thread to this core.", metavar="CORE", least=0,
+        needs=("one worker per host",))
+
+    log_level: LogLevel | None = option(
+        "logging", "Lowest level of the messages of Horovod's core shown on standard error.", unset="WARNING")
+    log_with_timestamp: bool | None = option(
+        "logging", "Show the time in each line of Horovod's log.", off="--log-without-timestamp",
+        names=("--log-with-timestamp/--log-without-timestamp",),
+        aliases=("--no-log-hide-timestamp/--log-hide-timestamp",))
+    # fmt: on
 
     @property
     def elastic(self) -> bool:
@@ -271,17 +185,3 @@ class LaunchPlan(Knobs):
 
     def __post_init__(self) -> None:
         check(self)
-
-
-def without_effect(values: Mapping[str, Any]) -> list[tuple[Setting, str]]:
-    """The fields that would have no effect in a plan of these values, and what would give them one."""
-    settings = settings_of(LaunchPlan)
-    plan: Any = SimpleNamespace(**{one.field: one.default for one in settings} | dict(values))
-    plan.elastic = any(values.get(name) for name in ELASTIC)
-    return [
-        (setting, CONDITIONS[need].remedy)
-        for setting in settings
-        if is_given(getattr(plan, setting.field))
-        for need in setting.option.needs
-        if not CONDITIONS[need].met(plan)
-    ]

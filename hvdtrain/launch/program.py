@@ -88,14 +88,16 @@ def _by_python(python: Path, words: list[str]) -> Program:
         word = words.pop(0)
         if word == "-m":
             if not words:
-                raise UsageError(f"{python} -m: which module?")
+                raise UsageError(f"{python} -m: the name of the module is missing")
             return _module(words[0], words[1:], by, tuple(options))
         if word.startswith("-c"):
             return Program(python, (*options, word, *words), "program")
         options += [word, *(words[:1] if word in _OPTIONS_WITH_VALUE else [])]
         words = words[1:] if word in _OPTIONS_WITH_VALUE else words
     if not words:
-        raise UsageError(f"{python}: which script? hvdtrain run -np 4 {python} train.py")
+        raise UsageError(
+            f"{python}: the script is missing, as in hvdtrain run -np 4 {python} train.py"
+        )
     return Program(Path(words[0]), tuple(words[1:]), "script", by.python, tuple(options))
 
 
@@ -108,7 +110,7 @@ def _module(
 
 
 def _is_program(name: Path) -> bool:
-    """Whether it is one that is no Python script. Raises UsageError for one that may not be executed."""
+    """Whether it is not a Python script. Raises UsageError if it is not executable either."""
     if name.suffix == ".py":
         return False
     if not name.is_file():
@@ -116,14 +118,14 @@ def _is_program(name: Path) -> bool:
     first = _first_line(name)
     if first.startswith(b"#!") and b"python" not in first and not os.access(name, os.X_OK):
         raise UsageError(
-            f"{name} is no Python script, and may not be executed: chmod +x {name}, or name the "
+            f"{name} is neither a Python script nor executable: chmod +x {name}, or name the "
             f"program that runs it, such as: bash {name}"
         )
     return first.startswith((b"#!", b"\x7fELF")) and b"python" not in first
 
 
 def _first_line(path: Path) -> bytes:
-    """Nothing, if it cannot be read: whoever runs it says so."""
+    """Empty if it cannot be read: whoever runs it reports that."""
     try:
         with path.open("rb") as file:
             return file.readline(256)

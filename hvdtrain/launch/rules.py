@@ -7,7 +7,6 @@ where Horovod's use of it allows that, else only harmless characters are let thr
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -16,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.options import Need, Setting, settings_of
+from hvdtrain.launch.files import check_files, check_script
+from hvdtrain.launch.options import Need, Option, options_of
 from hvdtrain.launch.secrets import looks_secret
+from hvdtrain.strategy_names import PARAMETER_SERVER
 
 if TYPE_CHECKING:
     from hvdtrain.launch.plan import LaunchPlan
@@ -32,50 +33,38 @@ _SHELL_SYNTAX = frozenset(";&|<>$`()\\\n")
 
 
 class Condition(NamedTuple):
-    """When a need is met: the fields that decide it, the test, and what to do about it."""
+    """Whether a plan meets a need, and what to do if it does not."""
 
-    fields: tuple[str, ...]
     met: Callable[[LaunchPlan], bool]
     remedy: str
 
 
 ELASTIC = ("host_discovery_script", "min_np", "max_np")
 CONDITIONS: dict[Need, Condition] = {
-    "gloo": Condition(
-        ("controller",), lambda plan: plan.controller == "gloo", "add --controller gloo"
-    ),
-    "mpi": Condition(
-        ("controller",), lambda plan: plan.controller == "mpi", "add --controller mpi"
-    ),
+    "gloo": Condition(lambda plan: plan.controller == "gloo", "add --controller gloo"),
+    "mpi": Condition(lambda plan: plan.controller == "mpi", "add --controller mpi"),
     "elastic": Condition(
-        ELASTIC,
         lambda plan: plan.elastic,
         "add --host-discovery-script, --min-np or --max-np, which make the training elastic",
     ),
     "discovery": Condition(
-        ("host_discovery_script",),
         lambda plan: plan.host_discovery_script is not None,
-        "add --host-discovery-script; -H and hostfiles have the slots in them",
+        "add --host-discovery-script; -H and hostfiles contain the slots",
     ),
-    "autotune": Condition(("autotune",), lambda plan: plan.autotune is True, "add --autotune"),
+    "autotune": Condition(lambda plan: plan.autotune is True, "add --autotune"),
     "timeline": Condition(
-        ("timeline_filename",),
-        lambda plan: plan.timeline_filename is not None,
-        "add --timeline-filename FILE",
+        lambda plan: plan.timeline_filename is not None, "add --timeline-filename FILE"
     ),
     "several hosts": Condition(
-        ("hosts", "host_discovery_script"),
         lambda plan: len(plan.hosts) > 1 or plan.host_discovery_script is not None,
         "name several hosts with -H, or leave it out",
     ),
-    "one worker a host": Condition(
-        (),
+    "one worker per host": Condition(
         lambda plan: most_local_ranks(plan) == 1,
-        "with several workers on a host give each its core: "
-        "--env HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
+        "with several workers per host, give each its own core: --env "
+        "HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
     ),
     "horovodrun": Condition(
-        ("launcher",),
         lambda plan: plan.launcher == "horovodrun",
         "another launcher starts the workers; leave it out, or add --launcher horovodrun",
     ),
@@ -83,30 +72,36 @@ CONDITIONS: dict[Need, Condition] = {
 # Of these only one can be given. (A hostfile is read before there is a plan.)
 RIVALS = {
     ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
-    ("hierarchical_allreduce", "torus_allreduce"): "are two ways to do the same",
+    ("hierarchical_allreduce", "torus_allreduce"): "do the same thing",
 }
 
 
 def check(plan: LaunchPlan) -> None:
     """Raise UsageError for the first thing in `plan` that cannot work."""
-    if plan.kind == "script":
-        check_script(plan.script)
-    for setting in settings_of(plan):
-        check_bounds(setting, getattr(plan, setting.field))
-    for setting in settings_of(plan):
-        if is_given(getattr(plan, setting.field)):
-            _check_needs(setting, plan)
+    if plan.program.kind == "script":
+        check_script(plan.program.name)
+    for option in options_of(plan):
+        check_bounds(option, getattr(plan, option.field))
+    for option in options_of(plan):
+        if is_given(getattr(plan, option.field)) and (remedy := unmet_need(option, plan)):
+            raise UsageError(f"{option.name} has no effect here: {remedy}")
     _check_numbers_of_workers(plan)
     _check_times(plan)
     _check_exclusions(plan)
     check_variables(plan.env)
-    _check_files(plan)
+    check_files(plan, elsewhere=_reaches_other_hosts(plan))
     _check_what_reaches_a_shell(plan)
 
 
 def is_given(value: Any) -> bool:
     """Whether the value of an option asks for something: neither unset nor switched off."""
     return value is not None and value is not False and value != ()
+
+
+def unmet_need(option: Option, plan: LaunchPlan) -> str:
+    """What to do about the first need of the option that the plan does not meet; empty if it meets all."""
+    conditions = (CONDITIONS[need] for need in option.needs)
+    return next((one.remedy for one in conditions if not one.met(plan)), "")
 
 
 def most_local_ranks(plan: LaunchPlan) -> int:
@@ -127,43 +122,47 @@ def mpi_words(option: str, text: str) -> list[str]:
     found = sorted(_SHELL_SYNTAX.intersection(text))
     if found:
         raise UsageError(
-            f"{option} {text!r}: {' '.join(map(repr, found))} has a meaning for the shell; "
-            "give mpirun's options only, with their values written out"
+            f"{option} {text!r}: {' '.join(map(repr, found))} has a special meaning to the shell; "
+            "pass only options of mpirun, with their values written out"
         )
     return words
 
 
-def check_bounds(setting: Setting, value: Any) -> None:
+def check_bounds(option: Option, value: Any) -> None:
     """Raises UsageError for a number that the option cannot have."""
-    least, most = setting.option.least, setting.option.most
+    least, most = option.least, option.most
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
         # Written so that NaN is out of bounds.
         enough = least is None or number >= least
         if not enough or not (most is None or number <= most):
-            raise UsageError(f"{setting.name} {number}: give {_range(setting)}")
+            raise UsageError(f"{option.name} {number}: must be {_range(option)}")
 
 
-def _range(setting: Setting) -> str:
-    least, most, metavar = setting.option.least, setting.option.most, setting.option.metavar
+def _range(option: Option) -> str:
+    least, most, metavar = option.least, option.most, option.metavar
     if most is not None:
         return f"a number from {least} to {most}"
     unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
     return f"at least {least}{unit}"
 
 
+def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:
+    """Raises UsageError for --workers and --ps that cannot be, or have no effect."""
+    for option, number in (("--workers", workers), ("--ps", servers)):
+        if number is not None and strategy != PARAMETER_SERVER:
+            raise UsageError(
+                f"{option} is for --strategy {PARAMETER_SERVER}; for Horovod's workers use -np N"
+            )
+        if number is not None and number < 1:
+            raise UsageError(f"{option} {number}: must be at least 1")
+
+
 def check_image(image: str) -> None:
     """Raises UsageError for an image that what runs it would take for one of its options."""
     if not image or image.startswith("-"):
-        raise UsageError(f"{image!r} is no image: give its name, such as hvdtrain:cpu")
-
-
-def _check_needs(setting: Setting, plan: LaunchPlan) -> None:
-    for need in setting.option.needs:
-        condition = CONDITIONS[need]
-        if not condition.met(plan):
-            raise UsageError(f"{setting.name} has no effect here: {condition.remedy}")
+        raise UsageError(f"{image!r} is not an image: expected a name, such as hvdtrain:cpu")
 
 
 def _check_numbers_of_workers(plan: LaunchPlan) -> None:
@@ -181,11 +180,6 @@ def _check_numbers_of_workers(plan: LaunchPlan) -> None:
                     f"{option} {number} is more than the {slots} slots of {names}: "
                     f"lower {option}, or give the hosts more slots"
                 )
-    if plan.elastic and plan.host_discovery_script is None and len(plan.hosts) < 2:
-        raise UsageError(
-            "elastic training (--min-np, --max-np) needs --host-discovery-script, or at least two "
-            "hosts with -H: Horovod gives up a whole host when a worker on it fails"
-        )
 
 
 def fitting_stall_times(warning: int, shutdown: int) -> tuple[int, int]:
@@ -221,12 +215,12 @@ def _check_exclusions(plan: LaunchPlan) -> None:
             "elastic training (--host-discovery-script, --min-np, --max-np) works over Gloo only: "
             "use --controller gloo"
         )
-    names = {setting.field: setting.name for setting in settings_of(plan)}
+    names = {option.field: option.name for option in options_of(plan)}
     for rivals, why in RIVALS.items():
         given = [field for field in rivals if is_given(getattr(plan, field, None))]
         if len(given) > 1:
             named = " and ".join(names[field] for field in given)
-            raise UsageError(f"{named} {why}: give one of them")
+            raise UsageError(f"{named} {why}: use only one of them")
 
 
 def check_variables(variables: Sequence[EnvVar]) -> None:
@@ -235,20 +229,6 @@ def check_variables(variables: Sequence[EnvVar]) -> None:
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"--env {name} is given twice: give it once")
-
-
-def _check_files(plan: LaunchPlan) -> None:
-    key, discovery = plan.ssh_identity_file, plan.host_discovery_script
-    if key is not None and not key.is_file():
-        raise UsageError(f"--ssh-identity-file: there is no file {key}")
-    if discovery is not None and not discovery.is_file():
-        raise UsageError(f"--host-discovery-script: there is no file {discovery}")
-    if discovery is not None and not os.access(discovery, os.X_OK):
-        raise UsageError(
-            f"--host-discovery-script: {discovery} cannot be executed: chmod +x {discovery}"
-        )
-    if plan.output_filename is not None and plan.output_filename.is_file():
-        raise UsageError(f"--output-filename: {plan.output_filename} is a file: name a folder")
 
 
 def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
@@ -263,47 +243,25 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
     for name in plan.network_interfaces:
         if not _INTERFACE.fullmatch(name):
             raise UsageError(
-                f"--network-interfaces: {name!r} is no name of an interface: "
-                "write names separated by commas, such as eth0,ib0"
+                f"--network-interfaces: {name!r} is not the name of an interface: separate names "
+                "with commas, such as eth0,ib0"
             )
     key = plan.ssh_identity_file
     if key is not None and not (_PLAIN_PATH.fullmatch(str(key)) and str(key)[0] != "-"):
         raise UsageError(
-            f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun take only letters, digits and "
-            "./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
+            f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun accept only letters, digits "
+            "and ./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
         )
     if plan.controller == "gloo" and _reaches_other_hosts(plan):
         folder = str(Path.cwd())
         if not _PLAIN_PATH.fullmatch(folder):
             raise UsageError(
-                f"the working folder is {folder!r}: over Gloo horovodrun takes only letters, digits "
-                "and ./_-@%+=:, in its path on other hosts: work in another one, or use "
-                "--controller mpi"
+                f"the working folder is {folder!r}: over Gloo, horovodrun accepts only letters, "
+                "digits and ./_-@%+=:, in its path on other hosts: work in another folder, or "
+                "use --controller mpi"
             )
 
 
 def _reaches_other_hosts(plan: LaunchPlan) -> bool:
     names: Sequence[str] = [host.name for host in plan.hosts]
     return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)
-
-
-def check_script(script: Path) -> None:
-    """Raises UsageError for a training script that cannot be run."""
-    if script.is_dir():
-        raise UsageError(f"{script} is a folder: name the training script")
-    if not script.is_file():
-        raise UsageError(f"no such script: {script} (in {Path.cwd()}){_meant(script)}")
-    try:
-        script.open("rb").close()
-    except OSError as error:
-        raise UsageError(f"cannot read the script {script}: {error.strerror}") from error
-
-
-def _meant(script: Path) -> str:
-    """What a name that is no file may have been meant for; empty if nothing like it is there."""
-    if Path(f"{script}.py").is_file():
-        return f". Did you mean {script}.py?"
-    module = Path(*str(script).split("."))
-    if Path(f"{module}.py").is_file() or (module / "__main__.py").is_file():
-        return f". Did you mean -m {script}?"
-    return ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping
+
+from hvdtrain.launch.running.bounded import ask
 
 BATCH = ("-o", "BatchMode=yes")
 """No question to the user: nobody answers it."""
@@ -13,7 +13,6 @@ ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
 ACCEPT_NEW = ("-o", "StrictHostKeyChecking=accept-new")
 """A key that was never seen is accepted and remembered; one that has changed is refused."""
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
-_ASK_SECONDS = 10
 
 
 def where(port: int | None, identity_file: object | None) -> list[str]:
@@ -39,16 +38,5 @@ def unseen_keys(
 
     ssh itself would ask. A configuration that says `yes`, `no` or `accept-new` is followed.
     """
-    command = ["ssh", "-G", *where(port, identity_file), host]
-    try:
-        said = subprocess.run(
-            command,
-            env=os.environ if environ is None else environ,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_ASK_SECONDS,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
-    return ACCEPT_NEW if "stricthostkeychecking ask" in said.splitlines() else ()
+    said = ask(["ssh", "-G", *where(port, identity_file), host], environ=environ)
+    return ACCEPT_NEW if "stricthostkeychecking ask" in said.answer.splitlines() else ()

@@ -31,7 +31,7 @@ _CATALOGUE = (
     (
         r"remote host identification has changed|host key for \S+ has changed",
         "its host key has changed",
-        "if the host was installed anew, run ssh-keygen -R {known}, and log in once: {login}; "
+        "if the host was reinstalled, run ssh-keygen -R {known}, and log in once: {login}; "
         "if not, another machine answers in its place",
     ),
     (
@@ -46,14 +46,14 @@ _CATALOGUE = (
     ),
     (
         r"identity file .* not accessible",
-        "the identity file is not there",
-        "give the right file with --ssh-identity-file",
+        "the identity file does not exist",
+        "name the right file with --ssh-identity-file",
     ),
     (
         r"permission denied \(|too many authentication failures",
         "it refuses your ssh key",
         "ssh-copy-id{options} {host}, or name the right key with --ssh-identity-file; "
-        "ssh -o BatchMode=yes{options} {host} true must work without a question",
+        "ssh -o BatchMode=yes{options} {host} true must succeed without a prompt",
     ),
     (
         r"connection refused",
@@ -68,7 +68,7 @@ _CATALOGUE = (
     ),
     (
         r"could not resolve hostname",
-        "its name is not known here",
+        "its name cannot be resolved",
         "correct the name, or add it to DNS or /etc/hosts",
     ),
 )
@@ -97,7 +97,7 @@ def explain_ssh(
     for line, cause, fix in _known_errors(said):
         return SshError(f"{cause.format(**words)} ({line})", fix.format(**words))
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it says nothing"
+    last = lines[-1] if lines else "no output"
     return SshError(f"ssh failed: {last}", f"log in by hand: ssh -v{options} {host}")
 
 

@@ -36,7 +36,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
-            raise UsageError(f"Layout: mesh={self.mesh!r}: give an hvdtrain.Mesh")
+            raise UsageError(f"Layout: mesh={self.mesh!r}: expected an hvdtrain.Mesh")
         self._check_split()
         self._check_stages()
 
@@ -50,7 +50,7 @@ class Layout:
                 re.compile(pattern)
             except re.error as error:
                 raise UsageError(
-                    f"Layout: split[{pattern!r}] is no regular expression: {error}"
+                    f"Layout: split[{pattern!r}] is not a regular expression: {error}"
                 ) from None
         if self.mesh.tensor > 1 and not self.split:
             raise UsageError(
@@ -60,7 +60,7 @@ class Layout:
 
     def _check_stages(self) -> None:
         if self.micro_batches < 1:
-            raise UsageError(f"Layout: micro_batches={self.micro_batches}: give 1 or more")
+            raise UsageError(f"Layout: micro_batches={self.micro_batches}: must be at least 1")
         if self.stages is not None and len(self.stages) != self.mesh.pipeline - 1:
             raise UsageError(
                 f"Layout: stages names {len(self.stages)} layers; mesh has pipeline={self.mesh.pipeline}, so name "
@@ -72,5 +72,7 @@ def as_layout(given: Layout | Mesh) -> Layout:
     """Return what a user gives as a layout, or a mesh alone; UsageError for anything else."""
     layout = Layout(given) if isinstance(given, Mesh) else given
     if not isinstance(layout, Layout):
-        raise UsageError(f"layout: give an hvdtrain.Layout or Mesh, not {type(layout).__name__}")
+        raise UsageError(
+            f"layout: expected an hvdtrain.Layout or Mesh, not {type(layout).__name__}"
+        )
     return layout

@@ -40,7 +40,7 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
         raise UsageError(
-            "place: the optimizer has its state already: place the model before it is trained"
+            "place: the optimizer already has its state: place the model before training it"
         )
     layers = Layers(model)
     devices = _devices(plan)
@@ -69,8 +69,9 @@ def _devices(plan: Mapping[str, str]) -> dict[str, str]:
         short = str(wanted).upper().removeprefix("/").removeprefix("DEVICE:")
         if short not in known:
             raise UsageError(
-                f"place: {pattern!r} is to be on {wanted!r}, and this process has {', '.join(known)}. A rank of a job "
-                "sees one GPU: for all of them call hvdtrain.init(whole_machine=True) first"
+                f"place: {pattern!r} is to be on {wanted!r}, but this process has "
+                f"{', '.join(known)}. A rank of a job sees one GPU: for all of them call "
+                "hvdtrain.init(whole_machine=True) first"
             )
         found[pattern] = known[short]
     return found
@@ -84,7 +85,7 @@ def _named(layers: Layers, pattern: str) -> list[int]:
             if any(re.fullmatch(pattern, path) for path in paths)
         ]
     except re.error as error:
-        raise UsageError(f"place: {pattern!r} is no regular expression: {error}") from None
+        raise UsageError(f"place: {pattern!r} is not a regular expression: {error}") from None
     if not named:
         paths = [
             paths[0]

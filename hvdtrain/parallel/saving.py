@@ -10,12 +10,12 @@ from typing import ClassVar
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import on_first
+from hvdtrain.collectives.consistency import on_first
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.keras_internals import files as model_files
-from hvdtrain.parallel.pieces import WEIGHTS, Sender, pieces_of
-from hvdtrain.parallel.state import Piece, State, gather, keep_state, local_state, scatter
-from hvdtrain.parallel.unsplit import unsplit_of
+from hvdtrain.parallel.gather_scatter import Piece, State, gather, keep_state, local_state, scatter
+from hvdtrain.parallel.state_layout import WEIGHTS, Sender, pieces_of
+from hvdtrain.parallel.whole_model import unsplit_of
 from hvdtrain.strategies.model_file import read_model, write_model
 
 

@@ -1,17 +1,17 @@
-"""The one program that stands on a host as long as a launch:
+"""The agent: one process on each host for the lifetime of a launch.
 
     [ssh HOST | srun ...] python -m hvdtrain.start.agent LAUNCH_ID
 
-Orders come in and news go out as lines of JSON. The first order is the greeting (`Greeting`), which brings the
-environment and the secrets, so that no value stands in a command line; the answer to it is a report on this host. It
-starts processes where the launch wants it to (with parameter servers), and looks after the ranks that Horovod's
-launcher starts here. When its input ends or falls silent the supervisor has gone or cannot be reached: then the agent
-ends everything of the launch on this host.
+It reads orders from standard input and writes news to standard output, as lines of JSON. The first order is the
+greeting (`Greeting`), with the environment and the secrets, which must not appear in a command line; the agent answers
+with a report on its host. It watches the ranks that Horovod's launcher starts here, and starts processes itself for
+parameter servers. When its input ends, or is silent for SILENCE_SECONDS, the supervisor is gone or cut off: then the
+agent ends everything of the launch on this host.
 
 Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
 {"stacks": true}, {"signal": number}. News: {"report": ..., "ports": [...]}, {"problem": text},
 {"output": [number, descriptor, text]}, {"ended": [number, exit code]}, {"ranks": [...]} once a second, and after a
-signal with {"passed_on": number}; {"left": [names]} of what scripts have left behind, and the agent has ended.
+signal with {"passed_on": number}; {"left": [names]}: processes that scripts left behind, which the agent has ended.
 """
 
 from __future__ import annotations
@@ -21,31 +21,35 @@ import json
 import os
 import platform
 import random
-import selectors
 import signal
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
+from hvdtrain.descriptors import write_all
 from hvdtrain.environment import LAUNCH_ID
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
-from hvdtrain.launch.running.lookout import as_json
-from hvdtrain.launch.running.process import end_processes, processes_of
-from hvdtrain.launch.running.ranks import mpi_daemons_of
-from hvdtrain.launch.strategies.devices import visible_gpus
-from hvdtrain.launch.strategies.roles import host_environment
+from hvdtrain.launch.roles import host_environment
+from hvdtrain.launch.running.lines import Lines
+from hvdtrain.launch.running.lookout import as_json, mpi_daemons_of
+from hvdtrain.launch.running.processes import Pipes, end_launch
 from hvdtrain.rank_variables import without_place
+from hvdtrain.signals import outlive_signals
 from hvdtrain.start.host_processes import HostProcesses
-from hvdtrain.start.host_watch import GRACE_SECONDS, HostWatch
+from hvdtrain.start.host_watch import HostWatch
 from hvdtrain.worker.delivery import deliver, withdraw
 from hvdtrain.worker.rank_environment import available_cores
 
 SILENCE_SECONDS = 30.0
-"""The longest silence of the supervisor that is taken for a slow network."""
+"""A supervisor that is silent for longer is gone or cut off; a shorter silence may be a slow network."""
+LONGEST_ORDER = 16 << 20
+"""Bytes: more than an environment can have."""
 TICK_SECONDS = 0.1
 LOWEST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -53,15 +57,15 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Greeting:
-    """What the agent learns first.
+    """The first order.
 
     Attributes:
-        folder: where processes run; it must be here too. Empty where the agent starts none.
-        environ: variables to add to those that are here.
-        secrets: variables for the ranks here that must not stand in a command line.
-        processes: how many the agent will start, each with its share of the cores.
-        workers: how many workers the whole launch has.
-        ports: how many to find.
+        folder: working folder of the processes, which must exist on this host; empty if the agent starts none.
+        environ: variables to add to the agent's environment.
+        secrets: variables for the ranks on this host that must not appear in a command line.
+        processes: number of processes that the agent will start; they share the cores.
+        workers: number of workers of the whole launch.
+        ports: number of free TCP ports to find.
     """
 
     folder: str = ""
@@ -73,8 +77,8 @@ class Greeting:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # Only the end of the input ends an agent.
+    """Serve one launch on this host, and end what is left of it."""
+    outlive_signals()  # An agent ends with its input only.
     agent = Agent(sys.argv[1])
     try:
         agent.serve()
@@ -89,36 +93,35 @@ class Agent:
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
-        # A launch on this host has its launcher, which carries the id as well, to end it.
+        # Beside its own launcher an agent inherits the launch's id; the launcher then ends what is left.
         self._is_alone = os.environ.get(LAUNCH_ID) != launch_id
-        self._selector = selectors.DefaultSelector()
-        self._processes = HostProcesses(self._selector, _tell)
+        self._pipes = Pipes()
+        self._processes = HostProcesses(self._pipes, _tell)
         self._watch = HostWatch(launch_id)
         self._greeting: Greeting | None = None
         self._gpus: tuple[str, ...] = ()
-        self._held = b""
+        self._orders = Lines(longest=LONGEST_ORDER)
 
     def serve(self) -> None:
-        """Take orders until they end."""
-        self._selector.register(0, selectors.EVENT_READ, None)
+        """Obey orders until the input ends."""
+        self._pipes.add(None, 0)
         heard = time.monotonic()
         while True:
-            ready = self._selector.select(TICK_SECONDS)
-            # This process may itself have waited long for a reader of its news.
-            silent = all(key.data is not None for key, _ in ready)
+            came = self._pipes.read(TICK_SECONDS)
+            # Checked after reading: this process may itself have been blocked by a slow reader of its news.
+            silent = all(name is not None for name, _ in came)
             if silent and time.monotonic() - heard > SILENCE_SECONDS:
                 return
-            for key, _ in ready:
-                if key.data is not None:
-                    self._processes.pass_on(key)
+            for name, data in came:
+                if name is not None:
+                    self._processes.pass_on(name, data)
                     continue
-                data = os.read(key.fd, 65536)
                 if not data:
                     return
                 heard = time.monotonic()
-                *lines, self._held = (self._held + data).split(b"\n")
-                for line in filter(None, lines):
-                    self._obey(json.loads(line))
+                for line in self._orders.feed(data):
+                    if order := line.data.strip():
+                        self._obey(json.loads(order))
             self._processes.tick()
             if self._is_alone:
                 for statuses in self._watch.tick():
@@ -127,16 +130,22 @@ class Agent:
                         _tell(left=names)
 
     def end(self) -> None:
-        """End all of the launch on this host; at once if there is nothing."""
+        """End all processes of the launch on this host."""
         self._processes.end()
         if self._is_alone:
-            _end_launch(self._launch_id)
+            daemons = mpi_daemons_of(self._launch_id)
+            end_launch(self._launch_id)
+            for pid in daemons:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         withdraw(self._launch_id)
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
             case _ if self._greeting is None:
-                self._greeting = Greeting(**order)
+                # That of another version may say more; it shall hear of our version.
+                known = {one.name for one in fields(Greeting)}
+                self._greeting = Greeting(**{k: v for k, v in order.items() if k in known})
                 self._settle(self._greeting)
             case {"start": int()}:
                 self._start(**order)
@@ -162,9 +171,13 @@ class Agent:
         environ = without_place({**os.environ, **greeting.environ})
         os.environ.clear()
         os.environ.update(environ)
-        self._gpus = visible_gpus(os.environ)
-        if greeting.secrets:
-            deliver(self._launch_id, greeting.secrets)
+        self._gpus = visible_gpus(os.environ) if greeting.processes else ()
+        try:
+            if greeting.secrets:
+                deliver(self._launch_id, greeting.secrets)
+        except HvdtrainError as error:
+            _tell(problem=str(error))
+            return
         _tell(report=asdict(own_report()), ports=free_ports(greeting.ports))
 
     def _start(self, start: int, kind: Any, index: int, argv: list[str], environ: Any) -> None:
@@ -183,22 +196,9 @@ class Agent:
         self._processes.start(start, argv, environment)
 
 
-def _end_launch(launch_id: str) -> None:
-    """End what is left of the launch on this host, whoever started it."""
-    daemons = mpi_daemons_of(launch_id)
-    end_processes(launch_id, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_SECONDS
-    while processes_of(launch_id) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    end_processes(launch_id, signal.SIGKILL)
-    for pid in daemons:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-
-
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens at, and from which no connection starts by itself: a process
-    that is started again must find its port free."""
+    """TCP ports that are free, and outside of the ephemeral range: a process that is started again must find its port
+    still free."""
     first = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else 32768
     last = first if first > LOWEST_PORT + 1000 else 65536
     candidates = random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT)
@@ -214,7 +214,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def own_report() -> HostReport:
-    """What this host says about itself."""
+    """The report on this host."""
     import psutil
 
     interfaces = {
@@ -226,9 +226,7 @@ def own_report() -> HostReport:
 
 
 def _tell(**news: Any) -> None:
-    data = json.dumps(news).encode() + b"\n"
-    while data:
-        data = data[os.write(1, data) :]
+    write_all(1, json.dumps(news).encode() + b"\n")
 
 
 if __name__ == "__main__":

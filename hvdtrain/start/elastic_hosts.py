@@ -1,8 +1,8 @@
-"""The hosts of an elastic job, which come and go: each is asked before it is used, as the hosts of any other job are.
+"""The hosts of an elastic job, which come and go: each is checked before it is used, like the hosts of any other job.
 
 Horovod starts workers on whatever the discovery script prints. A host that cannot be reached then looks like a worker
-that failed, and the whole job is reset for it. Here a host counts only from when its agent has reported (see
-`agents`), and no longer than that lives; what is wrong is said once, and it is asked again after a while.
+that failed, and the whole job is reset. Here a host counts from the report of its agent (see `agents`) until that
+agent ends. A problem is printed once, and the host is tried again after a while.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError
+from hvdtrain.launch.addresses import interface_towards
 from hvdtrain.launch.host_report import (
     NO_COMMON_INTERFACE,
     HostReport,
@@ -25,14 +26,12 @@ from hvdtrain.launch.host_report import (
 )
 from hvdtrain.launch.hosts import is_host_name
 from hvdtrain.start.agent import Greeting, own_report
-from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.agents import Agents, Reach, agent_argv, greet
 from hvdtrain.start.horovods import network
-from hvdtrain.start.reach import Reach, agent_argv
 from hvdtrain.start.rendezvous import say
-from hvdtrain.start.task import interface_to
 
 AGAIN_SECONDS = 30.0
-"""After which a host that was left out is asked again."""
+"""Interval at which a host that was left out is tried again."""
 TICK_SECONDS = 1.0
 
 
@@ -45,7 +44,7 @@ class Discovery(Protocol):
 
 
 class ElasticAgents(Agents):
-    """Stands for them in the process that watches over the launcher, and passes orders on to `ElasticHosts`."""
+    """Takes the place of the agents in the supervisor's process, and forwards orders to `ElasticHosts`."""
 
     def __init__(self, launch_id: str, reach: Reach) -> None:
         super().__init__({}, {})
@@ -54,18 +53,18 @@ class ElasticAgents(Agents):
         self.orders, self._orders = os.pipe()
 
     def order_all(self, **order: Any) -> None:
-        """Tell every agent that there is now."""
+        """Send an order to every agent that there is now."""
         os.write(self._orders, json.dumps(order).encode() + b"\n")
 
 
 class ElasticHosts:
-    """The hosts that are fit for the job, in the launcher's process. Use as a context manager.
+    """The hosts that can run ranks of the job, in the launcher's process. A context manager.
 
     Args:
-        stand_in: what passes orders on.
-        variables: to bring to the ranks on other hosts.
-        wanted: the interfaces to use; None finds one.
-        seconds: for the first hosts to be there.
+        stand_in: forwards orders to the agents.
+        variables: the variables that agents bring to the ranks on other hosts.
+        wanted: the network interfaces to use; None finds one.
+        seconds: time limit for the first hosts.
     """
 
     def __init__(
@@ -104,10 +103,10 @@ class ElasticHosts:
             one.__exit__()
 
     def fit(self, found: Mapping[str, int]) -> dict[str, int]:
-        """Host -> slots, of those hosts in `found` that can run ranks now. Waits only for the very first hosts."""
+        """Host -> slots, for the hosts of `found` that can run ranks now. Waits for the first hosts only."""
         new = [name for name in found if name not in self._here]
         elsewhere = set(network.filter_local_addresses(new)) if new else set()
-        self._here |= {name: name not in elsewhere for name in new}
+        self._here = self._here | {name: name not in elsewhere for name in new}
         self._leave([name for name in list(self._agents) if name not in found])
         now = time.monotonic()
         threads = []
@@ -125,10 +124,10 @@ class ElasticHosts:
         return {name: n for name, n in found.items() if self._here[name] or name in self._agents}
 
     def interfaces(self) -> set[str]:
-        """Those over which the job communicates, settled by the first hosts.
+        """The network interfaces of the job, which the first hosts decide.
 
         Raises:
-            EngineError: these have none in common, or there are none.
+            EngineError: there are no hosts in time, or they have no interface in common.
         """
         if not self._first.wait(self._seconds):
             raise EngineError(f"no hosts were found within {self._seconds:g} s")
@@ -136,7 +135,7 @@ class ElasticHosts:
         return self._wanted
 
     def give_up(self) -> None:
-        """Wait for the first hosts no longer."""
+        """Stop waiting for the first hosts."""
         self._first.set()
 
     def _common(self) -> set[str]:
@@ -150,18 +149,18 @@ class ElasticHosts:
         return {name}
 
     def _towards(self, hosts: Sequence[str]) -> str:
-        """The interface by which hosts would be reached, of which none answers yet."""
+        """The interface of the route to these hosts, none of which has answered yet."""
         for address in filter(None, map(network.resolve_host_address, hosts)):
             with contextlib.suppress(OSError):
-                if name := interface_to(address):
+                if name := interface_towards(address):
                     return name
         return ""
 
     def _ask(self, name: str) -> None:
-        """Take a host in, or say why it is left out."""
+        """Check a host; add it, or report why it is left out."""
         try:
             if not is_host_name(name):
-                raise HvdtrainError(f"{name!r} is no name of a host")
+                raise HvdtrainError(f"{name!r} is not a host name")
             command = agent_argv(name, self._launch_id, self._reach)
             agents = Agents({name: command}, os.environ)
         except (HvdtrainError, OSError) as error:
@@ -181,7 +180,7 @@ class ElasticHosts:
             self._said.pop(name, None)
 
     def _leave_out(self, name: str, problem: str) -> None:
-        """Until it is asked again; the same problem is said once."""
+        """Leave a host out until it is tried again; print the same problem only once."""
         self._asked[name] = time.monotonic()
         if self._said.get(name) != problem:
             self._said[name] = problem
@@ -189,7 +188,7 @@ class ElasticHosts:
                 say(line)
 
     def _leave(self, names: Sequence[str]) -> None:
-        """End what runs on hosts that are no longer the job's."""
+        """End everything of the launch on hosts that have left the job."""
         for name in names:
             with self._lock:
                 agents = self._agents.pop(name, None)
@@ -201,15 +200,11 @@ class ElasticHosts:
     def _beat(self) -> None:
         while True:
             time.sleep(TICK_SECONDS)
-            with self._lock:
-                present = dict(self._agents)
-            for name, agents in present.items():
-                agents.beat()
-                for _ in agents.news(0):
-                    pass  # What the ranks do; Horovod itself looks after those of an elastic job.
-                if agents.ended():
-                    self._leave([name])
-                    self._leave_out(name, f"the connection to host {name} broke")
+            with self._lock:  # Agents that leave are read by the thread that ends them.
+                lost = [name for name, agents in self._agents.items() if _is_lost(agents)]
+            self._leave(lost)
+            for name in lost:
+                self._leave_out(name, f"the connection to host {name} broke")
 
     def _pass_orders(self) -> None:
         with os.fdopen(self._orders) as orders:
@@ -220,8 +215,15 @@ class ElasticHosts:
                     agents.order_all(**json.loads(order))
 
 
+def _is_lost(agents: Agents) -> bool:
+    agents.beat()
+    for _ in agents.news(0):
+        pass  # The state of the ranks, which Horovod itself watches in an elastic job.
+    return bool(agents.ended())
+
+
 class FitHosts:
-    """Horovod's discovery, less the hosts that cannot run ranks."""
+    """Horovod's host discovery without the hosts that cannot run ranks."""
 
     def __init__(self, found: Discovery, hosts: ElasticHosts) -> None:
         self._found = found
@@ -230,7 +232,7 @@ class FitHosts:
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         try:
             found = self._found.find_available_hosts_and_slots()
-        except Exception:
-            self._hosts.give_up()  # Horovod goes on if hosts were found before, else it says so and ends.
+        except SystemExit:
+            self._hosts.give_up()  # The job ends without hosts.
             raise
         return self._hosts.fit(found)

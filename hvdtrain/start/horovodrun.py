@@ -1,13 +1,13 @@
-"""Horovod's own launcher, told what horovodrun would have to ask, and watched over:
+"""Horovod's own launcher, given what horovodrun would have to find out, and supervised:
 
     python -m hvdtrain.start.horovodrun OPTIONS COMMAND...
 
-takes the arguments of horovodrun, and stands in for it. What is different:
+accepts the arguments of horovodrun, and takes its place. The differences:
 
 - What Horovod was built with is read off its extension; horovodrun imports TensorFlow to ask (3 to
   4 seconds).
 - Only a named set of environment variables, and those that HVDTRAIN_FORWARD names, go to other hosts (see
-  `hvdtrain.launch.travel`), and no value that looks secret stands in a command line; horovodrun
+  `hvdtrain.launch.variables`), and no value that looks secret stands in a command line; horovodrun
   puts every variable there.
 - Each of the other hosts is asked once, all at a time, whether it can run ranks (`agents`); this
   takes the place of Horovod's five attempts at ssh and of its search for a common interface, and
@@ -23,6 +23,7 @@ from hvdtrain.signals import listen_for_warnings
 
 
 def main() -> None:
+    """Launch; exit as the launch does."""
     listen_for_warnings()
     # Horovod starts a helper process a rank over Gloo, which loads this module again: it stays light.
     from hvdtrain.start.launcher import launch_ranks

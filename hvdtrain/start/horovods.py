@@ -10,6 +10,7 @@ import argparse
 import functools
 import os
 import shlex
+import signal
 import sys
 import types
 from collections.abc import Callable, Collection
@@ -27,13 +28,15 @@ from horovod.runner.common.util import safe_shell_exec  # noqa: E402
 from horovod.runner.common.util.config_parser import set_env_from_args  # noqa: E402
 from horovod.runner.common.util.settings import Settings  # noqa: E402
 from horovod.runner.elastic import driver as elastic_driver  # noqa: E402
-from horovod.runner.elastic.discovery import FixedHosts, HostDiscoveryScript  # noqa: E402
+from horovod.runner.elastic.discovery import FixedHosts  # noqa: E402
 from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
 from hvdtrain.errors import EngineError  # noqa: E402
 from hvdtrain.launch.secrets import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
+from hvdtrain.start.discovery import DiscoveryScript  # noqa: E402
+from hvdtrain.start.elastic_driver import PatientDriver, PatientHosts  # noqa: E402
 from hvdtrain.start.marks import pass_on_marked  # noqa: E402
 from hvdtrain.start.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
 
@@ -55,7 +58,7 @@ horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
 """Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
 
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""Longer than an agent's connection, whose end tells what has happened: ssh's own exit code does not."""
+"""Longer than an agent's connection, whose end shows what has happened: ssh's own exit code does not."""
 
 
 def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
@@ -88,6 +91,10 @@ def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> 
         address = network.get_driver_ip(nics)
         gloo_run.gloo_run(settings, nics, environ, address, arguments.command)
     else:
+        # This process becomes a shell that waits for mpirun and passes no signal on: signals go to the
+        # group. Until then Python's own handler would leave Horovod waiting for a helper that has ended.
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         mpi_run.mpi_run(settings, nics, environ, arguments.command)
 
 
@@ -107,7 +114,7 @@ def start_elastic_ranks(
             be reached for a worker that failed.
     """
     if arguments.host_discovery_script:
-        found = HostDiscoveryScript(arguments.host_discovery_script, arguments.slots)
+        found: Any = DiscoveryScript(arguments.host_discovery_script, arguments.slots)
     else:
         found = FixedHosts(horovod_hosts.parse_hosts_and_slots(arguments.hosts)[1])
     settings = ElasticSettings(
@@ -165,6 +172,10 @@ def replace_functions(
     )
     gloo_run.create_rendezvous_handler = elastic_handler
     elastic_driver.WorkerNotificationClient = WorkerNotifier
+
+    # Horovod gives up the whole host of a rank that fails, and with it a job on one host.
+    elastic_driver.HostManager = PatientHosts
+    gloo_run.ElasticDriver = PatientDriver
 
     # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.
     if one_host:

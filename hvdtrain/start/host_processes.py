@@ -1,102 +1,100 @@
-"""The processes that an agent has started itself: their output and their ends, told as news."""
+"""The processes that an agent starts itself. Their output and their exit codes become news."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import selectors
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.process import state_of
-from hvdtrain.start.host_watch import GRACE_SECONDS
+from hvdtrain.launch.running.processes import (
+    DRAIN_SECONDS,
+    TERM_SECONDS,
+    CannotStart,
+    Pipes,
+    end_groups,
+    has_ended,
+    start,
+    state_of,
+)
+from hvdtrain.launch.running.watchdog import STILL_SECONDS
+from hvdtrain.signals import shell_code
 
-DRAIN_SECONDS = 0.5
-"""How long a process's output is waited for after its end."""
-_PR_SET_PDEATHSIG = 1
+LONGEST_TICK_SECONDS = 1.0
+"""Longer ones mean that this process was stopped as well."""
+STOPPED = EXIT_SIGNAL_BASE + signal.SIGSTOP
+"""The exit code reported for a process that was stopped for too long, and was ended for that."""
 
 
 @dataclass
 class _Process:
     popen: subprocess.Popen[bytes]
-    streams: int = 2
     ended_at: float | None = None
+    stopped_for: float = 0.0
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.stopped_for >= STILL_SECONDS
 
 
 @dataclass
 class HostProcesses:
-    """Processes by number. If this process is killed, so are they.
+    """Processes by number. The kernel kills them if this process is killed.
 
     Attributes:
-        selector: where their output is registered, with (number, descriptor).
-        tell: takes the news: output=[number, descriptor, text], ended=[number, exit code].
+        pipes: gets their output pipes, named (number, descriptor).
+        tell: called with news: output=[number, descriptor, text], ended=[number, exit code].
     """
 
-    selector: selectors.BaseSelector
+    pipes: Pipes
     tell: Callable[..., None]
     _running: dict[int, _Process] = field(default_factory=dict)
     _to_warn: set[int] = field(default_factory=set)
+    _ticked: float = float("inf")
 
     def start(self, number: int, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start one, in a session of its own."""
+        """Start a process, in its own session."""
         try:
-            popen = subprocess.Popen(
-                argv,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=_prepare_child(),
-            )
-        except OSError as error:
-            text = f"cannot start {argv[0]}: {error.strerror}\n"
-            self.tell(output=[number, 2, text])
-            self.tell(ended=[number, 127])
+            popen = start(argv, environ, stdin=subprocess.DEVNULL, dies_with_us=True)
+        except CannotStart as error:
+            self.tell(output=[number, 2, f"{error}\n"])
+            self.tell(ended=[number, error.exit_code])
             return
-        assert popen.stdout is not None and popen.stderr is not None
         self._running[number] = _Process(popen)
-        self.selector.register(popen.stdout, selectors.EVENT_READ, (number, 1))
-        self.selector.register(popen.stderr, selectors.EVENT_READ, (number, 2))
+        self.pipes.add_output(popen, (number, 1), (number, 2))
 
-    def pass_on(self, key: selectors.SelectorKey) -> None:
-        """Read what one of them has written, and tell it."""
-        number, descriptor = key.data
-        data = os.read(key.fd, 65536)
+    def pass_on(self, name: tuple[int, int], data: bytes) -> None:
+        """Tell what a process wrote."""
         if data:
-            # Any bytes: as many characters.
-            self.tell(output=[number, descriptor, data.decode("latin-1")])
-        else:
-            self._close(key)
+            # latin-1 maps every byte to one character.
+            self.tell(output=[*name, data.decode("latin-1")])
 
     def warn(self, number: int) -> None:
-        """SIGUSR1 to this one, once it listens; before that it would be ended by it."""
+        """Send it SIGUSR1 once it has a handler; before that the signal would kill it."""
         self._to_warn.add(number)
 
     def tick(self) -> None:
-        """Tell of processes that have ended, once their output is passed on; warn."""
+        """Tell which processes have ended, after the last of their output; send warnings that are due."""
         now = time.monotonic()
+        passed = min(max(0.0, now - self._ticked), LONGEST_TICK_SECONDS)
+        self._ticked = now
         for number, one in list(self._running.items()):
-            code = one.popen.poll()
-            if code is None:
+            if not has_ended(one.popen):
+                self._look_at(one, passed)
                 continue
+            own = (number, 1), (number, 2)
             one.ended_at = one.ended_at or now
-            # What a process left behind may keep its output open.
-            if one.streams and now - one.ended_at < DRAIN_SECONDS:
+            # A process that it left behind may hold its pipes open.
+            if self.pipes.names & set(own) and now - one.ended_at < DRAIN_SECONDS:
                 continue
-            for key in list(self.selector.get_map().values()):
-                if key.data is not None and key.data[0] == number:
-                    self._close(key)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.popen.pid, signal.SIGKILL)
+            self.pipes.drop(*own)
+            end_groups([one.popen], 0.0)
             del self._running[number]
-            self.tell(ended=[number, code if code >= 0 else EXIT_SIGNAL_BASE - code])
+            code = STOPPED if one.is_frozen else shell_code(one.popen.returncode)
+            self.tell(ended=[number, code])
         for number in list(self._to_warn):
             waiting = self._running.get(number)
             with contextlib.suppress(OSError):
@@ -104,35 +102,16 @@ class HostProcesses:
                     self._to_warn.discard(number)
                     waiting.popen.send_signal(signal.SIGUSR1)
 
+    def _look_at(self, one: _Process, passed: float) -> None:
+        """End a process that was stopped: the others would wait for it forever."""
+        with contextlib.suppress(OSError):
+            if state_of(one.popen.pid).stopped:
+                one.stopped_for += passed
+            elif not one.is_frozen:  # Else it was killed, and is just ending.
+                one.stopped_for = 0.0
+            if one.is_frozen:
+                one.popen.kill()
+
     def end(self) -> None:
-        """End all; their last words are lost."""
-        self._signal_all(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
-        while any(one.popen.poll() is None for one in self._running.values()):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        self._signal_all(signal.SIGKILL)
-
-    def _signal_all(self, number: signal.Signals) -> None:
-        """To whole process groups: also to what a script has started."""
-        for one in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.popen.pid, number)
-
-    def _close(self, key: selectors.SelectorKey) -> None:
-        self.selector.unregister(key.fileobj)
-        self._running[key.data[0]].streams -= 1
-        key.fileobj.close()  # type: ignore[union-attr]
-
-
-def _prepare_child() -> Any:
-    """What a new process does first: signals as usual, and an end with the agent's."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def prepare() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-            signal.signal(number, signal.SIG_DFL)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    return prepare
+        """End all; the output that they still write is lost."""
+        end_groups([one.popen for one in self._running.values()], TERM_SECONDS)

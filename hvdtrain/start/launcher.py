@@ -1,4 +1,4 @@
-"""What `hvdtrain.start.horovodrun` does: Horovod's launcher, told what it would have to ask."""
+"""What `hvdtrain.start.horovodrun` does: Horovod's launcher, given what it would have to find out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, FORWARD, LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.engine import find_engine
+from hvdtrain.launch.engine import installed_controllers
 from hvdtrain.launch.host_report import (
     NO_COMMON_INTERFACE,
     THIS_HOST,
@@ -26,10 +26,9 @@ from hvdtrain.launch.host_report import (
 )
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.ssh import path_variables
-from hvdtrain.launch.travel import acts_at_start, travelling
-from hvdtrain.launch.variables import forwarded, without_value
+from hvdtrain.launch.variables import acts_at_start, forwarded, travelling, without_value
 from hvdtrain.start.agent import Greeting, own_report
-from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.agents import Agents, Reach, agent_argv, greet, missing_program
 from hvdtrain.start.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.horovods import (
     ELASTIC_SECONDS,
@@ -42,7 +41,6 @@ from hvdtrain.start.horovods import (
     start_elastic_ranks,
     start_ranks,
 )
-from hvdtrain.start.reach import Reach, agent_argv, missing_program
 from hvdtrain.start.supervise import supervise
 
 START_SECONDS = 30
@@ -59,7 +57,7 @@ def launch_ranks(arguments: Sequence[str]) -> int:
     sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
     try:
-        settle(parsed, find_engine().built)
+        settle(parsed, installed_controllers())
     except HvdtrainError as error:
         print(f"hvdtrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -79,7 +77,8 @@ def launch_ranks(arguments: Sequence[str]) -> int:
             return EXIT_FAILURE
         hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
         one_host = not elastic and not remote
-        replace_functions(parsed, functools.partial(in_command_line, parsed, asked), one_host)
+        shown = functools.partial(in_command_line, parsed, asked, one_host=one_host)
+        replace_functions(parsed, shown, one_host)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
@@ -115,16 +114,21 @@ def _reach(arguments: argparse.Namespace) -> Reach:
     )
 
 
-def in_command_line(arguments: argparse.Namespace, asked: Collection[str], name: str) -> bool:
+def in_command_line(
+    arguments: argparse.Namespace, asked: Collection[str], name: str, *, one_host: bool = False
+) -> bool:
     """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
 
-    Over Gloo the others are brought to other hosts by their agents, and here each rank inherits them.
+    Over Gloo the others are brought to other hosts by their agents, and here each rank inherits them: a command has
+    room for 128 kB. Horovod's options become variables of its own, which only the command has.
     """
     if not _travels(asked, name):
         return False
     if not arguments.use_gloo:
         return True
     if looks_secret(name, os.environ.get(name, "")):
+        return False
+    if one_host and name in os.environ and not name.startswith("HOROVOD_"):
         return False
     return name not in asked or acts_at_start(name)
 
@@ -174,7 +178,7 @@ def _elastic_hosts(
 
 
 def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str, str]:
-    """The variables that agents bring to the ranks of their hosts."""
+    """The variables that agents pass to the ranks of their hosts."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import TextIO
 
+from hvdtrain.descriptors import write_all
+
 LONGEST_PIECE = 900
 """Bytes; srun sends lines of up to 1024 as they are."""
 _PIECE = re.compile(rb"[^\n]{0,%d}\n|[^\n]{1,%d}" % (LONGEST_PIECE - 1, LONGEST_PIECE))
@@ -46,11 +48,6 @@ def atoms(lines: bytes) -> Iterator[bytes]:
         yield lines[start:end]
         start = end
     yield lines[start:]
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> None:

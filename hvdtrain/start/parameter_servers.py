@@ -1,17 +1,16 @@
-"""A chief, workers and parameter servers, on this host or on several:
+"""Launch a chief, workers and parameter servers, on this host or on several:
 
     python -m hvdtrain.start.parameter_servers --workers N --ps M [OPTIONS] -- COMMAND...
 
-COMMAND is the chief's, and runs here; workers and servers run `hvdtrain.start.tf_server` with the
-same Python. Each gets TF_CONFIG, and its share of its host. On every host an agent starts them and
-ends them (`agent`), reached by ssh, or inside a Slurm job by srun.
+The chief runs COMMAND on this host; workers and servers run `hvdtrain.start.tf_server` with the same Python. Each gets
+TF_CONFIG and its share of the host. An agent on every host (`agent`), reached by ssh or, inside a Slurm job, by srun,
+starts and ends them.
 
-When the chief ends all others are ended, and the exit code is the chief's. A worker that ends
-before is started again at its port, up to RESTARTS times in a row. Without a server its variables
-are gone: the run ends with one message. SIGUSR1 warns the chief.
+When the chief ends, all others are ended, and its exit code is the launch's. A worker that ends earlier is restarted at
+its port, up to RESTARTS times in a row. When a server ends, its variables are lost: the run ends with one message.
+A process that was stopped (SIGSTOP) is ended. SIGUSR1 warns the chief.
 
-What the processes write is marked with their number as horovodrun does: 0 is the chief, then come
-workers, then servers.
+Output is marked with the number of its process, as horovodrun does: 0 is the chief, then workers, then servers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -29,36 +27,38 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain import __version__
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
+from hvdtrain.descriptors import write_all
+from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
+from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
+from hvdtrain.launch.roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.ssh import path_variables
-from hvdtrain.launch.strategies.roles import CHIEF, Role, cast, place, role_environment
-from hvdtrain.launch.travel import into_tasks, travelling
-from hvdtrain.launch.variables import without_value
+from hvdtrain.launch.variables import into_tasks, travelling, without_value
 from hvdtrain.signals import ending_signals
 from hvdtrain.start.agent import Greeting
-from hvdtrain.start.agents import Agents, greet
+from hvdtrain.start.agents import Agents, Reach, agent_argv, greet, missing_program
+from hvdtrain.start.host_processes import STOPPED
 from hvdtrain.start.marks import marked
-from hvdtrain.start.reach import Reach, agent_argv, missing_program
 
 START_SECONDS = 30
 RESTARTS = 10
 PAUSE_SECONDS = 1.0
 """Before a worker is started again."""
 STEADY_SECONDS = 600.0
-"""A worker that lived so long has not failed in a row."""
+"""A worker that lived this long starts a new count of failures in a row."""
 CHIEF_SECONDS = 10.0
-"""What the chief may take to end by itself, with its own words, after a server has gone."""
+"""Time for the chief to end by itself, with its own error message, after a server has ended."""
 ORDER_SECONDS = 0.5
-"""A server's end may be told later than that of the chief, which it caused."""
+"""Wait after a failed chief: the end of a server, which caused it, may be reported later."""
 TICK_SECONDS = 0.1
 LOOPBACK = "127.0.0.1"
 _AGENT = "hvdtrain.start.agent"
 
 
 def main() -> None:
+    """Launch; exit as the chief does."""
     received = _record_signals()
     options = _options(sys.argv[1:])
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
@@ -80,7 +80,7 @@ class Layout:
     Attributes:
         roles: all processes; their order is their numbers.
         hosts: role -> host, as the user named it; THIS_HOST where that was not.
-        here: hosts that are this machine, whose agent needs no ssh.
+        here: the names that mean this machine, whose agent needs no ssh.
     """
 
     roles: tuple[Role, ...]
@@ -97,7 +97,7 @@ class Layout:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """Where everything runs; the chief is here, or on a job's first node if this is none of them."""
+    """Where everything runs. The chief is on this machine, or on a job's first node if this is not one of its nodes."""
     roles = cast(options.workers, options.ps)
     hosts: tuple[Host, ...] = parse_hosts(options.hosts) if options.hosts else ()
     if not hosts:
@@ -113,22 +113,12 @@ def layout_of(options: argparse.Namespace) -> Layout:
     return Layout(roles, {CHIEF: chief, **place(roles, hosts)}, here)
 
 
-def is_this_machine(name: str) -> bool:
-    """Whether a host name is one of this machine's: its address can be bound here."""
-    try:
-        with socket.socket() as probe:
-            probe.bind((name, 0))
-    except OSError:
-        return False
-    return True
-
-
 @dataclass
 class Launch:
-    """One launch from its agents' greeting to the exit code.
+    """One launch, from the greeting of its agents to the exit code.
 
     Attributes:
-        received: signals to this process, as they come.
+        received: signals to this process, in order of arrival.
     """
 
     layout: Layout
@@ -173,7 +163,7 @@ class Launch:
         return None
 
     def _greet(self) -> list[str]:
-        """Set up every host; returns what is wrong, a message each."""
+        """Set up every host; return the problems, one message each."""
         asked = travelling(os.environ, self.options.env)
         answers = greet(
             self.agents,
@@ -226,13 +216,16 @@ class Launch:
     def _take_end(self, role: Role, code: int) -> None:
         now = time.monotonic()
         if role == CHIEF:
+            if code == STOPPED:
+                _say(f"{self._named(role)} {how_it_ended(code)}")
+                code = EXIT_HANG
             self._chief_code = code
             if not self._lost:
                 self._over_at = now + (ORDER_SECONDS if code else 0.0)
         elif role.kind == "ps":
             self._lose(
-                f"{self._named(role)} {how_it_ended(code)}: the variables that it held are gone, so the "
-                "run ends; what was saved before is kept"
+                f"{self._named(role)} {how_it_ended(code)}: the variables that it held are lost, "
+                "so the run ends; what was saved before is kept"
             )
         elif self._chief_code is None and not self._lost:
             steady = now - self._started[role] > STEADY_SECONDS
@@ -243,11 +236,13 @@ class Launch:
                     "its output is in the log folder"
                 )
                 return
-            text = f"{self._named(role)} {how_it_ended(code)}: starting it again ({count} of {RESTARTS})"
+            text = (
+                f"{self._named(role)} {how_it_ended(code)}: restarting it ({count} of {RESTARTS})"
+            )
             self._due[role] = (now + PAUSE_SECONDS, text)
 
     def _start_again(self) -> None:
-        """Start the workers whose pause is over. It is said only now: at the end of a run all end."""
+        """Start the workers whose pause is over. The message comes only now: when a run ends, all workers do."""
         for role, (when, text) in list(self._due.items()):
             if when <= time.monotonic() and not self.received:
                 del self._due[role]
@@ -267,7 +262,7 @@ class Launch:
                     self._chief_code = EXIT_FAILURE
 
     def _lose(self, message: str) -> None:
-        """The run cannot go on; the chief may still say what this means for it."""
+        """The run cannot continue; the chief gets time for its own error message."""
         if self._lost:
             return
         self._lost = message
@@ -333,7 +328,7 @@ def _reach(options: argparse.Namespace) -> Reach:
 
 
 def _srun(host: str) -> list[str]:
-    """One task on a node, which may use all that the job has there beside other steps."""
+    """One task on a node, which shares all that the job has there with other steps."""
     return [
         *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"),
         *("--cpu-bind=none", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0"),
@@ -359,10 +354,9 @@ def _say(*messages: str) -> None:
 
 def _write(descriptor: int, data: bytes) -> None:
     try:
-        while data:
-            data = data[os.write(descriptor, data) :]
+        write_all(descriptor, data)
     except BrokenPipeError:
-        sys.exit(EXIT_FAILURE)  # Nobody is there any more; the agents end everything.
+        sys.exit(EXIT_FAILURE)  # Nobody reads the output any more; the agents end everything.
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def plain_value(data: bytes) -> object:
 
 
 def _taken(stack: list[Any], at: int) -> list[Any]:
-    """What lies on the stack from there on, taken off it."""
+    """Everything on the stack from there on, popped."""
     items = stack[at:]
     del stack[at:]
     return items

@@ -1,14 +1,13 @@
-"""Ranks by srun, with all that horovodrun would tell them:
+"""Start ranks by srun, with the environment that horovodrun would give them:
 
     python -m hvdtrain.start.srun OPTIONS srun SRUN-OPTIONS COMMAND...
 
-takes the options of horovodrun and leaves to srun what they say about hosts and ssh. Over Gloo,
-Horovod's rendezvous server runs in this process, at which the ranks find each other. The ranks get
-the same named set of environment variables as those on other hosts by horovodrun do, and what a
-session has anyway; it travels inside Slurm's own messages, not in command lines.
+takes horovodrun's options; hosts and ssh are left to srun. Over Gloo, Horovod's rendezvous server, where the ranks find
+each other, runs in this process. The ranks get the same named set of environment variables as ranks on other hosts
+under horovodrun, and those of a login session; they travel inside Slurm's own messages, not in command lines.
 
-Signals go on to srun, which passes SIGUSR1 and SIGUSR2 to every rank and ends the ranks at others.
-The exit code is srun's.
+Signals are forwarded to srun, which forwards SIGUSR1 and SIGUSR2 to every rank and ends the ranks at others. The exit
+code is srun's.
 """
 
 from __future__ import annotations
@@ -27,15 +26,13 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE, EXIT_USAGE, HASH_SEED
+from hvdtrain.environment import EXIT_USAGE, HASH_SEED
 from hvdtrain.errors import EngineError
-from hvdtrain.launch.slurm.task import (
-    RENDEZVOUS_ADDRESS,
-    RENDEZVOUS_PORT,
-)
-from hvdtrain.launch.travel import into_tasks
-from hvdtrain.launch.variables import forwarded, without_value
-from hvdtrain.signals import ending_signals
+from hvdtrain.launch.addresses import address_towards
+from hvdtrain.launch.running.processes import CannotStart, start
+from hvdtrain.launch.variables import forwarded, into_tasks, without_value
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
+from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.agent import own_report
 from hvdtrain.start.rendezvous import Rendezvous
 from hvdtrain.start.task import INTERFACE
@@ -44,6 +41,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def main() -> None:
+    """Launch; exit as srun does."""
     asked = forwarded(os.environ)
     if missing := without_value(asked, os.environ):
         print(f"hvdtrain: {missing}", file=sys.stderr)
@@ -65,7 +63,7 @@ def main() -> None:
 
 
 def interfaces(options: Namespace) -> dict[str, str]:
-    """Where the ranks communicate if the user said so, in the words of each library."""
+    """The variables of each library for the network interfaces that the user chose."""
     if not options.nics:
         return {}
     names = sorted(options.nics)
@@ -76,10 +74,10 @@ def interfaces(options: Namespace) -> dict[str, str]:
 
 
 def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
-    """The address of this machine at which the ranks of all nodes reach it.
+    """The address at which the ranks of all nodes reach this machine.
 
     Raises:
-        EngineError: its network does not tell.
+        EngineError: it cannot be found out.
     """
     wanted = own_report().interfaces if options.nics else {}
     for name in sorted(options.nics or ()):
@@ -90,10 +88,8 @@ def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
     if not elsewhere:
         return LOOPBACK
     for name in (elsewhere[0], socket.gethostname()):
-        with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # Sends nothing: it asks the kernel for the route.
-            address = str(probe.getsockname()[0])
-            return address
+        with contextlib.suppress(OSError):
+            return address_towards(name)
     raise EngineError(
         f"neither node {elsewhere[0]} nor this machine's own name has an address here: name the network that the "
         "nodes share with --network-interfaces"
@@ -101,21 +97,21 @@ def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _start_rendezvous(options: Namespace) -> dict[str, str]:
-    """Start the server at which ranks learn each other's addresses; return what tells them where it is."""
+    """Start the server where ranks learn each other's addresses; return the variables that lead them to it."""
     address = rendezvous_address(options, os.environ)
     server = Rendezvous(lambda: address)
     port = server.start()
     server.init(get_host_assignments(parse_hosts(options.hosts), options.num_proc))
-    return {RENDEZVOUS_ADDRESS: address, RENDEZVOUS_PORT: str(port)}
+    return {RENDEZVOUS_ADDRESS: address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> int:
-    """Run srun; pass signals on; return its exit code."""
+    """Run srun and forward signals to it; return its exit code."""
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        # At a first SIGINT srun only asks for a second one.
+        # On a first SIGINT srun only asks for a second one.
         number = signal.SIGTERM if number == signal.SIGINT else number
         if process is None:
             early.append(number)
@@ -124,18 +120,17 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
 
     for number in (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
-    # srun takes a signal that came before it listens, where it would be ended by one.
+    # Blocked over the start: srun fetches a pending signal once it has its handler, which before would kill it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     try:
-        process = subprocess.Popen(argv, env=environment)
-    except OSError as error:
-        print(f"srun: cannot start {argv[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+        process = start(argv, environment, stdin=None, output=None, session=False)
+    except CannotStart as error:
+        print(f"srun: {error}", file=sys.stderr)
+        return error.exit_code
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for missed in early:
         process.send_signal(missed)
-    code = process.wait()
-    return code if code >= 0 else EXIT_SIGNAL_BASE - code
+    return shell_code(process.wait())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Stand by a launcher until it ends: signals go on to it, warnings to all ranks, and what the ranks do to who asks."""
+"""Supervise a launcher until it ends: forward signals to it, warnings to all ranks, and news of the ranks to whoever
+asks."""
 
 from __future__ import annotations
 
@@ -12,22 +13,25 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS
 from hvdtrain.launch.running.lookout import RankStatus, as_json, from_json
-from hvdtrain.signals import ending_signals
+from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.host_watch import HostWatch
 
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
-"""What a launcher may take to end its ranks. mpirun waits for ever for a host that is cut off."""
+"""Time for a launcher to end its ranks. mpirun would wait forever for a host that is cut off."""
+DEAF_SECONDS = 2.0
+"""After which mpirun gets the signal again: the first one has no effect while it starts its ranks."""
 
 
 def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
-    """Run `run` in a process of its own, which may become another program; returns its exit code.
+    """Call `run` in a forked process, which may exec another program; return its exit code.
 
-    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 shows their stacks; the run goes on. SIGINT,
+    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 shows their stacks; the run continues. SIGINT,
     SIGTERM and SIGHUP (unless it is ignored) end the run on all hosts: ranks whose script has a handler for the
     signal get it, and HVDTRAIN_GRACE_SECONDS; a second signal ends all at once.
     """
@@ -36,7 +40,7 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     child = os.fork()
     if child == 0:
-        _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2})
+        _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2}, agents)
     ranks = _AllRanks(launch_id, agents)
     end = _End(child, ranks)
     while True:
@@ -51,8 +55,11 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
+            ranks.tick()
             ranks.look_again()
-            return (code or end.code) if code >= 0 else EXIT_SIGNAL_BASE - code
+            if code:
+                end.has_lost_hosts()
+            return end.code_of(shell_code(code))
         ranks.tick()
         end.tick()
 
@@ -82,7 +89,7 @@ class _AllRanks:
         self._agents.order_all(signal=number)
 
     def are_ending(self) -> bool:
-        """Whether a script is still at what it does when the signal of `pass_on` comes."""
+        """Whether a script is still handling the signal of `pass_on`."""
         ranks = [self._here.look(), *self._elsewhere.values()]
         return bool(self._unanswered) or any(one.ending for some in ranks for one in some)
 
@@ -110,11 +117,11 @@ class _AllRanks:
                 self._tell(left=", ".join(names))
 
     def look_again(self) -> None:
-        """Tell how the ranks on this host were at their end."""
+        """Tell the last state of the ranks on this host."""
         self._tell_of(self._here.look())
 
     def _tell_of(self, statuses: list[RankStatus]) -> None:
-        """A line for each rank, none longer than what a pipe takes whole."""
+        """One line for each rank: short enough that the pipe takes it whole or not at all."""
         for one in statuses:
             self._tell(ranks=as_json([one]))
 
@@ -123,26 +130,32 @@ class _AllRanks:
             if self._pipe is not None:
                 os.write(self._pipe, json.dumps(news).encode() + b"\n")
         except BlockingIOError:
-            pass  # The reader is halted; it will be told again.
+            pass  # The reader is blocked; the next look tells it again.
         except OSError:
-            self._pipe = None  # Nobody asks any more.
+            self._pipe = None  # Nobody reads it any more.
 
 
 @dataclass
 class _End:
-    """How a run is ended before its time.
+    """Ends a run early.
 
     Attributes:
-        child: the launcher.
-        code: the exit code of a launch that was ended and says that all is well.
+        child: the launcher's process.
+        code: the exit code if the launcher, having been ended, claims success.
     """
 
     child: int
     ranks: _AllRanks
     code: int = 0
+    lost: bool = False
     _grace_until: float | None = None
     _ended_at: float | None = None
+    _repeated: bool = False
     _signal: signal.Signals = field(default=signal.SIGTERM)
+
+    def code_of(self, launcher: int) -> int:
+        """The exit code of the run whose launcher ended with this one."""
+        return EXIT_FAILURE if self.lost else launcher or self.code
 
     def ask(self, number: signal.Signals) -> None:
         """The user's signal; the second one ends all at once."""
@@ -159,24 +172,39 @@ class _End:
         now = time.monotonic()
         if self._ended_at is not None:
             if now - self._ended_at > ENDING_SECONDS:
-                os.kill(self.child, signal.SIGKILL)
+                self._send(signal.SIGKILL)
+            elif now - self._ended_at > DEAF_SECONDS and not self._repeated and self._is_mpirun():
+                self._repeated = True
+                self._send(self._signal)
         elif self._grace_until is not None:
             if now >= self._grace_until or not self.ranks.are_ending():
                 self._end()
-        elif lost := self.ranks.lost_hosts():
-            self.code = EXIT_FAILURE
-            print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
+        elif self.has_lost_hosts():
             self._end()
+
+    def has_lost_hosts(self) -> bool:
+        """Whether hosts were lost before anything else ended the run; reports them."""
+        if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
+            self.lost = True
+            print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
+        return self.lost
 
     def _end(self) -> None:
         if self._ended_at is None:
             self._ended_at = time.monotonic()
             self.ranks.end_elsewhere()
-            os.kill(self.child, self._signal)
+            self._send(self._signal)
+
+    def _send(self, number: signal.Signals) -> None:
+        (os.killpg if self._is_mpirun() else os.kill)(self.child, number)
+
+    def _is_mpirun(self) -> bool:
+        """Whether the launcher leads a process group, which mpirun is in: see `start_ranks`."""
+        return os.getpgid(self.child) == self.child
 
 
 def _news_pipe() -> int | None:
-    """Where to tell what the ranks do, if somebody wants to know; never waits for its reader."""
+    """The pipe for news of the ranks, if `hvdtrain run` gave one; set to non-blocking."""
     descriptor = os.environ.get(NEWS, "")
     if not descriptor.isdecimal():
         return None
@@ -184,8 +212,10 @@ def _news_pipe() -> int | None:
     return int(descriptor)
 
 
-def _be_the_launcher(run: Callable[[], int], mask: set[signal.Signals | int]) -> None:
-    """In the new process: run, and exit. Its programs must not be ended by what is for the ranks."""
+def _be_the_launcher(
+    run: Callable[[], int], mask: set[signal.Signals | int], agents: Agents
+) -> NoReturn:
+    """In the forked process: call `run` and exit. Signals that are for the ranks must not kill its programs."""
     code = EXIT_FAILURE
     try:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -193,6 +223,7 @@ def _be_the_launcher(run: Callable[[], int], mask: set[signal.Signals | int]) ->
         if (descriptor := _news_pipe()) is not None:
             os.close(descriptor)
         os.environ.pop(NEWS, None)
+        agents.forget()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = run()
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A worker or a parameter server: serves TensorFlow's operations to the chief of its job until that has gone.
+"""A worker or a parameter server: serves TensorFlow's operations to the chief of its job until the chief is gone.
 
     TF_CONFIG=... python -m hvdtrain.start.tf_server
 
@@ -18,13 +18,14 @@ from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.tf_config import SERVER, TF_CONFIG, WORKER, TfConfig, answers, read_tf_config
 
 START_SECONDS = 3600.0
-"""The chief may read its data for so long before it needs its workers."""
+"""How long the chief may read its data before it needs its workers."""
 POLL_SECONDS = 2.0
 ATTEMPTS = 3
-"""The chief has gone when it does not answer so many times."""
+"""The chief counts as gone after this many calls without an answer."""
 
 
 def main() -> None:
+    """Serve until the launch ends."""
     try:
         config = read_tf_config(os.environ)
         if config is None:

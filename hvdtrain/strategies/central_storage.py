@@ -16,13 +16,13 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.replica_steps import ReplicaSteps, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
-from hvdtrain.strategies.replicas import ReplicaSteps, require_plain
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY
 
 HINT = (
     f"On a machine without GPUs set {REPLICAS}=2 (or hvdtrain run --strategy {CENTRAL_STORAGE} -np 2) for "
-    "two replicas on its cores; with one GPU the default strategy, horovod, does what can be done"
+    "two replicas on its cores; with one GPU use the default strategy, horovod"
 )
 
 
@@ -49,8 +49,9 @@ class CentralStorage(ReplicaStrategy):
         rank = init(seed, whole_machine=True)
         if rank.size > 1:
             raise UsageError(
-                f"strategy {CENTRAL_STORAGE} runs in one process with all GPUs of its machine, and {rank.size} ranks "
-                f"were started: start one (hvdtrain run --strategy {CENTRAL_STORAGE})"
+                f"strategy {CENTRAL_STORAGE} runs in one process with all GPUs of its machine, but "
+                f"{rank.size} ranks were started: start one (hvdtrain run --strategy "
+                f"{CENTRAL_STORAGE})"
             )
         devices = self._devices()
         self._strategy = tf.distribute.experimental.CentralStorageStrategy(
@@ -74,7 +75,7 @@ class CentralStorage(ReplicaStrategy):
                 )
         if len({_short(name) for name in wanted}) < 2:
             raise UsageError(
-                f"strategy {CENTRAL_STORAGE} needs two devices to compute on, and there is "
+                f"strategy {CENTRAL_STORAGE} needs two devices to compute on, but there is "
                 f"{', '.join(_short(name) for name in wanted) or 'none'}. {HINT}. (TensorFlow's devices are fixed "
                 f"once it is used: {STRATEGY} and {REPLICAS} are read by hvdtrain.init(), so call that first)"
             )

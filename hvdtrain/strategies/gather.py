@@ -42,7 +42,7 @@ def gather_predictions(
         begins.append(begin + share.offset)
         begin += share.global_examples
     if structure is None:
-        raise UsageError("The data holds no batch: nothing to predict")
+        raise UsageError("The data has no batches: nothing to predict")
     joined = [
         _join(_gathered(parts, begins, f"hvdtrain_predictions_{index}", ranks))
         for index, parts in enumerate(zip(*steps, strict=True))

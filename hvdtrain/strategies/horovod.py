@@ -1,4 +1,4 @@
-"""HorovodStrategy: synchronous training, one process a worker. The default.
+"""HorovodStrategy: synchronous training, one process per worker. The default.
 
 It is composed of three parts, so that another way to divide a model over ranks brings a part of its own and leaves
 the others: the groups of ranks that hold the same (collectives.mesh), how a model is built and run (runner), and how
@@ -32,9 +32,9 @@ from hvdtrain.keras_internals.variables import (
     trained_variables,
 )
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.rank_steps import RankSteps
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.state import State, WholeState, broadcast, broadcast_state
-from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
 
 
@@ -102,8 +102,9 @@ class HorovodStrategy(Strategy):
             return self._wrap(optimizer, reduction)
         if self.saves_together:
             raise UsageError(
-                "The optimizer is distributed already; Trainer(layout=...) and shard_optimizer=True reduce each "
-                "gradient in a way of their own: give a plain optimizer"
+                "The optimizer is already distributed; Trainer(layout=...) and "
+                "shard_optimizer=True reduce each gradient in their own way: pass a plain "
+                "optimizer"
             )
         reducer = reducer_of(optimizer)
         _check_reduction(reducer.reduction)
@@ -168,11 +169,12 @@ def _check_reduction(reduction: Reduction) -> None:
     """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
     if reduction.op != Average:
         raise UsageError(
-            "Trainer averages the gradients exactly over all examples: give it an optimizer distributed with "
-            "op=Average, or a plain one. op=Sum and op=Adasum work with hvdtrain.keras and model.fit"
+            "Trainer averages the gradients exactly over all examples: pass an optimizer "
+            "distributed with op=Average, or a plain one. op=Sum and op=Adasum work with "
+            "hvdtrain.keras and model.fit"
         )
     if not reduction.process_set.are_all():
         raise UsageError(
-            "Trainer trains on all ranks: give it an optimizer without process_set. Process sets work with "
-            "hvdtrain.keras and model.fit"
+            "Trainer trains on all ranks: pass an optimizer without process_set. Process sets "
+            "work with hvdtrain.keras and model.fit"
         )

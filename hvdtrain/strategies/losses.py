@@ -25,7 +25,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
-from hvdtrain.collectives.step import current_step
+from hvdtrain.collectives.step_context import current_step
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.overlay import overlay
@@ -65,9 +65,10 @@ class _ExactLoss:
             self.hvdtrain_warned = True
             kind = "sum" if self.reduction == "sum" else "mean"  # type: ignore[attr-defined]
             warnings.warn(
-                f"The loss {self.name!r} returns one number for a batch, and each worker has a part of the batch: the "  # type: ignore[attr-defined]
-                f"number is taken for a {kind} over the examples. If it is anything else, training differs from that "
-                "on one worker: let the loss return a value for each example",
+                f"The loss {self.name!r} returns one number for a batch, but each worker has only "  # type: ignore[attr-defined]
+                f"a part of the batch: the number is treated as a {kind} over the examples. If it "
+                "is anything else, training differs from training on one worker: let the loss "
+                "return one value per example",
                 stacklevel=2,
             )
 

@@ -69,8 +69,8 @@ def require_built(model: keras.Model) -> None:
     """Raise UsageError if the model has no variables yet that could be loaded."""
     if not (model.built and is_built(model)):
         raise UsageError(
-            "load: the model has no variables yet, for the shapes of its inputs are not known: begin it with "
-            "keras.Input(shape), or call trainer.evaluate once before"
+            "load: the model has no variables yet, because the shapes of its inputs are unknown: "
+            "start it with keras.Input(shape), or call trainer.evaluate once first"
         )
 
 
@@ -80,8 +80,8 @@ def _check_weights(path: Path, stored: Mapping[str, tuple[int, ...]], wanted: Pl
     for place, shape in stored.items():
         if place not in wanted and not place.startswith(f"{model_files.OPTIMIZER}/"):
             raise UsageError(
-                f"load: {path} is of another model: it has a variable {place!r} of shape {list(shape)}, and this "
-                "model has none there"
+                f"load: {path} belongs to another model: it has a variable {place!r} of shape "
+                f"{list(shape)} that this model lacks"
             )
 
 
@@ -95,12 +95,13 @@ def _check_shape(
     name = variable_name(variable) if isinstance(variable, keras.Variable) else place
     if place not in stored:
         raise UsageError(
-            f"load: {path} is of another model: it has no variable for {name!r}, which is of shape {list(shape)}"
+            f"load: {path} belongs to another model: it has no variable for {name!r}, which has "
+            f"shape {list(shape)}"
         )
     if stored[place] != shape:
         raise UsageError(
-            f"load: {path} is of another model: variable {name!r} is of shape {list(stored[place])} in the file, and "
-            f"of shape {list(shape)} here"
+            f"load: {path} belongs to another model: variable {name!r} has shape "
+            f"{list(stored[place])} in the file and {list(shape)} here"
         )
 
 

@@ -6,8 +6,8 @@ examples with each other, a sum in a train_step, a layer that mixes the examples
 these by name, each rank tries: before the first step it runs the model's own train_step on a few of its examples,
 whole and in two uneven parts, and compares the gradients, which nothing applies. Whatever a run assigns is put back.
 
-Normalisation by the batch and dropout differ by nature (by_nature.py), and are off while the probe runs. A step that
-draws other random numbers each time cannot be judged.
+Normalisation by the batch and dropout differ by nature (batch_dependence.py), and are off while the probe runs. A step
+that draws other random numbers each time cannot be judged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.keras_internals.metric_calls import is_known_to_add_up, metrics_of
 from hvdtrain.keras_internals.models import (
     numbers_kept,
@@ -39,8 +39,8 @@ from hvdtrain.keras_internals.variables import (
     variable_name,
     without,
 )
-from hvdtrain.strategies import by_nature
-from hvdtrain.strategies.growth import Kinds, kinds_of_growth
+from hvdtrain.strategies import batch_dependence
+from hvdtrain.strategies.stateful_updates import Kinds, kinds_of_growth
 
 EXAMPLES = 5
 """That the probe runs on: parts of 3 and 2, and with fewer examples of other uneven sizes."""
@@ -49,7 +49,7 @@ TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
 """Relative, by the dtype of the computation: 8 and 11 bits, some ten roundings deep. Others: 1e-3; a wrong rule is
 off by about the ratio of the parts' sizes, 0.2 and more."""
 
-DRAWS = "its gradients are others each time it runs on the same examples (random numbers?)"
+DRAWS = "its gradients differ each time it runs on the same examples (random numbers?)"
 """Why a step cannot be judged that makes its own noise."""
 
 STEPS = 16
@@ -77,7 +77,7 @@ class Verdict:
         summed, averaged, unclear: the places in `state_of` of what grows by the sum of its parts, by their mean, and
             otherwise.
         counted: the places in `counts_of` of what grows by the sum of its parts.
-        why_not: what is to be told of a step that could not be judged.
+        why_not: the reason to give for a step that could not be judged.
     """
 
     as_mean: bool | None = None
@@ -179,12 +179,13 @@ def _verdict(
                 model, whole, _sum(_of_parts(model, parts, [1.0, 1.0], step), [1.0, 1.0])
             )[1]
     except Exception as error:
-        # A step that cannot run on fewer examples, or outside of tf.function; in training it says so itself.
+        # A step that cannot run on fewer examples, or outside of tf.function; in training it reports that itself.
         return Verdict(once=once, why_not=in_one_line(error)), moves
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
 
 
 def in_one_line(error: Exception) -> str:
+    """An error's class and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first_line}"
 
@@ -367,4 +368,6 @@ def _in_inference(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _differs_by_nature(layer: Any) -> bool:
     knows_training = getattr(layer, "_call_has_training_arg", False)
-    return knows_training and (by_nature.normalises(layer) or by_nature.has_generator(layer))
+    return knows_training and (
+        batch_dependence.normalises(layer) or batch_dependence.has_generator(layer)
+    )

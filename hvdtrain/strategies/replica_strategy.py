@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.keras_internals.building import symbolic_call
-from hvdtrain.strategies.replicas import ReplicaSteps, build
+from hvdtrain.strategies.replica_steps import ReplicaSteps, build
 from hvdtrain.strategies.strategy import Strategy
 
 

@@ -1,4 +1,4 @@
-"""Runner: how a model is built on a rank, and what runs its steps. A part of Horovod's strategy."""
+"""Runner: builds a model on a rank and runs its steps. A part of Horovod's strategy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdtrain.collectives.agreement import require_equal
+from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.data import Share
@@ -15,8 +15,8 @@ from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.models import metric_names, symbolic_inputs
 from hvdtrain.keras_internals.variables import tf_variable
 from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.rank_steps import RankSteps
 from hvdtrain.strategies.step_metrics import merged_logs
-from hvdtrain.strategies.steps import RankSteps
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps
 
 

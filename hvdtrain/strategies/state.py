@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 
 import keras
 
-from hvdtrain.collectives.accumulated import as_one_process, restored_by_first, share_out
-from hvdtrain.collectives.agreement import on_first
+from hvdtrain.collectives.consistency import on_first
+from hvdtrain.collectives.gradient_accumulation import as_one_process, restored_by_first, share_out
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.keras_internals.models import optimizers_of

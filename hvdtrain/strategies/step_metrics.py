@@ -1,9 +1,9 @@
 """What metrics need of a step on a part of a batch: how their states combine, and which logs are their results.
 
 While a step is traced (or first runs eagerly) its calls of metrics are noted. Each metric is then tried out once, with
-numbers made up in the shapes of those calls (collectives/combining.py), which costs some 10 ms; those of Keras's that
-are known to add up are not. What has to
-count by its share of the batch is weighted in the step itself; the rest is done when the states are merged.
+numbers made up in the shapes of those calls (collectives/metric_merging.py), which costs some 10 ms; those of Keras's
+that are known to add up are not. What has to count by its share of the batch is weighted in the step itself; the rest
+is done when the states are merged.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.combining import RULES, SHARE, SUM, Finding, can_be_weighted, find_rules
 from hvdtrain.collectives.communicator import Communicator, Min
+from hvdtrain.collectives.metric_merging import (
+    RULES,
+    SHARE,
+    SUM,
+    Finding,
+    can_be_weighted,
+    find_rules,
+)
+from hvdtrain.collectives.metric_trials import Calls, has_scalars, make_trials
 from hvdtrain.collectives.metrics import (
     as_value,
     average_logs,
@@ -27,7 +35,6 @@ from hvdtrain.collectives.metrics import (
     state_variables,
     write_state,
 )
-from hvdtrain.collectives.trials import Calls, has_scalars, make_trials
 from hvdtrain.data import Share
 from hvdtrain.keras_internals.metric_calls import (
     Source,
@@ -136,9 +143,9 @@ class StepMetrics:
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
         if hides_state(metric):
             self._warn(
-                f"The metric {metric.name!r} keeps what it counts in a tf.Variable or in Python, where it cannot be "
-                "put together: each worker shows that of its own examples. Let it keep sums over examples in variables "
-                "that self.add_weight() makes"
+                f"The metric {metric.name!r} keeps its state in a tf.Variable or in Python, where "
+                "it cannot be combined: each worker shows the value for its own examples. Let it "
+                "keep sums over examples in variables created by self.add_weight()"
             )
             return
         states = {id(tf_variable(v)) for v in metric.variables}
@@ -155,8 +162,9 @@ class StepMetrics:
                 finding = find_rules(metric, trials, self._allowed)
         except Exception as error:
             self._warn(
-                f"The metric {metric.name!r} could not be tried out ({type(error).__name__}: {error}). Its states on "
-                "several workers are added up: right for counts and sums over examples, for nothing else"
+                f"The metric {metric.name!r} could not be tested ({type(error).__name__}: "
+                f"{error}). Its states on several workers are added up, which is right only for "
+                "counts and sums over examples"
             )
             return
         for variable, rule in zip(metric.variables, finding.rules, strict=True):
@@ -166,9 +174,9 @@ class StepMetrics:
             self._warn(_complaint(metric, finding))
         elif adds_up and not seen and has_scalars(calls):
             self._warn(
-                f"The metric {metric.name!r} is given one number for a batch, and each worker has a part of the batch: "
-                "the number is taken for a sum over the examples. If it is anything else, give the metric a value for "
-                "each example"
+                f"The metric {metric.name!r} is given one number for a batch, but each worker has "
+                "only a part of the batch: the number is treated as a sum over the examples. If "
+                "it is anything else, give the metric one value per example"
             )
 
 
@@ -258,8 +266,9 @@ def _by_value(
 def _complaint(metric: keras.metrics.Metric, finding: Finding) -> str:
     far = int(np.nanargmax(np.abs(finding.one - finding.several)))
     return (
-        f"The metric {metric.name!r} of parts of a batch does not make that of the whole batch: with made-up numbers "
-        f"{finding.one[far]:.4g} on one worker and {finding.several[far]:.4g} on several. Training is not affected. "
-        "Let it return a value for each example, or keep sums over examples in its variables and divide them in "
+        f"The metric {metric.name!r} of the parts of a batch does not combine into that of the "
+        f"whole batch: with made-up numbers it is {finding.one[far]:.4g} on one worker and "
+        f"{finding.several[far]:.4g} on several. Training is not affected. Let it return one "
+        "value per example, or keep sums over examples in its variables and divide them in "
         "result() (as keras.metrics.RootMeanSquaredError does)"
     )

@@ -114,7 +114,7 @@ class Strategy:
         """Raise ReplicaError if anything that is replicated differs between workers."""
 
     def reset_metrics(self, model: keras.Model) -> None:
-        """Begin to count anew."""
+        """Start counting from zero."""
         model.reset_metrics()
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:

@@ -21,8 +21,8 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.replica_steps import ReplicaSteps, local_variables, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
-from hvdtrain.strategies.replicas import ReplicaSteps, local_variables, require_plain
 from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategy_names import TPU as NAME
 
@@ -70,8 +70,9 @@ class TPU(ReplicaStrategy):
     def build(self, model: ModelSource) -> keras.Model:
         if isinstance(model, keras.Model) and model.variables:
             raise UsageError(
-                f"strategy {NAME}: the model was built before the TPU was there, so its variables are elsewhere: pass "
-                "the Trainer a function that builds it, Trainer(build_model, ...)"
+                f"strategy {NAME}: the model was built before the TPU was connected, so its "
+                "variables are elsewhere: pass the Trainer a function that builds it, "
+                "Trainer(build_model, ...)"
             )
         return super().build(model)
 
@@ -80,8 +81,8 @@ class TPU(ReplicaStrategy):
         require_plain(optimizer, NAME)
         if optimizer.built:
             raise UsageError(
-                f"strategy {NAME}: the optimizer was used before the TPU was there, so its state is elsewhere: give "
-                "the Trainer a new one"
+                f"strategy {NAME}: the optimizer was used before the TPU was connected, so its "
+                "state is elsewhere: pass the Trainer a new one"
             )
         with self.scope():
             return replica_scope.made_again(optimizer)
@@ -100,7 +101,7 @@ def connect(name: str | None) -> tf.distribute.Strategy:
     """Find the TPU, start its system, and return the strategy over its cores.
 
     Raises:
-        UsageError: there is none, soon: TensorFlow's own resolver asks for minutes.
+        UsageError: there is none; raised soon, where TensorFlow's own resolver asks for minutes.
     """
     address = find_tpu(name, os.environ, Path("/dev"))
     try:
@@ -112,7 +113,7 @@ def connect(name: str | None) -> tf.distribute.Strategy:
     except (tf.errors.OpError, ValueError, RuntimeError, ImportError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"strategy {NAME}: the TPU {address!r} does not start: {reason}"
+            f"strategy {NAME}: the TPU {address!r} cannot be started: {reason}"
         ) from error
 
 
@@ -129,8 +130,8 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
     if wanted is None and not chips:
         raise UsageError(
             f"strategy {NAME}: this machine has no TPU (no chip in {devices}), and TPU_NAME does not name another: run "
-            "on a TPU machine, set TPU_NAME to a TPU's name or to grpc://host:port, or take another strategy "
-            "(hvdtrain strategies lists them)"
+            "on a TPU machine, set TPU_NAME to a TPU's name or to grpc://host:port, or use "
+            "another strategy (hvdtrain strategies lists them)"
         )
     if wanted in (None, "local"):
         if not chips:
@@ -151,8 +152,8 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
         _require_answer(
             environ.get("GCE_METADATA_IP", METADATA),
             "80",
-            f"the TPU {wanted!r} can be looked up on Google's machines only, and this is none: give its "
-            "address, grpc://host:port",
+            f"the TPU {wanted!r} can be looked up only on Google Cloud machines, and this is not "
+            "one: give its address, grpc://host:port",
         )
     return wanted
 

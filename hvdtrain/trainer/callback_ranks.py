@@ -22,7 +22,7 @@ TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")
 def on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], is_first: bool, saves_together: bool = False
 ) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that this rank runs: all on rank 0, those that are no writers elsewhere.
+    """Return the callbacks that this rank runs: all on rank 0, elsewhere those that do not write.
 
     Args:
         saves_together: no rank has all of the model or optimizer: ModelCheckpoint runs on every rank, with
@@ -36,13 +36,13 @@ def on_this_rank(
     for callback in callbacks:
         if isinstance(callback, kc.BackupAndRestore):
             raise UsageError(
-                "BackupAndRestore cannot save a model or optimizer that is divided over ranks: use ModelCheckpoint, "
-                "and Trainer.load before fit to go on"
+                "BackupAndRestore cannot save a model or optimizer that is divided over ranks: "
+                "use ModelCheckpoint, and Trainer.load before fit to resume"
             )
         if isinstance(callback, kc.SwapEMAWeights):
             raise UsageError(
-                "SwapEMAWeights cannot swap the averages of a model or optimizer that is divided over ranks: leave it "
-                "out, or the division"
+                "SwapEMAWeights cannot swap the averages of a model or optimizer that is divided "
+                "over ranks: leave it out, or do not divide them"
             )
     together = [c for c in callbacks if isinstance(c, kc.ModelCheckpoint)]
     for callback in together:

@@ -75,7 +75,8 @@ def _refuse_division(name: str, layout: Layout | Mesh | None, shard_optimizer: b
     for option, given in (("layout", layout is not None), ("shard_optimizer", shard_optimizer)):
         if given:
             raise UsageError(
-                f"{option} divides a model over Horovod's ranks, and the strategy is {name}: leave out one of the two"
+                f"{option} divides a model over Horovod's ranks, but the strategy is {name}: leave "
+                "out one of the two"
             )
 
 

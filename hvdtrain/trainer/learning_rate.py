@@ -42,8 +42,8 @@ class Ramp:
 class WarmUp(keras.callbacks.Callback):
     """Raise learning rates in equal steps over the first `epochs` epochs.
 
-    The rates follow from epoch and step alone, so a run that goes on in the middle goes on there. Afterwards they
-    are left to others.
+    The rates follow from epoch and step alone, so a resumed run continues with the right ones.
+    Afterwards they are left to others.
     """
 
     def __init__(self, ramps: Sequence[Ramp], epochs: float, steps_per_epoch: int) -> None:

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import any_rank, on_first
 from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.consistency import any_rank, on_first
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import read_state, without_sums, write_state
 from hvdtrain.data import OwnSource, Share, Source
@@ -182,7 +182,7 @@ class Loop:
             if stopped or (global_batches and any_rank(bool(self.model.stop_training), "stop")):
                 break
         if share is None:
-            raise UsageError("The training data holds no batch: nothing to train on")
+            raise UsageError("The training data has no batches: nothing to train on")
         self.steps.finish()
         progress.stop()
         logs = self.strategy.logs(self.model, step_logs, share)
@@ -224,7 +224,7 @@ class Loop:
             if stopped or (global_batches and any_rank(bool(self.model.stop_evaluating), "stop")):
                 break
         if share is None:
-            raise UsageError("The evaluation data holds no batch: nothing to evaluate on")
+            raise UsageError("The evaluation data has no batches: nothing to evaluate on")
         self.steps.finish()
         logs = self.strategy.logs(self.model, step_logs, share)
         callbacks.on_test_end(logs)

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it works: Keras's progress bar, or one line an epoch, with examples a second."""
+"""What rank 0 shows while it works: Keras's progress bar, or one line per epoch, with examples per second."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Progress:
     Args:
         verbose: 0, 1 or 2, see `resolve_verbose`.
         title: such as "Epoch 1/5".
-        steps: of the pass; None where only reading to the end tells.
+        steps: of the pass; None if known only after reading to the end.
     """
 
     def __init__(self, verbose: int, title: str, steps: int | None) -> None:

@@ -25,7 +25,7 @@ class RunDir:
     def begin(self, first_epoch: int) -> None:
         """Make the folder.
 
-        Nothing is overwritten. A run that goes on where that one stopped, with `first_epoch` (from 0) after its
+        Nothing is overwritten. A run that continues where that one stopped, with `first_epoch` (from 0) after its
         first, adds to its metrics.
 
         Raises:
@@ -34,11 +34,12 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"run_dir {str(self.path)!r} cannot be made: {error}") from error
+            raise UsageError(f"run_dir {str(self.path)!r} cannot be created: {error}") from error
         if first_epoch == 0 and not self._columns and (self.path / METRICS).exists():
             raise UsageError(
-                f"run_dir {str(self.path)!r} holds another run ({METRICS}): choose a new folder, or move that one "
-                "away. Only a run that goes on from it (initial_epoch, or BackupAndRestore) adds to it"
+                f"run_dir {str(self.path)!r} contains another run ({METRICS}): choose a new "
+                "folder, or move that one away. Only a run that continues it (initial_epoch, or "
+                "BackupAndRestore) may add to it"
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -58,7 +59,7 @@ class RunDir:
             csv.DictWriter(file, self._columns, extrasaction="ignore").writerow(plain)
 
     def _begin_metrics(self, epoch: int, columns: list[str]) -> None:
-        """Write the header, and the lines before `epoch` of the run that this one goes on with."""
+        """Write the header, and the lines before `epoch` of the run that this one continues."""
         path = self.path / METRICS
         before: list[dict[str, str]] = []
         if path.exists():
@@ -90,7 +91,7 @@ def epoch_line(
     Args:
         logs: the epoch's.
         validated: the run evaluates, though perhaps not after every epoch.
-        seconds, rate: of training, in examples a second.
+        seconds, rate: of training, in examples per second.
     """
     names = [name for name in logs if not name.startswith("val_")]
     if validated:

@@ -88,8 +88,8 @@ def compile_model(
             continue
         if not strategy.several_optimizers:
             raise UsageError(
-                f"{type(model).__name__} trains with several optimizers, which strategy {strategy.name!r} cannot, nor "
-                "layout or shard_optimizer: leave these out"
+                f"{type(model).__name__} trains with several optimizers, which strategy "
+                f"{strategy.name!r}, layout and shard_optimizer do not support: leave these out"
             )
         prepare(other)
     if not may_have_loss(model):
@@ -101,13 +101,14 @@ def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
     name = type(model).__name__
     if not model.compiled:
         raise UsageError(
-            f"{name} has a compile of its own, whose arguments only you know: call it before Trainer, or in the "
+            f"{name} overrides compile with its own arguments: call it before Trainer, or in the "
             "function that builds the model"
         )
     for argument, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{argument}: {name} has a compile of its own, and was compiled by that: leave {argument} out here"
+                f"{argument}: {name} overrides compile, and was compiled with that: leave "
+                f"{argument} out here"
             )
 
 
@@ -143,8 +144,8 @@ def refuse_batch_size(name: str, value: Any, workers: int) -> None:
     """Raise UsageError if the argument `name` of fit, evaluate or predict was given."""
     if value is not None:
         raise UsageError(
-            f"{name}={value!r}: how many examples a step has, over all workers together, is said once: "
-            f"Trainer(..., global_batch_size={value}), or {value} for each of the {workers} workers: "
+            f"{name}={value!r}: the batch size is set once, for all workers together: Trainer(..., "
+            f"global_batch_size={value}), or {value} for each of the {workers} workers: "
             f"global_batch_size={value} * {workers}. Leave {name} out here"
         )
 
@@ -194,8 +195,9 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
             )
         if source.examples is not None and source.examples % batch_size:
             raise UsageError(
-                f"The model's inputs have a batch size of {fixed} on each worker, and {source.examples} examples are "
-                f"no whole number of batches of {batch_size}: leave {source.examples % batch_size} out"
+                f"The model's inputs have a batch size of {fixed} on each worker, and "
+                f"{source.examples} examples do not divide evenly into batches of {batch_size}: "
+                f"leave {source.examples % batch_size} out"
             )
 
 

@@ -108,7 +108,7 @@ def _compared(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
 
 
 def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
-    """Let the ranks count the examples that each brings to a step; one whose data has ended goes on as idle."""
+    """Let the ranks count the examples that each brings to a step; one whose data has ended continues as idle."""
     last: Share | None = None
     while True:
         share = next(shares, None)
@@ -154,6 +154,7 @@ def _stream_message(everyone: Any, other: int, step: int) -> str:
         what = f"the batch of step {step + 1} on rank {other} is not that of rank 0"
     return (
         f"The ranks read different data: {what}. Every rank must read the same stream; hvdtrain gives each its "
-        "share. Shuffle with a fixed seed (Dataset.shuffle(..., seed=1)), put maps with random numbers behind "
-        "hvdtrain.data.shard, and pass sharded=True where you divide the data yourself."
+        "share. Shuffle with a fixed seed (Dataset.shuffle(..., seed=1)), put maps with random "
+        "numbers after hvdtrain.data.shard, and pass sharded=True if you divide the data "
+        "yourself."
     )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import keras
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import require_alike, require_equal
+from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.data import KnownSource, OwnSource, Source, is_batched, make_source, split
 from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
@@ -62,12 +62,15 @@ class Trainer:
 
     Args:
         model: a compiled or uncompiled keras.Model, or a function without arguments that builds one. One whose class
-            has a `compile` of its own (a GAN) comes compiled. With a train_step of its own every optimizer that it
+            has a `compile` of its own (a GAN) comes compiled. With overrides train_step every optimizer that it
             keeps in attributes is distributed.
         optimizer: Keras optimizer or its name; default that of the compiled model, or "rmsprop".
-        loss, metrics, weighted_metrics, loss_weights: as in keras.Model.compile.
+        loss: as in keras.Model.compile.
+        metrics: as in keras.Model.compile.
         global_batch_size: examples in a step over all workers. A batch size in the model's inputs (batch_shape of
             a stateful RNN) is each worker's share of it.
+        weighted_metrics: as in keras.Model.compile.
+        loss_weights: as in keras.Model.compile.
         learning_rate_scaling: multiply the rate by the number of workers ("linear"), its square root
             ("sqrt") or not at all ("none": right for a global batch that does not grow).
         warmup_epochs: raise the rate linearly over this many epochs, from the unscaled one (from 0 with
@@ -197,8 +200,10 @@ class Trainer:
 
         Args:
             x: the data; see hvdtrain.data.make_source. A tuple is (x, y) or (x, y, sample_weight).
-            y, sample_weight: labels and weights for arrays in `x`.
-            batch_size, validation_batch_size: refused: the Trainer's global_batch_size says it.
+            y: labels for arrays in `x`.
+            sample_weight: weights of the examples of arrays in `x`.
+            batch_size: refused; see the Trainer's global_batch_size.
+            validation_batch_size: refused, as batch_size.
             epochs: number of the last epoch, counted from 1.
             validation_data: data to evaluate on at the end of epochs, split over the workers as well.
             validation_split: use this last fraction of the arrays as validation data instead.
@@ -220,6 +225,7 @@ class Trainer:
         Raises:
             UsageError: arguments or data that cannot work.
             ReplicaError: ranks disagree on the model, the data or the arguments, or drifted apart.
+            EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         refuse_batch_size("validation_batch_size", validation_batch_size, self.strategy.workers)
@@ -281,13 +287,23 @@ class Trainer:
         """Return loss and metrics over all of the data, exact and the same on every rank.
 
         Args:
-            x, y, sample_weight, sharded, callbacks, verbose: as in `fit`.
-            batch_size: refused: the Trainer's global_batch_size says it.
+            x: as in `fit`.
+            y: as in `fit`.
+            sample_weight: as in `fit`.
+            batch_size: refused; see the Trainer's global_batch_size.
+            sharded: as in `fit`.
+            callbacks: as in `fit`.
+            verbose: as in `fit`.
             steps: evaluate on this many global batches.
             return_dict: return a dict of the values by their names.
 
         Returns:
             As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
+
+        Raises:
+            UsageError: arguments or data that cannot work.
+            ReplicaError: ranks disagree on the model, the data or the arguments.
+            EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, y, sample_weight, steps, sharded)
@@ -310,9 +326,20 @@ class Trainer:
         """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank.
 
         Args:
-            x, verbose: as in `fit`.
-            batch_size: refused: the Trainer's global_batch_size says it.
+            x: as in `fit`.
+            batch_size: refused; see the Trainer's global_batch_size.
+            verbose: as in `fit`.
+            verbose: as in `fit`.
             steps: predict this many global batches.
+
+        Returns:
+            Arrays of (examples, ...) in the structure of the model's outputs; a tf.RaggedTensor for an output whose
+            inner dimensions differ between batches.
+
+        Raises:
+            UsageError: arguments or data that cannot work.
+            ReplicaError: ranks disagree on the model, the data or the arguments.
+            EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, None, None, steps)
@@ -330,8 +357,12 @@ class Trainer:
 
         Every rank calls it. Plain Keras loads the file, wherever hvdtrain is not installed.
 
+        Args:
+            filepath: of the file; ends in .keras.
+
         Raises:
-            UsageError: on all ranks: rank 0 cannot write the file.
+            UsageError: another ending; on all ranks: rank 0 cannot write the file.
+            EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         with engine_errors(self.rank):
             self.strategy.save(self.model, _keras_file(filepath, "save"))
@@ -343,8 +374,12 @@ class Trainer:
         number of ranks, strategy or layout. A file without an optimizer's state leaves the optimizer as it is.
         The model must know the shapes of its inputs. Random seeds (dropout) are in no .keras file, and stay.
 
+        Args:
+            filepath: of the file; ends in .keras.
+
         Raises:
             UsageError: no such file, or one that does not fit: names the first variable and both shapes.
+            EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         with engine_errors(self.rank):
             self.strategy.load(self.model, _keras_file(filepath, "load"))
@@ -377,8 +412,8 @@ class Trainer:
         part = self.strategy.part
         if sharded and part.count != self.rank.size:
             raise UsageError(
-                "sharded=True needs ranks that all hold the whole model, each with examples of its own: not with "
-                f"this layout or strategy ({self.strategy.name})"
+                "sharded=True needs every rank to hold the whole model and read its own examples, "
+                f"which this layout or strategy does not allow ({self.strategy.name})"
             )
         own_begin, own_end = split(self.global_batch_size, part.index, part.count)
         batched = None
@@ -417,8 +452,9 @@ class Trainer:
         if self.steps is not None:
             if anew:
                 raise UsageError(
-                    "The model was compiled anew, or layers were frozen or unfrozen, after this Trainer had begun: "
-                    "make a new one, Trainer(trainer.model, optimizer=..., loss=...), and train with that"
+                    "The model was compiled anew, or layers were frozen or unfrozen, after this "
+                    "Trainer started training: create a new one, Trainer(trainer.model, "
+                    "optimizer=..., loss=...), and train with that"
                 )
         else:
             data = self._symbolic_data(source)
@@ -437,7 +473,7 @@ class Trainer:
         )
 
     def _compiled_anew(self, what: str) -> bool:
-        """Whether the steps are no longer those of the model. Which layers are frozen changes no evaluation."""
+        """Whether the steps are no longer those of the model. Evaluation does not depend on which layers are frozen."""
         if self._trained is None:
             return False
         optimizers, trained = self._as_compiled()

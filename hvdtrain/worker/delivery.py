@@ -1,4 +1,4 @@
-"""Values that must not stand in a command line, brought to the ranks of another host in a file.
+"""Values that must not appear in a command line, passed to the ranks of another host in a file.
 
 The file lies in a folder with a name that nobody can foresee, which only this user can enter, and lives as long as the
 launch. Ranks look through this user's own folders: one that somebody else has made is not looked at, whatever its name.

@@ -1,4 +1,4 @@
-"""How a rank tells the launcher why it failed: one line of JSON on its standard error.
+"""How a rank reports to the launcher why it failed: one line of JSON on its standard error.
 
 A line survives every transport between the two (pipes, mpirun, ssh); a traceback of many lines is
 torn apart between those of other ranks.
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 MARKER = "@hvdtrain-failure "
 LONGEST_TEXT = 100_000
-"""Characters; of a longer text the end is told."""
+"""Characters; only the end of a longer text is sent."""
 LONGEST_LINE = 13 * LONGEST_TEXT
 """Bytes: JSON takes up to twelve for a character."""
 
@@ -35,7 +35,7 @@ class Failure:
     Attributes:
         rank: the rank that failed.
         exit_code: what it exits with, 1-255.
-        secondary: whether the error only says that another rank has gone.
+        secondary: whether the error only reports that another rank is gone.
         text: the traceback or message; empty for a bare `sys.exit(n)`.
     """
 
@@ -74,11 +74,11 @@ def text_of(error: object) -> str:
     try:
         return str(error)
     except BaseException:
-        return f"<{type(error).__name__}, whose text cannot be had: its __str__ fails>"
+        return f"<{type(error).__name__}; its __str__ raised an error>"
 
 
 def encoded(text: str) -> bytes:
-    """Text as bytes. Names of files that are no UTF-8 get back the bytes that they are."""
+    """Text as bytes. File names that are not UTF-8 become their original bytes."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -86,7 +86,7 @@ def encoded(text: str) -> bytes:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error`, or an error that led to it, only reports that another rank has gone."""
+    """Whether `error`, or an error that led to it, only reports that another rank is gone."""
     return any(
         any(cls.__name__ in SECONDARY_CLASSES for cls in type(link).__mro__)
         or any(message in text_of(link) for message in SECONDARY_MESSAGES)

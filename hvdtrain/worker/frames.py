@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from hvdtrain.descriptors import write_all
 from hvdtrain.environment import TERMINAL
 
 HELPER = "hvdtrain-output"
-"""The helper's name in /proc/PID/comm: it has a rank's environment, and is none."""
+"""The helper's name in /proc/PID/comm: it has a rank's environment, but is not a rank."""
 _ESCAPE, _BEGIN, _NOTHING = b"\x10", b"\x10b", b"\x10p"
 _ESCAPED = ((_ESCAPE, b"\x10d"), (b"\n", b"\x10n"), (b"<", b"\x10l"))
 _LEAST = 24
@@ -35,7 +36,7 @@ def frame(data: bytes) -> bytes:
 
 @dataclass
 class Unframer:
-    """Gives back what is in the frames of one stream of one rank; what is in none stays as it is."""
+    """Unpacks the frames of one stream of one rank; anything outside a frame is passed through."""
 
     _framed: bool | None = None  # Of the line that has begun.
     _held: bytes = b""
@@ -103,9 +104,7 @@ def _help(rank: int, pipes: dict[int, int]) -> NoReturn:
             Path("/proc/self/comm").write_text(HELPER)
         _close_all_but({1, 2, rank, *pipes.values()})
         for number, data in _written(rank, pipes):
-            data = frame(data)
-            while data:
-                data = data[os.write(number, data) :]
+            write_all(number, frame(data))
     os._exit(0)
 
 

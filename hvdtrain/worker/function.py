@@ -1,6 +1,6 @@
 """What each rank of `hvdtrain.launch` runs: `python -m hvdtrain.worker -m hvdtrain.worker.function`.
 
-It fetches the function, calls it, and hands over what it returned. A failure is told as that of any script.
+It fetches the function, calls it, and hands over what it returned. A failure is reported as that of any script.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from hvdtrain.worker.sealed import ADDRESS, KEY, Caller, caller_of
 
 
 def main() -> None:
+    """Run the function as this rank."""
     caller = caller_of({name: os.environ.pop(name) for name in (ADDRESS, KEY)})
     rank = rank_of(os.environ)
     function, args, kwargs = _fetch(caller)
@@ -24,7 +25,7 @@ def main() -> None:
         caller.give(rank, _pickled(result))
     except (OSError, EOFError) as error:
         raise HvdtrainError(
-            f"cannot give the result back to the caller of hvdtrain.launch: {error}"
+            f"cannot return the result to the caller of hvdtrain.launch: {error}"
         ) from error
 
 
@@ -34,7 +35,7 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     except (OSError, EOFError) as error:
         raise HvdtrainError(
             f"cannot reach the caller of hvdtrain.launch at {caller.address}: {error}: "
-            "does a firewall stand between the hosts?"
+            "is a firewall between the hosts?"
         ) from error
     folders, call = pickle.loads(content)
     # The caller may import from where a rank does not look.
@@ -43,8 +44,8 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         found: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(call)
     except Exception as error:
         raise HvdtrainError(
-            f"the function cannot be loaded on this rank ({type(error).__name__}: {error}): what it uses must be "
-            "importable on all hosts"
+            f"the function cannot be loaded on this rank ({type(error).__name__}: {error}): "
+            "everything it uses must be importable on all hosts"
         ) from error
     return found
 

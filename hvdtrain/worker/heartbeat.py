@@ -2,7 +2,8 @@
 
 A rank keeps one page of memory that has a name (memfd_create) and no file. The agent finds it among the rank's open
 files in /proc and reads it; the rank writes its phase and step there in about a microsecond, sends nothing and waits
-for nobody. The page is gone with the rank.
+for nobody. The page is gone with the rank. Its name tells the launch, also of a rank that has overwritten its
+environment: programs that set their title in `ps` do.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import UsageError
 
 Phase = Literal[
@@ -37,7 +39,7 @@ Phase = Literal[
 stopping: after Ctrl-C, which the script may catch; ended: the script has come to its end."""
 
 _NAME = "hvdtrain-heartbeat"
-_LINK = f"/memfd:{_NAME} (deleted)"
+_LINK = f"/memfd:{_NAME}-"
 # The number of this write, step, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed seconds,
 # whether it waits, phase, detail, and the number again: a reader that finds two numbers has met a write.
 _PAGE = struct.Struct("=Qqdd?16s103sQ")
@@ -117,7 +119,7 @@ def long_phase(name: str, minutes: float) -> Iterator[None]:
         UsageError: `minutes` is not more than 0.
     """
     if not minutes > 0:
-        raise UsageError(f"long_phase({name!r}): minutes must be more than 0, not {minutes}")
+        raise UsageError(f"long_phase({name!r}): minutes must be positive, not {minutes}")
     with in_phase(current().phase, name, allowed=60.0 * minutes):
         yield
 
@@ -170,7 +172,7 @@ def _text(field: bytes) -> Any:
 def _own_page() -> Page | None:
     """This process's page, made when it is first asked for; None where the system has no such memory."""
     with suppress(AttributeError, OSError):
-        descriptor = os.memfd_create(_NAME)
+        descriptor = os.memfd_create(f"{_NAME}-{os.environ.get(LAUNCH_ID, '')}")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return Page(descriptor, own=True)
     return None
@@ -179,12 +181,26 @@ def _own_page() -> Page | None:
 def page_of(pid: int) -> Page | None:
     """The page of another process of this user; None if it has none, or has ended."""
     with suppress(OSError, ValueError):
-        for link in (Path("/proc") / str(pid) / "fd").iterdir():
+        for link, _ in _pages(pid):
             with suppress(OSError):
-                if os.readlink(link) == _LINK:  # noqa: PTH115
-                    descriptor = os.open(link, os.O_RDONLY)
-                    try:
-                        return Page(descriptor, own=False)
-                    finally:
-                        os.close(descriptor)
+                descriptor = os.open(link, os.O_RDONLY)
+                try:
+                    return Page(descriptor, own=False)
+                finally:
+                    os.close(descriptor)
     return None
+
+
+def has_page_of(pid: int, launch_id: str) -> bool:
+    """Whether the process is a rank of this launch, or was forked by one."""
+    with suppress(OSError):
+        return any(name == f"{_LINK}{launch_id} (deleted)" for _, name in _pages(pid))
+    return False
+
+
+def _pages(pid: int) -> Iterator[tuple[Path, str]]:
+    """The pages among the open files of a process: where they can be opened, and their names."""
+    for link in (Path("/proc") / str(pid) / "fd").iterdir():
+        with suppress(OSError):
+            if (name := os.readlink(link)).startswith(_LINK):  # noqa: PTH115
+                yield link, name

@@ -6,6 +6,7 @@ script has defined.
 
 import builtins
 import io
+import os
 import pkgutil
 import runpy
 import sys
@@ -18,7 +19,7 @@ def run_script(script: str) -> None:
     """Run it, as `python script` does. Raises what the script raises."""
     path = str(Path(script).absolute())
     if pkgutil.get_importer(path) is not None:  # An archive with a __main__.py.
-        sys.path[0] = path
+        sys.path[: 0 if is_path_safe() else 1] = [path]
         _fresh_main()
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
@@ -33,6 +34,11 @@ def run_module(name: str) -> None:
     """Run it, as `python -m name` does. Raises what the module raises."""
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def is_path_safe() -> bool:
+    """Whether the user wants no folder of the script in `sys.path`; the flag of this process is for its own modules."""
+    return bool(os.environ.get("PYTHONSAFEPATH"))
 
 
 def _fresh_main() -> types.ModuleType:

@@ -1,8 +1,7 @@
-"""End a rank whose launcher has gone.
+"""End a rank of a launch over Gloo whose launcher is gone, even if the host's agent is gone with it.
 
-The ranks of an elastic job come and go, and an agent may have gone with its host's connection. One
-on another host runs below that host's sshd; when the connection ends so does sshd's part, and
-nobody tells the rank. It sees that the process above it, or the one above that, has changed.
+A rank on another host runs below that host's sshd; when the connection ends so does sshd's part, and nobody tells the
+rank. It sees that the process above it, or the one above that, has changed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ GRACE_SECONDS = 5.0
 
 
 def ancestors(pid: int | None = None) -> tuple[int, int]:
-    """The parent of a process (default: this one), and its parent; 0 for one that has gone."""
+    """The parent of a process (default: this one), and its parent; 0 for one that is gone."""
     parent = os.getppid() if pid is None else _parent(pid)
     return parent, _parent(parent)
 

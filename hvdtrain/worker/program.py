@@ -4,7 +4,7 @@ the script; with `-m` in front of the name a module, with `--program` another pr
 Before TensorFlow is loaded it shares the cores between the ranks of the host, and gives all ranks the same
 hashes of texts. When the script
 fails, it reports the reason once (see `hvdtrain.worker.failure`) and ends the process at once: left to the
-interpreter, a rank that raised can wait for ever in Horovod's or MPI's shutdown for the ranks that
+interpreter, a rank that raised can wait forever in Horovod's or MPI's shutdown for the ranks that
 wait for it.
 
 SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
+from hvdtrain.descriptors import write_all
 from hvdtrain.environment import (
     EXIT_FAILURE,
     EXIT_INTERRUPTED,
@@ -33,7 +34,7 @@ from hvdtrain.environment import (
     TERMINAL,
 )
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.rank_variables import rank_of
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic, rank_of
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
 from hvdtrain.worker import main_module, notifications, orphan, phases, unreduced, warning
 from hvdtrain.worker.delivery import delivered
@@ -50,6 +51,7 @@ OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _
 
 
 def main() -> None:
+    """Prepare this process, and run the script."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
     _order_sets_alike()
@@ -59,8 +61,9 @@ def main() -> None:
     words = sys.argv[2:] if kind else sys.argv[1:]
     warning.listen(rank_of(os.environ))
     _take_delivery()
-    if LAUNCH_ID in os.environ and "HOROVOD_ELASTIC" in os.environ:
+    if LAUNCH_ID in os.environ and RENDEZVOUS_ADDRESS in os.environ:
         orphan.end_when_orphaned()
+    if LAUNCH_ID in os.environ and is_elastic(os.environ):
         notifications.listen_at_interface()
     os.environ.update(rank_environment(os.environ, available_cores()))
     if kind == PROGRAM:
@@ -69,7 +72,7 @@ def main() -> None:
     sys.argv, script = words, words[0]
     folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
     # The working folder stands there, or nothing of this program's own (python -P).
-    sys.path[: 0 if sys.flags.safe_path else 1] = [folder]
+    sys.path[: 0 if sys.flags.safe_path else 1] = [] if main_module.is_path_safe() else [folder]
     if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
     watching = unreduced.watch()
@@ -97,7 +100,7 @@ def main() -> None:
 
 
 def _become(words: list[str]) -> NoReturn:
-    """Run a program that is no Python script in place of this one, with the rank's environment.
+    """Replace this process by a program that is not a Python script, with the rank's environment.
 
     A file that is here goes before one in PATH. Its end is not told: the heartbeat ends here.
     """
@@ -133,14 +136,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _wait_for_threads() -> None:
-    """For those that the script started and an interpreter waits for, too."""
+    """Also for those that the script started and the interpreter waits for."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
 def _take_delivery() -> None:
-    """Take the variables that were brought to this host; what is set already stays."""
+    """Set the variables that were sent to this host; those already set stay."""
     launch_id = os.environ.get(LAUNCH_ID)
     if launch_id is None:
         return
@@ -192,12 +195,12 @@ def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
         # A leading newline, for the script may have left a line unfinished.
         line = f"\n{failure.to_line()}\n" if under_launcher else f"{text}\n"
         with contextlib.suppress(OSError):
-            _write_all(2, encoded(line))
+            write_all(2, encoded(line))
     _end(exit_code)
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End the process now. Exit functions get a moment; Horovod's and MPI's can block for ever."""
+    """End the process now. Exit functions get a moment; Horovod's and MPI's can block forever."""
     beat("ended")
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()
@@ -210,8 +213,3 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

@@ -5,7 +5,7 @@ computes on all of its cores, the kernel gives the thread its turn only when a t
 milliseconds later, and meanwhile the other ranks' threads poll for it on cores that compute. Since Linux 6.12 a
 thread may ask for a shorter slice, and then has its turn earlier, for as much time as before. That needs no
 privilege. Older kernels ignore it. Measured in turns within one job, two ranks on two cores, MNIST network,
-batch 64 a rank, over MPI: 1.17 to 1.8 times the examples a second. With it a shorter cycle pays, too.
+batch 64 per rank, over MPI: 1.17 to 1.8 times the examples per second. With it a shorter cycle pays off as well.
 """
 
 from __future__ import annotations

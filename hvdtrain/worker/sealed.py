@@ -36,7 +36,7 @@ def unseal(key: bytes, name: bytes, message: bytes) -> bytes:
     signature, content = message[:size], message[size:]
     if not hmac.compare_digest(signature, _signature(key, name, content)):
         raise HvdtrainError(
-            f"the {name.decode()} has no valid signature: somebody else answers at this address"
+            f"the {name.decode()} has no valid signature: another program answers at this address"
         )
     return content
 
@@ -67,7 +67,7 @@ class Caller:
             connection.recv_bytes(len(RECEIVED))
 
     def variables(self) -> dict[str, str]:
-        """What tells a rank of it."""
+        """The variables that describe it to a rank."""
         parts = [self.address] if isinstance(self.address, str) else map(str, self.address)
         return {ADDRESS: ":".join(parts), KEY: self.key.hex()}
 
@@ -76,7 +76,7 @@ class Caller:
 
 
 def caller_of(variables: Mapping[str, str]) -> Caller:
-    """The caller that `variables` tell of. Raises KeyError without them."""
+    """The caller that `variables` describe. Raises KeyError without them."""
     text, key = variables[ADDRESS], bytes.fromhex(variables[KEY])
     if text.startswith("/"):
         return Caller(text, key)

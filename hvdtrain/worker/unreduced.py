@@ -1,4 +1,4 @@
-"""A job of several ranks that never combined anything, and does not know: each rank trained a model of its own.
+"""A job of several ranks that never exchanged anything, without noticing: each rank trained its own model.
 
 That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
 Horovod's own Keras module, which does nothing on Keras 3. Both end without an error.
@@ -33,7 +33,7 @@ class Watch:
     """Looks on while the script imports; `hooks` are for `imports.on_import`.
 
     Attributes:
-        settled: whether the script has called a collective that combines ranks' values, or has been told.
+        settled: whether the script has called a collective that combines ranks' values, or was warned.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -53,19 +53,20 @@ class Watch:
         if is_keras_3():
             self.settled = True
             self._say(
-                f"{name} does nothing on Keras 3: its DistributedOptimizer averages no gradient, and every rank "
-                f"trains a model of its own. Change one line:\n\n    import hvdtrain.keras as hvd\n\nin place of "
-                f"import {name} as hvd"
+                f"{name} does nothing on Keras 3: its DistributedOptimizer does not average "
+                "gradients, so every rank trains its own model. Change one line:\n\n    import "
+                f"hvdtrain.keras as hvd\n\nin place of import {name} as hvd"
             )
 
     def complaint(self) -> str:
-        """What to say at the end of a script that went well; empty if nothing."""
+        """The warning at the end of a script that succeeded; empty if there is none."""
         loaded = sys.modules
         if self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS):
             return ""
         return (
-            f"the {size_of(os.environ)} ranks never combined a value: if this script trains, every rank trained a "
-            "model of its own. To train one model on all of them, use hvdtrain.Trainer, or with model.fit:\n\n"
+            f"the {size_of(os.environ)} ranks never exchanged a value: if this script trains, "
+            "every rank trained its own model. To train one model on all of them, use "
+            "hvdtrain.Trainer, or with model.fit:\n\n"
             f"{_CHANGE}"
         )
 

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class _Listener:
-    """The handler of SIGUSR1: remembers that it came, and says so."""
+    """The handler of SIGUSR1: remembers that it came, and reports it."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -17,13 +17,13 @@ class _Listener:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard = True
         # No print: the signal may have come in the middle of one.
-        os.write(2, f"rank {self._rank}: warned by SIGUSR1: this job will be ended soon\n".encode())
+        os.write(2, f"rank {self._rank}: received SIGUSR1: this job will end soon\n".encode())
 
 
 def listen(rank: int) -> None:
-    """Note SIGUSR1 and say so in one line, instead of being ended by it.
+    """Note SIGUSR1 and report it in one line, instead of being ended by it.
 
-    A script that sets a handler of its own later takes the place of this one.
+    A handler that the script sets later replaces this one.
     """
     signal.signal(signal.SIGUSR1, _Listener(rank))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})

@@ -56,8 +56,8 @@ for step in range(10**6):
 @pytest.mark.parametrize(
     ("leave", "says"),
     [
-        ("os._exit(0)", "without coming to the script's end (os._exit?)"),
-        ("sys.exit(0)", "missing: the script has come to its end there"),
+        ("os._exit(0)", "before the end of the script (os._exit?)"),
+        ("sys.exit(0)", "missing: the script has ended there"),
     ],
 )
 def test_a_rank_that_leaves_early(
@@ -88,7 +88,7 @@ def test_what_a_script_leaves_behind_holds_no_run_open(
     stdout, stderr = job.process.communicate(timeout=30)
     assert (job.process.returncode, stdout) == (0, "done\n")
     # Over MPI the script's output passes through a helper, which is not waited for.
-    ended = "ended what the script has left behind: python"
+    ended = "ended processes that the script left behind: python"
     assert stderr.strip().startswith(ended if controller == "gloo" else "")
     assert job.left() == []
 

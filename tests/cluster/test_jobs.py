@@ -129,12 +129,12 @@ def test_a_run_that_fails_is_started_again(start: Callable[..., Job]) -> None:
     job = start(FAILS.format(useful=9, failures=2), "-np", "1", "--restarts", "3")
     stdout, stderr = job.process.communicate(timeout=SECONDS)
     assert (job.process.returncode, stdout) == (0, "done\n")
-    assert "starting it again (1 of 3): it failed with exit code 7 after 3 steps" in stderr
-    assert "starting it again (2 of 3)" in stderr and "(3 of 3)" not in stderr
+    assert "restarting (1 of 3): it failed with exit code 7 after 3 steps" in stderr
+    assert "restarting (2 of 3)" in stderr and "(3 of 3)" not in stderr
 
 
 def test_but_not_for_ever_and_not_without_progress(start: Callable[..., Job]) -> None:
     job = start(FAILS.format(useful=1, failures=9), "-np", "1", "--restarts", "5")
     _, stderr = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 7
-    assert stderr.count("starting it again") == 1
+    assert stderr.count("restarting (") == 1

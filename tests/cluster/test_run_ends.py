@@ -44,7 +44,7 @@ def test_signals_end_all_ranks(
     assert job.left() == []
     assert job.process.returncode == exit_code
     assert stdout == ""
-    assert stderr.strip() == f"{number.name}: stopping all ranks (again: at once)"
+    assert stderr.strip() == f"{number.name}: stopping all ranks (repeat to stop at once)"
 
 
 def test_ranks_that_ignore_sigterm_are_killed(start: Callable[..., Job]) -> None:
@@ -103,7 +103,7 @@ FAILURES = {
     "a rank is killed": (
         "if rank == 1:\n    os.kill(os.getpid(), 9)\n",
         137,
-        "rank 1 was killed by SIGKILL (was memory short?)\n",
+        "rank 1 was killed by SIGKILL (out of memory?)\n",
     ),
 }
 
@@ -177,7 +177,8 @@ def test_the_cause_not_what_follows_from_it(start: Callable[..., Job], controlle
     job = start(script, "-np", "2", "--controller", controller)
     _, stderr = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == 1
-    assert stderr.startswith("rank 1 failed:\nTraceback")
+    # Before it TensorFlow may warn of rank 0's allreduce, which fails once rank 1 is gone.
+    assert "\nrank 1 failed:\nTraceback" in f"\n{stderr}"
     assert stderr.count("Traceback") == 1
     assert "KeyError: 'label'\nlogs of all ranks: " in stderr
     assert job.left() == []

@@ -42,7 +42,7 @@ def test_elastic_with_a_discovery_script(start: Callable[..., Job]) -> None:
     job = start(
         SHOW, "-np", "2", "--max-np", "2", "--all-ranks", "--host-discovery-script", "found"
     )
-    assert job.process.communicate(timeout=SECONDS)[1].endswith("there is no file found\n")
+    assert job.process.communicate(timeout=SECONDS)[1].endswith("no such file: found\n")
     script = job.folder / "it's; touch evil"
     script.write_text("#!/bin/sh\necho localhost:2\n")
     script.chmod(0o755)

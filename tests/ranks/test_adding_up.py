@@ -62,5 +62,5 @@ def test_refused(results: Results) -> None:
     for found in results.of("case_refused"):
         for name in ("contrastive", "few examples"):
             assert "looks at several examples at once" in found[name]
-        assert "adds up over the examples: let it take the mean" in found["sum in a step"]
+        assert "sums over the examples: let it take the mean" in found["sum in a step"]
         assert found["trained"] == "True"

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from launch import launch
 
-from hvdtrain.bench.scaling import SCRIPT
+from hvdtrain.bench import scaling
 
 
 @pytest.mark.slow
 def test_scaling_by_the_trainer(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    arguments = ["trainer", "--model=mnist", "--batch-size=4", "--rounds=1", f"--report={report}"]
-    ran = launch([sys.executable, str(SCRIPT), *arguments])
+    options = {"way": "trainer", "name": "mnist", "batch_size": 4, "rounds": 1}
+    ran = launch([sys.executable, scaling.__file__, json.dumps(options), str(report)])
     assert ran.returncode == 0, ran.output
     found = json.loads(report.read_text())
     assert found["examples"] == 8

@@ -76,5 +76,6 @@ def test_first_rank_first(results: Results, seconds: str) -> None:
     assert root == {"found": 0, "said": "OSError: no such host: data.example"}
     assert other["found"] == 1
     assert other["said"] == (
-        "EngineError: Rank 0 failed where the other ranks wait for it: OSError: no such host: data.example"
+        "EngineError: Rank 0 failed while the other ranks waited for it: OSError: no such host: "
+        "data.example"
     )

@@ -21,7 +21,7 @@ def test_join(results: Results) -> None:
         assert found.count(True) == 30  # rounds; each names who came last
         alone = [each for each in found if each is not True]
         assert alone == [[0.0, 0.0, 0.0, True]] * 15
-        assert in_a_graph == "UsageError: join: call it outside of tf.functions, between two steps"
+        assert in_a_graph == "UsageError: join: call it outside tf.function, between two steps"
 
 
 def test_queries_in_a_graph(results: Results) -> None:

@@ -32,7 +32,7 @@ def test_eager_collectives(results: Results) -> None:
         "bfloat16": "bfloat16",
         "gather": [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]],
         "gather bfloat16": [0.0, 1.0],
-        "gather a scalar": "allgather: give at least one dimension, such as [value], not a scalar",
+        "gather a scalar": "allgather: expected at least one dimension, such as [value], not a scalar",
         "broadcast": [1.0, 2.0],
         "broadcast bool": True,
         "object": {"epoch": 1, "name": "a"},

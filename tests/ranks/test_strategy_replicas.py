@@ -58,7 +58,7 @@ def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
     found = complaints(strategy, "case_metrics_that_do_not_add_up")
     assert found["Counting"] == []
     (said,) = found["Largest"]
-    assert "does not make that of the whole batch" in said
+    assert "does not combine into that of the whole batch" in said
 
 
 def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
@@ -138,7 +138,7 @@ def test_what_cannot_be_right_is_said(strategy: str) -> None:
         "devices in use": "call hvdtrain.init() first",
         "Horovod's optimizer": "without DistributedOptimizer",
         "Horovod's layer": "BatchNormalization(synchronized=True)",
-        "one device": "needs two devices to compute on, and there is CPU:1.",
+        "one device": "needs two devices to compute on, but there is CPU:1.",
         "no device": "there is no device '/device:CPU:7': TensorFlow sees CPU:0, CPU:1.",
     }
     for name, words in expected.items():

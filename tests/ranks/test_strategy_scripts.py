@@ -42,7 +42,7 @@ def test_the_script_for_tpus(results: Results) -> None:
         (
             "train_mnist.py",
             {"HVDTRAIN_STRATEGY": "central-storage"},
-            "strategy central-storage needs two devices to compute on, and there is CPU:0",
+            "strategy central-storage needs two devices to compute on, but there is CPU:0",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_run_dir(results: Results, folder: Path) -> None:
         assert [float(row[name]) for row in rows] == history[name]
     assert all(float(row["examples_per_second"]) > 0 for row in rows)
     for found in ranks:
-        assert "holds another run" in found["again"]
+        assert "contains another run" in found["again"]
 
 
 def test_learning_rate(results: Results) -> None:

@@ -100,14 +100,14 @@ def test_errors(two: Results) -> None:
             "Lamb": "Lamb cannot be sharded: it scales each step by the norm of the whole variable",
             "Muon": "Muon cannot be sharded",
             "Adafactor": "Adafactor cannot be sharded",
-            "Mine": "says so by a class attribute hvdtrain_elementwise = True",
-            "twice": "wrap it once",
-            "distributed": "wrap it once",
-            "save": "lies on 2 ranks",
+            "Mine": "give its class the attribute hvdtrain_elementwise = True",
+            "twice": "wrap it only once",
+            "distributed": "wrap it only once",
+            "save": "is spread over 2 ranks",
             "h5": "save a .keras file",
             "lacks": "lacks 'iteration'",
             "shape": "'table_velocity' has shape (3,), the variable (6, 2)",
-            "local": "call this before",
+            "local": "call this first",
         }
         assert {name for name in wanted if wanted[name] not in found[name]} == set()
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import on_first, raise_alike
 from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.consistency import on_first, raise_alike
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import EngineError, UsageError
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.memory import CASES, Case, Peak, Theory, measure_peak, row, theory
+from hvdtrain.bench import memory
+from hvdtrain.bench.memory import CASES, Case, Theory, measure_peaks, row, theory
 from hvdtrain.errors import EngineError
 
 
@@ -30,38 +30,29 @@ def test_theory(case: str, wanted: Theory) -> None:
 
 
 def test_the_rank_with_the_most_counts() -> None:
-    cells = row(Case("zero", 2), Peak(1_000_000, (15_000_000, 18_000_000)))
+    cells = row(Case("zero", 2), 1_000_000, [15_000_000, 18_000_000])
     assert cells == ("zero", "2", "4", "4", "4", "12", "18", "1.50")
 
 
-def reporting(report: dict[str, object]) -> list[str]:
-    """A program that writes `report` where a measurement says."""
-    code = (
-        "import sys, pathlib; pathlib.Path(sys.argv[-1].removeprefix('--report=')).write_text({!r})"
-    )
-    return [sys.executable, "-c", code.format(json.dumps(report))]
-
-
 def test_report_of_rank_0() -> None:
-    asked: list[tuple[int, Path, tuple[str, ...]]] = []
+    asked: list[tuple[int, Path, dict[str, object]]] = []
 
     def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        asked.append((np, script, arguments))
-        return reporting({"peak_of_ranks": [5, 7], "parameters": 3})
+        """A program that writes a report where the measurement says."""
+        options, file = arguments
+        asked.append((np, script, json.loads(options)))
+        code = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+        return [sys.executable, "-c", code, file, json.dumps({"peak_of_ranks": [5, 7]})]
 
-    assert measure_peak(Case("zero", 2), launch, 64, 4) == Peak(3, (5, 7))
-    ((np, script, arguments),) = asked
-    assert np == 2 and script.name == "memory_rank.py" and script.exists()
-    assert shlex.join(arguments) == "zero --ranks=2 --width=64 --blocks=4"
+    assert measure_peaks(Case("zero", 2), launch, 64, 4) == [5, 7]
+    ((np, script, options),) = asked
+    assert np == 2 and script == Path(memory.__file__)
+    assert options == {"way": "zero", "ranks": 2, "width": 64, "blocks": 4}
 
 
 def test_a_failure_says_what_the_ranks_said() -> None:
+    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        return [sys.executable, "-c", "print('no memory'); raise SystemExit(3)"]
+
     with pytest.raises(EngineError, match=r"exit code 3(.|\n)*no memory"):
-        measure_peak(
-            Case("data", 1),
-            lambda np, script, arguments: [
-                *(sys.executable, "-c", "print('no memory'); raise SystemExit(3)")
-            ],
-            64,
-            4,
-        )
+        measure_peaks(Case("data", 1), launch, 64, 4)

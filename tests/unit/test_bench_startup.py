@@ -5,13 +5,8 @@ import sys
 
 import pytest
 
-from hvdtrain.bench.startup import LINE, StartPass, median, seconds_to_line
+from hvdtrain.bench.startup import LINE, seconds_to_line
 from hvdtrain.errors import EngineError
-
-
-def test_the_medians_are_of_each_alone() -> None:
-    passes = [StartPass(3, 10), StartPass(1, 30), StartPass(2, 20)]
-    assert median(passes) == StartPass(2, 20)
 
 
 def test_the_first_line_counts_not_the_end() -> None:

@@ -56,7 +56,31 @@ def test_a_working_folder_that_is_gone_is_one_message(tmp_path: Path) -> None:
     folder.mkdir()
     done = run(folder, cwd=folder, preexec_fn=lambda: shutil.rmtree(folder))
     assert (done.returncode, done.stdout) == (2, b"")
-    said = b"Error: the working folder has been removed: change to another one\n"
+    said = b"Error: the working folder has been deleted: change to another one\n"
     assert (
         done.stderr.endswith(said) and b"Traceback" not in done.stderr
     )  # The shell complains too.
+
+
+@pytest.mark.parametrize("command", ["--help", "run --help", "ps", "submit --dry-run -- train.py"])
+@pytest.mark.parametrize(
+    ("after", "code", "stderr"),
+    [
+        (">/dev/full", 1, b"Error: cannot write the output: No space left on device\n"),
+        (">/dev/full 2>&1", 1, b""),
+        ("| true; exit ${PIPESTATUS[0]}", 1, b""),
+        (">&-", 0, b""),
+    ],
+)
+def test_output_that_cannot_be_written(
+    tmp_path: Path, command: str, after: str, code: int, stderr: bytes
+) -> None:
+    (tmp_path / "train.py").touch()
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m hvdtrain.cli {command} {after}"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        capture_output=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, stderr)

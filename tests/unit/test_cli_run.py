@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli import COMMANDS, main
+from hvdtrain.launch import planning
 from hvdtrain.launch.secrets import looks_secret
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,31 +45,42 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-np", "2", "nothing.py"], "no such script: nothing.py"),
         (["-np", "2", "train"], ". Did you mean train.py?"),
         (["-np", "2", "package.module"], ". Did you mean -m package.module?"),
-        (["-np", "2", "job.sh"], "job.sh is no Python script, and may not be executed: chmod +x"),
-        (["-np", "0", "train.py"], "-np 0: give at least 1"),
+        (["-np", "2", "job.sh"], "job.sh is neither a Python script nor executable: chmod +x"),
+        (["-np", "0", "train.py"], "-np 0: must be at least 1"),
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
             ["--host-discovery-script", "x", "train.py"],
-            "how many workers to start with? Give -np N",
+            "the number of workers to start with is not known: add -np N",
         ),
         (["-np", "2"], "Missing argument 'SCRIPT'"),
         (
             ["-np", "2", "--dryrun", "train.py"],
             "No such option '--dryrun'. Did you mean '--dry-run'?",
         ),
-        (["-np", "2", "--env", "A B", "train.py"], "Invalid value for '--env': 'A B' is no name"),
-        (["-np", "2", "--env", "NOT_HERE", "train.py"], "--env NOT_HERE: there is no such varia"),
+        (
+            ["-np", "2", "--env", "A B", "train.py"],
+            "Invalid value for '--env': 'A B' is not a valid name",
+        ),
+        (["-np", "2", "--env", "NOT_HERE", "train.py"], "--env NOT_HERE: not set in this environ"),
         (["-np", "2", "--controller", "gluu", "train.py"], "'gluu' is not one of"),
         (["-np", "9", "-H", "a:2,b:2", "train.py"], "-np 9 is more than the 4 slots of a:2, b:2"),
-        (["-H", "a", "train.py"], "cannot read 'a' in the hosts"),
-        (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "give one of them"),
+        (["-H", "a", "train.py"], "cannot read 'a' in the host list"),
+        (["-H", "a:1", "--hostfile", "hostfile", "train.py"], "use only one of them"),
         (["--hostfile", "hostfile", "train.py"], "hostfile, line 2: cannot read 'b slots'"),
         (
             ["-np", "2", f"--env={STALL}=600", "--stall-shutdown-seconds=90", "train.py"],
-            f"--env {STALL}=600 and --stall-shutdown-seconds 90 set the same, and differ",
+            f"--env {STALL}=600 and --stall-shutdown-seconds 90 set the same thing to different "
+            "values",
         ),
         (["-np", "2", f"--env={STALL}=soon", "train.py"], f"--env {STALL}: 'soon' is not a valid"),
-        (["-np", "2", "--log-dir", "train.py", "train.py"], "cannot make the log folder train.py"),
+        (
+            ["-np", "2", "--hostfile", "~no-one/h", "train.py"],
+            "cannot read the hostfile ~no-one/h: No",
+        ),
+        (
+            ["-np", "2", "--log-dir", "train.py", "train.py"],
+            "cannot create the log folder train.py",
+        ),
     ],
 )
 def test_user_errors_are_one_message(folder: Path, args: list[str], message: str) -> None:
@@ -88,7 +100,7 @@ def test_a_launch_is_not_started_by_each_process_of_another(
     monkeypatch.setenv(name, "4")
     result = call("run", "--dry-run", *options, "train.py")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"one of 4 processes of another launch ({name}=4): start hvdtrain run" in result.stderr
+    assert f"one of 4 processes of another launch ({name}=4): start it once" in result.stderr
     monkeypatch.setenv(name, "1")
     assert call("run", "--dry-run", *options, "train.py").exit_code == 0
 
@@ -103,9 +115,9 @@ def test_a_variable_that_nothing_reads_is_said(
     result = call("run", "--dry-run", "-np", "2", "--env", "HVDTRAIN_MINE", "train.py")
     assert result.exit_code == 0
     assert result.stderr.splitlines() == [
-        "HVDTRAIN_CONTROLER is set, and nothing reads it. Did you mean HVDTRAIN_CONTROLLER?",
-        "HVDTRAIN_NPP is set, and nothing reads it. Did you mean HVDTRAIN_NP?",
-        "HVDTRAIN_ZZZ is set, and nothing reads it.",
+        "HVDTRAIN_CONTROLER is set, but nothing reads it. Did you mean HVDTRAIN_CONTROLLER?",
+        "HVDTRAIN_NPP is set, but nothing reads it. Did you mean HVDTRAIN_NP?",
+        "HVDTRAIN_ZZZ is set, but nothing reads it.",
     ]
 
 
@@ -135,7 +147,7 @@ def test_what_to_do_before_a_printed_command_is_pasted(
     result = call(*words, "--token", "hush")
     assert "hush" not in result.output
     assert result.stderr == (
-        "before you paste this, set API_KEY: secret values are not in it\n"
+        "before you paste this, set API_KEY: secret values are left out of it\n"
         "before you paste this, put the secret values where *** is\n"
     )
     assert call(*words).stderr == ""  # It is set by now.
@@ -233,17 +245,16 @@ def test_variables_for_the_workers_in_a_variable_are_words_of_a_shell(
 @pytest.mark.parametrize(
     ("gpus", "cores", "number", "reason"),
     [
-        (4, 64, 4, "one worker for each GPU here (4)"),
-        (0, 2, 2, "there is no GPU here; one worker for each core (2)"),
-        (0, 64, 8, "there is no GPU here; the 64 cores are shared by 8 workers"),
+        (4, 64, 4, "one worker per GPU on this machine (4)"),
+        (0, 2, 2, "no GPU found; one worker per core (2)"),
+        (0, 64, 8, "no GPU found; the 64 cores are shared by 8 workers"),
     ],
 )
 def test_without_numbers_it_takes_what_is_here(
     folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, number: int, reason: str
 ) -> None:
-    module = sys.modules["hvdtrain.cli.run"]
-    monkeypatch.setattr(module, "visible_gpus", lambda _: ("0",) * gpus)
-    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(planning, "visible_gpus", lambda _: ("0",) * gpus)
+    monkeypatch.setattr(planning, "usable_cores", lambda: cores)
     result = call("run", "--dry-run", "train.py")
     assert f" -np {number} " in result.stdout
     assert result.stderr == f"-np {number}: {reason}\n"
@@ -263,7 +274,7 @@ def test_any_variable_is_passed_as_it_is_or_refused(folder: Path, name: str, val
         assert result.stdout == ""
         assert "Traceback" not in result.stderr
         known = (
-            "is set by the launch",
+            "is set by the launcher",
             f"--env {name}: ",
         )  # What has an option is checked as that.
         assert (
@@ -334,7 +345,7 @@ def test_horovodruns_questions(monkeypatch: pytest.MonkeyPatch, names: list[str]
 def test_a_wrong_command_gets_a_hint() -> None:
     result = call("rum")
     assert result.exit_code == 2
-    assert "No such command 'rum'. Did you mean run?" in result.stderr
+    assert "No such command 'rum'. Did you mean 'run'?" in result.stderr
 
 
 def test_help_names_every_command() -> None:

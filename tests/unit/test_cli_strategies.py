@@ -53,7 +53,7 @@ def dry_run(*args: str) -> list[str]:
     [
         (["--strategy", "tpu"], "env HVDTRAIN_STRATEGY=tpu"),
         (["--strategy", "TPUStrategy", "-np", "8"], "env HVDTRAIN_STRATEGY=tpu HVDTRAIN_REPLICAS=8"),
-        ([*STORAGE], "env HVDTRAIN_STRATEGY=central-storage"),
+        ([*STORAGE, "--grace-seconds", "5"], "env HVDTRAIN_STRATEGY=central-storage"),
         ([*SERVERS], "hvdtrain.start.parameter_servers --workers 2 --ps 1"),
         (
             [*SERVERS[:2], "--ps", "2", "-H", "a:2,b:2", "-p", "33", "--start-timeout", "9"],
@@ -78,20 +78,20 @@ def test_dry_run(args: list[str], composed: str) -> None:
         ([*STORAGE, "-H", "a:2"], "--hosts has no effect with --strategy central-storage"),
         ([*STORAGE, "--min-np", "2"], "--min-np has no effect with --strategy central-storage"),
         ([*STORAGE, "--workers", "2"], "--workers has no effect with --strategy central-storage"),
-        ([*STORAGE, "-np", "0"], "-np 0: give at least 1"),
+        ([*STORAGE, "-np", "0"], "-np 0: must be at least 1"),
         ([*SERVERS, "-np", "2"], "-np has no effect with --strategy parameter-server: leave it out; give --w"),
         ([*SERVERS, "--max-np", "2"], "--max-np has no effect with --strategy parameter-server"),
-        ([*SERVERS, "--ps", "0"], "--ps 0: give at least 1"),
+        ([*SERVERS, "--ps", "0"], "--ps 0: must be at least 1"),
         ([*SERVERS, "-H", "a:1,b:1"], "3 workers and servers are more than the 2 slots of a:1, b:1"),
-        ([*SERVERS, "-H", "a:1", "--hostfile", "hostfile"], "give one of them"),
-        ([*SERVERS, "-p", "99999"], "--ssh-port 99999: give a number from 1 to 65535"),
-        ([*SERVERS, "--start-timeout", "-5"], "--start-timeout -5: give at least 1 second"),
+        ([*SERVERS, "-H", "a:1", "--hostfile", "hostfile"], "use only one of them"),
+        ([*SERVERS, "-p", "99999"], "--ssh-port 99999: must be a number from 1 to 65535"),
+        ([*SERVERS, "--start-timeout", "-5"], "--start-timeout -5: must be at least 1 second"),
         ([*SERVERS, "--env", "A=1", "--env", "A=2"], "--env A is given twice: give it once"),
         ([*STORAGE, "--env", "A=1", "--env", "A=2"], "--env A is given twice: give it once"),
-        ([*SERVERS, "--env", "TF_CONFIG=x"], "TF_CONFIG is set by the launch, for each rank: leave"),
-        ([*SERVERS, "--env", "HVDTRAIN_STRATEGY=tpu"], "HVDTRAIN_STRATEGY is set by the launch"),
-        ([*SERVERS, "-i", "nokey"], "--ssh-identity-file: there is no file nokey"),
-        ([*SERVERS, "--launcher", "srun"], "--launcher srun works inside of a Slurm job"),
+        ([*SERVERS, "--env", "TF_CONFIG=x"], "TF_CONFIG is set by the launcher for each rank: leave"),
+        ([*SERVERS, "--env", "HVDTRAIN_STRATEGY=tpu"], "HVDTRAIN_STRATEGY is set by the launcher"),
+        ([*SERVERS, "-i", "nokey"], "--ssh-identity-file: no such file: nokey"),
+        ([*SERVERS, "--launcher", "srun"], "--launcher srun works only inside a Slurm job"),
         (SERVERS[:2], "how many workers? Give --workers N"),
         (["-np", "2", "--workers", "2"], "--workers is for --strategy parameter-server"),
         (["-np", "2", "--ps", "2"], "--ps is for --strategy parameter-server"),
@@ -231,7 +231,10 @@ def test_ctrl_c_ends_one_process(folder: Path) -> None:
     os.kill(run.pid, signal.SIGINT)
     _, stderr = run.communicate(timeout=60)
     assert time.monotonic() - asked < 5
-    assert (run.returncode, stderr) == (130, "\nSIGINT: stopping the run (again: at once)\n")
+    assert (run.returncode, stderr) == (
+        130,
+        "\nSIGINT: stopping the run (repeat to stop at once)\n",
+    )
 
 
 # hvdtrain strategies
@@ -252,7 +255,7 @@ def test_the_table_fits_80_columns_and_says_all() -> None:
         ("horovod", NO_GPUS, (True, "over Gloo and MPI, on 8 cores")),
         ("horovod", Machine(1, 1, "", ("mpi",), "", True), (True, "over MPI, on 1 GPU")),
         ("horovod", Machine(1, 0, "", (), "not installed: do it", True), (False, "not installed: do it")),
-        ("tpu", NO_GPUS, (False, "no device file of one, and TPU_NAME is not set")),
+        ("tpu", NO_GPUS, (False, "no TPU device file, and TPU_NAME is not set")),
         ("tpu", Machine(1, 0, "/dev/accel0", ("gloo",), "", True), (True, "/dev/accel0")),
         ("central-storage", NO_GPUS, (False, "no GPUs; with -np N on 8 cores")),
         ("central-storage", Machine(1, 1, "", ("gloo",), "", True), (False, "1 GPU; with -np N on 1 core")),

@@ -134,13 +134,16 @@ def broken(folder, name, change):
     ("make", "message"),
     [
         (lambda f: from_files(f"{f}/*.jpg", image), r"no file matches '.*\.jpg'"),
-        (lambda f: from_files([f / "a.tfrecord", f / "x"], record), "there is no file .*x"),
+        (lambda f: from_files([f / "a.tfrecord", f / "x"], record), "no such file: .*x"),
         (lambda f: from_files(f"{f}/*.png", image, labels=[1, 2]), r"labels has shape \(2,\)"),
-        (lambda f: from_files(f"{f}/a.tfrecord", record, labels=[1]), "stand in the records"),
+        (lambda f: from_files(f"{f}/a.tfrecord", record, labels=[1]), "are in the records"),
         (lambda f: from_files(f / "01.png", image, labels=[{}]), "labels holds Python objects"),
-        (lambda f: from_files(f / "b.tfrecord", record), "hold no record"),
-        (lambda f: from_files(broken(f, "cut.tfrecord", lambda b: b[:-3]), record), "is cut short"),
-        (lambda f: from_files(broken(f, "no.tfrecord", lambda b: b"x" * 50), record), "cut short"),
+        (lambda f: from_files(f / "b.tfrecord", record), "contain no records"),
+        (lambda f: from_files(broken(f, "cut.tfrecord", lambda b: b[:-3]), record), "is truncated"),
+        (
+            lambda f: from_files(broken(f, "no.tfrecord", lambda b: b"x" * 50), record),
+            "is truncated",
+        ),
         (lambda f: from_files(broken(f, "gz.tfrecord", gzip.compress), record), "is compressed"),
         (
             lambda f: from_files(

@@ -104,7 +104,7 @@ def test_one_point_is_not_read_twice_at_once():
     dataset = sharded(20)
     training = stream(dataset, steps_per_epoch=1)
     list(training.epoch(0, 0, 2))  # In the middle of the pass.
-    with pytest.raises(UsageError, match=r"two passes over one hvdtrain.data.shard"):
+    with pytest.raises(UsageError, match=r"one hvdtrain.data.shard is read by two iterators"):
         list(stream(dataset).epoch(0, 0, 2))
     list(training.epoch(0, 0, 2))
 

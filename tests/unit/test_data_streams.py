@@ -297,11 +297,11 @@ def test_a_pass_that_ends_early_ends_its_epoch(n):
 def test_an_iterator_can_be_read_once():
     data = stream(cuts(35, [4]))
     assert len(read(data, 0)) == 5
-    with pytest.raises(UsageError, match=r"generator came to its end.*function"):
+    with pytest.raises(UsageError, match=r"generator is exhausted.*function"):
         next(data.epoch(1, 0, 1))
     counted = stream(cuts(35, [4]), steps_per_epoch=4)
     assert [len(read(counted, epoch)) for epoch in range(2)] == [4, 1]
-    with pytest.raises(UsageError, match="came to its end"):
+    with pytest.raises(UsageError, match="is exhausted"):
         next(counted.epoch(2, 0, 1))
 
 

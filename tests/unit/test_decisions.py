@@ -13,7 +13,7 @@ from horovod.tensorflow.mpi_ops import rank_op
 from keras import layers, ops
 
 from hvdtrain.errors import UsageError
-from hvdtrain.strategies.decisions import telling_decisions
+from hvdtrain.strategies.data_dependence import telling_decisions
 
 Change = Callable[[Any, Any, Any], Any]
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from hvdtrain.cli import main
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.container.command import Container, Machine, docker_argv, passed_names
-from hvdtrain.launch.container.engine import ContainerEngine, check_gpus, read_info
+from hvdtrain.launch.container.engine import ContainerEngine, ask_engine, check_gpus
 
 MACHINE = Machine(
     engine="docker", rootless=False, uid=1000, gid=100, folder=Path("/home/ann/digits")
@@ -106,16 +106,17 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gpus": "some"}, "--gpus some: give all, none, a number, or device=0,2"),
-        ({"gpus": "0"}, "--gpus 0: give all"),
+        ({"gpus": "some"}, "--gpus some: expected all, none, a number, or device=0,2"),
+        ({"gpus": "0"}, "--gpus 0: expected all"),
         ({"ssh_port": 22}, "--ssh-port 22: .* from 1024 to 65535"),
-        ({"several_hosts": True}, "several hosts need keys .* --ssh-keys"),
+        ({"several_hosts": True}, "several hosts .* need keys: .* --ssh-keys"),
         ({"ssh_keys": Path("/no/keys")}, "there is no folder /no/keys"),
         ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
         ({"volumes": ("~nobody-here:/x",)}, "there is no ~nobody-here"),
-        ({"env": ("A=b",)}, "--env A: give a name only"),
-        ({"image": "--privileged"}, "'--privileged' is no image"),
-        ({"image": ""}, "'' is no image"),
+        ({"volumes": ("",)}, "--volume '': give a folder"),
+        ({"env": ("A=b",)}, "--env A: give only the name"),
+        ({"image": "--privileged"}, "'--privileged' is not an image"),
+        ({"image": ""}, "'' is not an image"),
     ],
 )
 def test_what_cannot_work_is_said(change: dict[str, object], message: str) -> None:
@@ -143,7 +144,7 @@ def test_variables_by_name() -> None:
     )
     assert passed_names(environ, ()) == ("HVDTRAIN_NP", "NCCL_DEBUG")
     assert passed_names(environ, ("TOKEN", "NCCL_DEBUG")) == ("HVDTRAIN_NP", "NCCL_DEBUG", "TOKEN")
-    with pytest.raises(UsageError, match="--env OTHER: it is not set here"):
+    with pytest.raises(UsageError, match="--env OTHER: not set in this environment"):
         passed_names(environ, ("OTHER",))
 
 
@@ -197,18 +198,21 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         (["-np", "2", "other.py"], "no such script: other.py"),
-        (["-np", "2", "../away.py"], "../away.py is not in the container"),
-        (["--config", "../run.yaml"], "../run.yaml is not in the container"),
-        (["--timeline-filename", "/t/t.json", "train.py"], "/t/t.json is not in the container"),
-        (["--output-filename=../out", "train.py"], "../out is not in the container"),
-        (["--autotune-log-file", "/a.csv", "train.py"], "/a.csv is not in the container"),
-        (["--config", "files.yaml"], "/t/t.json is not in the container"),
-        (["--config", "hosts.yaml", "train.py"], "several hosts need keys"),
+        (["-np", "2", "../away.py"], "../away.py is not visible in the container"),
+        (["--config", "../run.yaml"], "../run.yaml is not visible in the container"),
+        (
+            ["--timeline-filename", "/t/t.json", "train.py"],
+            "/t/t.json is not visible in the container",
+        ),
+        (["--output-filename=../out", "train.py"], "../out is not visible in the container"),
+        (["--autotune-log-file", "/a.csv", "train.py"], "/a.csv is not visible in the container"),
+        (["--config", "files.yaml"], "/t/t.json is not visible in the container"),
+        (["--config", "hosts.yaml", "train.py"], "containers on several hosts"),
         (["--config", "none.yaml", "train.py"], "cannot read the configuration none.yaml"),
         (["-np", "2"], "Missing argument 'SCRIPT'"),
-        (["-H", "a:1,b:1", "train.py"], "several hosts need keys"),
+        (["-H", "a:1,b:1", "train.py"], "containers on several hosts"),
         (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd runs no script: leave train.py out"),
-        (["--env", "A=1", "train.py"], "--env A: give a name only"),
+        (["--env", "A=1", "train.py"], "--env A: give only the name"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(
@@ -254,10 +258,12 @@ def test_an_image_that_was_not_built(work: Path) -> None:
     assert "  docker build --file docker/Dockerfile.cpu --tag hvdtrain:cpu .\n" in text
 
 
-def test_an_engine_without_gpus(tmp_path: Path) -> None:
+def test_an_engine_without_gpus(work: Path) -> None:
     said = '{"Runtimes": {"runc": {}, "nvidia": {}}, "SecurityOptions": ["name=rootless"]}'
-    assert read_info("docker", said) == ContainerEngine("docker", rootless=True, has_gpus=True)
-    check_gpus(read_info("docker", said))
+    add_engine(work, "docker", f"echo '{said}'")
+    found = ask_engine("docker", os.environ, cdi_folders=())
+    assert found == ContainerEngine("docker", rootless=True, has_gpus=True)
+    check_gpus(found)
     for name in ("docker", "podman"):
         with pytest.raises(HvdtrainError, match=f"{name} cannot give GPUs .* nvidia-ctk"):
             check_gpus(ContainerEngine(name, rootless=False, has_gpus=False))

@@ -102,7 +102,7 @@ def test_ssh_is_asked_as_the_user_wants_and_as_a_launch_asks_it(
         ("connect to host node1 port 22: No route to host", "cannot be reached", "ping node1"),
         (
             "Could not resolve hostname node1: Name or service not known",
-            "its name is not known",
+            "its name cannot be resolved",
             "/etc/hosts",
         ),
         ("Connection closed by remote host", "Connection closed by remote host", "ssh -v node1"),
@@ -223,7 +223,7 @@ def test_other_versions_there(look: Callable[..., dict[str, Result]], tmp_path: 
     assert f"horovod missing (here {own['horovod']})" in finding.seen
     assert "same environment" in finding.fix
     elsewhere = look(answering(tmp_path, package="/opt/elsewhere"))["versions"]
-    assert "hvdtrain lies in /opt/elsewhere there" in elsewhere.seen
+    assert "hvdtrain is in /opt/elsewhere there" in elsewhere.seen
 
 
 @pytest.mark.parametrize(("change", "status"), [(".99", "ok"), ("9.0", "fail")])

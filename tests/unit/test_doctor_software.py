@@ -14,18 +14,18 @@ from fake_programs import path_with
 
 from hvdtrain.doctor import horovod, software
 from hvdtrain.doctor.checks import Result
-from hvdtrain.doctor.engine_probe import nccl, readable
 from hvdtrain.doctor.horovod import (
     Build,
     allreduce_result,
     check_loading,
     check_local_allreduce,
+    nccl,
+    readable,
     reason,
 )
 from hvdtrain.doctor.software import check_backend
 from hvdtrain.install import selftest
 from hvdtrain.install.probe import Missing, TensorFlow
-from hvdtrain.launch.engine import Engine
 from hvdtrain.launch.running.bounded import Ran
 
 
@@ -80,7 +80,7 @@ def test_wrong_python(version: str) -> None:
     finding = software.check_python(version)
     assert (finding.status, finding.fix) == (
         "fail",
-        "make an environment with Python 3.11, 3.12 or 3.13",
+        "create an environment with Python 3.11, 3.12 or 3.13",
     )
     assert "tested: >=3.11,<3.14" in finding.seen
 
@@ -197,11 +197,8 @@ def test_settings_with_which_keras_does_not_load(keras_json: Path) -> None:
 # GPUs
 
 
-SMI = 'echo "0, GPU-aa, NVIDIA H100, 570.1"; echo "1, GPU-bb, NVIDIA H100, 570.1"'
-TWO = [
-    horovod.Gpu("0", "GPU-aa", "NVIDIA H100", "570.1"),
-    horovod.Gpu("1", "GPU-bb", "NVIDIA H100", "570.1"),
-]
+SMI = 'echo "NVIDIA H100, 570.1"; echo "NVIDIA H100, 570.1"'
+TWO = [horovod.Gpu("NVIDIA H100", "570.1")] * 2
 CUDA = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=2)
 CPU = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=False, gpus=0)
 
@@ -229,29 +226,37 @@ def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "indices"),
-    [("0,1", "01"), ("1", "1"), ("GPU-b", "1"), ("0,7,1", "0"), ("-1", ""), ("", "")],
+    ("visible", "seen"),
+    [
+        (2, "570.1; 2 x NVIDIA H100"),
+        (1, "570.1; 2 x NVIDIA H100; CUDA_VISIBLE_DEVICES selects 1"),
+    ],
 )
-def test_visible_devices(chosen: str, indices: str) -> None:
-    found = horovod.visible(TWO, {"CUDA_VISIBLE_DEVICES": chosen})
-    assert "".join(gpu.index for gpu in found) == indices
-    assert horovod.check_driver(TWO, found).status == ("ok" if indices else "warn")
+def test_driver(visible: int, seen: str) -> None:
+    assert horovod.check_driver(TWO, visible) == Result("NVIDIA driver", "ok", seen)
+
+
+def test_gpus_that_are_all_hidden(tmp_path: Path) -> None:
+    """Then nothing else is asked of them."""
+    environ = {**path_with(tmp_path, {"nvidia-smi": SMI}), "CUDA_VISIBLE_DEVICES": "-1"}
+    (driver,) = horovod.check_gpus(CUDA, environ, 10)
+    assert (driver.status, driver.fix) == ("warn", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_tensorflow_sees_fewer_gpus_than_there_are() -> None:
     one = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=1)
-    finding = horovod.check_tensorflow_gpus(TWO, one)
+    finding = horovod.check_tensorflow_gpus(2, one)
     assert (finding.status, finding.seen) == ("fail", "1 of 2")
     assert "hvdtrain[gpu]" in finding.fix
-    assert horovod.check_tensorflow_gpus(TWO, CUDA).status == "ok"
-    assert horovod.check_tensorflow_gpus(TWO, CPU).status == "warn"
+    assert horovod.check_tensorflow_gpus(2, CUDA).status == "ok"
+    assert horovod.check_tensorflow_gpus(2, CPU).status == "warn"
 
 
 def test_nccl() -> None:
     without = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=True, gpus=2)
-    finding = horovod.check_nccl(TWO, without, {}, 1)
+    finding = horovod.check_nccl(2, without, {}, 1)
     assert (finding.status, finding.fix) == ("fail", "hvdtrain install-horovod --gpu")
-    assert horovod.check_nccl(TWO, CPU, {}, 1).status == "skip"
+    assert horovod.check_nccl(2, CPU, {}, 1).status == "skip"
     good = ran(stdout='@hvdtrain-engine {"version": "2.27.3"}\n')
     assert horovod.nccl_result(good, 2, 1) == Result(horovod.NCCL, "ok", "2 of 2, NCCL 2.27.3")
     assert "NCCL_P2P_DISABLE=1" in horovod.nccl_result(ran(None), 2, 1).fix
@@ -297,7 +302,7 @@ def test_horovod_that_hangs_or_loads() -> None:
 @pytest.mark.parametrize(("built", "status"), [(["mpi", "gloo"], "warn"), (["mpi"], "fail")])
 def test_no_mpirun(built: list[Any], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod with MPI in an environment without mpirun, in PATH or beside Python: a launch takes Gloo if it can."""
-    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(built)))
+    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(built))
     monkeypatch.setattr(horovod, "find_mpirun", lambda path: None)
     finding = check_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
     assert finding.status == status
@@ -307,7 +312,7 @@ def test_no_mpirun(built: list[Any], status: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(["gloo"])))
+    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(["gloo"]))
     assert check_local_allreduce("mpi", {}, 1).status == "skip"
 
 
@@ -321,7 +326,7 @@ def test_an_allreduce_has_the_environment_that_a_job_would_have(
         asked.update(rest, argv=argv)
         return ran(0, stdout=f"{selftest.PASSED}\n")
 
-    monkeypatch.setattr(horovod, "find_engine", lambda: Engine(frozenset(["gloo"])))
+    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(["gloo"]))
     monkeypatch.setattr(horovod, "run", stand_in)
     user = {"HVDTRAIN_ENV": "NOT_SET", "HOROVOD_CPU_OPERATIONS": "mpi", "HVDTRAIN_AUTOTUNE": "1"}
     other_kind = {"HVDTRAIN_CONTAINER": "image.sif", "HVDTRAIN_STRATEGY": "tpu"}
@@ -344,14 +349,14 @@ def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.Monkey
     ("said", "seen", "fix"),
     [
         (ran(None), "took longer than 60 s", "see where it waits: hvdtrain run"),
-        (ran(0), "ended without a result", "see all of it: hvdtrain run"),
+        (ran(0), "ended without a result", "for the full output: hvdtrain run"),
         (
             ran(
                 1,
                 stderr="rank 0 failed:\nTraceback\n  x\nOSError: [Errno 28] No space left on device\n",
             ),
             "OSError: [Errno 28] No space left on device",
-            "make room in /dev/shm",
+            "free space in /dev/shm",
         ),
         (
             ran(
@@ -361,7 +366,7 @@ def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.Monkey
             "mpirun has detected... please use --allow-run-as-root",
             "OMPI_ALLOW_RUN_AS_ROOT=1",
         ),
-        (ran(2, stderr="Error: what you gave\n"), "what you gave", "see all of it"),
+        (ran(2, stderr="Error: what you gave\n"), "what you gave", "for the full output"),
     ],
 )
 def test_an_allreduce_that_fails(said: Ran, seen: str, fix: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvdtrain.collectives.step import Step, Total, in_step
+from hvdtrain.collectives.step_context import Step, Total, in_step
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.losses import needs_whole_batch
@@ -145,4 +145,4 @@ def test_a_loss_of_one_number_is_warned_of_once_on_rank_0(
             graph_internals.compiled_loss(model, Y, tf.constant(PREDICTED), None, track=False)
     messages = [str(one.message) for one in seen]
     assert len(messages) == (1 if rank == 0 else 0)
-    assert all("is taken for a mean over the examples" in message for message in messages)
+    assert all("is treated as a mean over the examples" in message for message in messages)

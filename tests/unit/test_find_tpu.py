@@ -74,7 +74,7 @@ def test_a_name_outside_of_googles_machines(
         )
         metadata = {"GCE_METADATA_IP": "127.0.0.1"}
         assert tpu.find_tpu("my-tpu", metadata, tmp_path) == "my-tpu"
-    assert "'my-tpu' can be looked up on Google's machines only" in refused(
+    assert "'my-tpu' can be looked up only on Google Cloud machines" in refused(
         "my-tpu", metadata, tmp_path
     )
 
@@ -82,5 +82,5 @@ def test_a_name_outside_of_googles_machines(
 def test_a_tpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow's own message, first line, in one of ours."""
     monkeypatch.setattr(tpu, "find_tpu", lambda *_: "local")
-    with pytest.raises(UsageError, match=r"the TPU 'local' does not start: .*TPU"):
+    with pytest.raises(UsageError, match=r"the TPU 'local' cannot be started: .*TPU"):
         tpu.connect("local")

@@ -1,13 +1,15 @@
 """What decides the wheel: its key, the build's environment and commands."""
 
 import dataclasses
+import sys
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.install import recipe
+from hvdtrain.install import build, recipe, selftest
 from hvdtrain.install.build import key_of_direct_url
 from hvdtrain.install.probe import Cuda, Mpi, Survey, TensorFlow
+from hvdtrain.install.progress import CommandFailed
 from hvdtrain.install.recipe import Recipe, Workspace
 
 WORKSPACE = Workspace(Path("/work space"))
@@ -149,3 +151,20 @@ def test_the_source_is_pinned_by_its_hash() -> None:
 )
 def test_key_of_direct_url(text: str, key: str | None) -> None:
     assert key_of_direct_url(text) == key
+
+
+@pytest.mark.parametrize(
+    ("launch", "load", "message"),
+    [
+        ("print('not built'); exit(1)", "exit('libmpi.so: cannot open')", r"Loading Horovod: failed.*libmpi"),
+        ("print('a rank died'); exit(1)", "", r"Allreduce of 2 ranks over gloo: failed.*a rank died"),
+        ("print('nothing')", "", r"ended without a result"),
+    ],
+)  # fmt: skip
+def test_a_horovod_that_does_not_work(
+    launch: str, load: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "command", lambda controller: [sys.executable, "-c", launch])
+    monkeypatch.setattr(selftest, "load_command", lambda: [sys.executable, "-c", load])
+    with pytest.raises(CommandFailed, match=f"(?s){message}.*The whole log: "):
+        build.test(CPU, tmp_path / "log")

@@ -208,7 +208,7 @@ def test_inside_a_function_that_xla_compiles_as_a_whole(what: str) -> None:
         optimizer.apply(tape.gradient(loss, variables), variables)
         return loss
 
-    with pytest.raises(UsageError, match="leave jit_compile=True off"):
+    with pytest.raises(UsageError, match="remove jit_compile=True"):
         tf.function(step, jit_compile=True, autograph=False)(X, Y)
 
     # The second way that the message names.

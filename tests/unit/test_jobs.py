@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from hvdtrain.cli import logs as logs_module
 from hvdtrain.cli import ps as ps_module
+from hvdtrain.cli.logs import logs
 from hvdtrain.cli.ps import ps
-from hvdtrain.launch.jobs.find import _is_launcher
-from hvdtrain.launch.jobs.job import Job
+from hvdtrain.launch.jobs import Job, _is_launcher
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
 
 
@@ -55,6 +56,20 @@ def test_only_the_runs_own_launcher_is_told_to_end() -> None:
     ]
     for change in changes:
         assert not _is_launcher(replace(own, **change)), change
+
+
+def test_logs_of_a_container_and_of_a_batch_job_are_followed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    container = Job("c1", "container", "running", "", 1.0, (), show=("echo", "logs", "c1"))
+    batch = Job("7", "slurm", "running", "", 1.0, (), show=("echo", "cat"))
+    monkeypatch.setattr(logs_module, "find_jobs", lambda: [container, batch])
+    monkeypatch.setattr(logs_module, "follow_job", lambda name, *_: print(f"following {name}") or 3)
+    assert CliRunner().invoke(logs, ["c1"]).exit_code == 0
+    assert CliRunner().invoke(logs, ["c1", "--follow"]).exit_code == 0
+    assert capfd.readouterr().out == "logs c1\nlogs --follow c1\n"
+    followed = CliRunner().invoke(logs, ["7", "-f"])
+    assert (followed.exit_code, followed.stdout) == (3, "following 7\n")
 
 
 def test_no_command_moves_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,11 +138,11 @@ def test_wrong_arguments() -> None:
     callback = schedule(0.1, 0.5, staircase=False)
     callback.set_model(model_of("sgd"))
     callback.set_params({"steps": None})
-    with pytest.raises(UsageError, match="give steps_per_epoch"):
+    with pytest.raises(UsageError, match="pass steps_per_epoch"):
         callback.on_train_begin()
     with pytest.raises(UsageError, match="is not a variable"):
         hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=["kernel"])
-    with pytest.raises(UsageError, match="say where to save"):
+    with pytest.raises(UsageError, match="filepath is required"):
         fit(model_of("sgd"), hvd.callbacks.BestModelCheckpoint(monitor="loss"))
     with pytest.raises(UsageError, match="fused"):
         hvd.SyncBatchNormalization(fused=True)

@@ -126,4 +126,4 @@ def test_keras_2_gets_horovods_own_names() -> None:
 
 def test_keras_2_without_tf_keras_is_one_clear_error() -> None:
     ran = run_legacy("import sys; sys.modules['tf_keras'] = None; import hvdtrain.keras")
-    assert "EngineError: TF_USE_LEGACY_KERAS is set, but tf-keras does not load" in ran.stderr
+    assert "EngineError: TF_USE_LEGACY_KERAS is set, but tf-keras cannot be loaded" in ran.stderr

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.install import build, probe, recipe
-from hvdtrain.launch.running.bounded import Ran, ending_commands, run
+from hvdtrain.launch.running.bounded import Ran, ask, ending_commands, run
 from hvdtrain.signals import leaving_on_signals
 
 
@@ -53,6 +53,19 @@ def test_a_process_without_the_mark_does_not_hold_its_caller() -> None:
     said = sh("env -i setsid sleep 12 & exit 3", limit=1)
     assert said.returncode is None, "its output has not ended"
     assert time.monotonic() - began < 10
+
+
+def test_an_answer_and_none() -> None:
+    """What it started for good stays, as a job does and a daemon; what holds its output does not hold the asker."""
+    assert ask(["/bin/sh", "-c", "echo yes; echo note >&2"]).answer == "yes\n"
+    assert ask(["/bin/sh", "-c", "echo yes; exit 3"]).answer == ""
+    assert ask(["no-such-program"]).last_line == "no-such-program is not installed"
+    began = time.monotonic()
+    said = ask(["/bin/sh", "-c", "sleep 9 & exec sleep 9"], limit=0.3)
+    assert (said.answer, said.returncode, said.last_line) == ("", None, "no answer within 0 s")
+    assert time.monotonic() - began < 5
+    daemon = ask(["/bin/sh", "-c", "setsid sleep 9 >/dev/null 2>&1 & echo $!"]).answer
+    os.kill(int(daemon), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

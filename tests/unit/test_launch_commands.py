@@ -75,7 +75,7 @@ def part_of(name: str, *words: str) -> RunPart:
 
 
 def of_launch() -> list[click.Option]:
-    about = {"config", "show_config", "dry_run", "check_build", "version"}
+    about = {"config", "show_config", "dry_run", "check_build", "version", "help_all"}
     return [one for one in run.params if isinstance(one, click.Option) and one.name not in about]
 
 
@@ -125,7 +125,7 @@ def call(*words: str) -> Result:
     [
         (["--cycle-time-mss", "1", "train.py"], "Did you mean '--cycle-time-ms'?"),
         (["--cycle-time-ms", "fast", "train.py"], "'fast' is not a valid float"),
-        (["-H", "a", "train.py"], "cannot read 'a' in the hosts"),
+        (["-H", "a", "train.py"], "cannot read 'a' in the host list"),
         (["--controller", "gluu", "train.py"], "'gluu' is not one of"),
         (["--config", "wrong.yaml", "train.py"], "there is no option 'nodes'"),
         (["none.py"], "no such script: none.py"),
@@ -157,7 +157,14 @@ def test_a_job_and_a_container_with_launch_options(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", THROUGH)
 def test_help_shows_all_options(name: str) -> None:
-    shown = " ".join(call(name, "--help").stdout.split())
+    short, shown = (" ".join(call(name, word).stdout.split()) for word in ("--help", "--help-all"))
     for option in of_launch():
         if isinstance(option, GroupedOption) and f"{name} {option.name}" != "docker np":
             assert option.shown[0] in shown
+    assert "--dry-run" in short
+    assert "--cycle-time-ms" not in short
+    assert "More with --help-all: Output, Reaching other hosts," in short
+
+
+def test_help_of_run_fits_two_screens() -> None:
+    assert len(call("run", "--help").stdout.splitlines()) <= 2 * 48

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -17,9 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli import main
+from hvdtrain.launch import files
 from hvdtrain.launch.config import HOROVOD_SECTIONS
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.options import Setting, settings_of
+from hvdtrain.launch.options import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rules import CONDITIONS
 from hvdtrain.launch.variables import EnvVar
@@ -113,32 +115,37 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
         ("params: 3", "params is a section"),
         ("np: 2\nnp: 3", "'np' is given twice"),
         ("np: 2\nnum-proc: 3", "np and num-proc are the same"),
-        ("fusion_threshold_mb: 1\nparams: {fusion_threshold_mb: 1}", "are the same: give one"),
-        ("np: two", "np: 'two' is wrong: give a whole number"),
-        ("np: 2.5", "np: 2.5 is wrong: give a whole number"),
-        ("np: true", "np: True is wrong: give a whole number"),
-        ("tcp: 1", "tcp: 1 is wrong: give true or false"),
+        (
+            "fusion_threshold_mb: 1\nparams: {fusion_threshold_mb: 1}",
+            "are the same option: use only one",
+        ),
+        ("np: two", "np: 'two' is invalid: expected an integer"),
+        ("np: 2.5", "np: 2.5 is invalid: expected an integer"),
+        ("np: true", "np: True is invalid: expected an integer"),
+        ("tcp: 1", "tcp: 1 is invalid: expected true or false"),
         ("cycle-time-ms: fast", "cycle-time-ms: 'fast' is not a valid float"),
-        ("cycle-time-ms: [1]", "cycle-time-ms: [1] is wrong: give a number"),
+        ("cycle-time-ms: [1]", "cycle-time-ms: [1] is invalid: expected a number"),
         ("controller: gluu", "controller: 'gluu' is not one of 'auto', 'mpi', 'gloo'"),
-        ("controller: 3", "controller: 3 is wrong: give a text"),
+        ("controller: 3", "controller: 3 is invalid: expected a string"),
         ("hosts: a", "hosts: cannot read 'a'"),
-        ("hosts: {a: many}", "hosts: {'a': 'many'} is wrong: give each host its slots"),
-        ("hosts: 4", "hosts: 4 is wrong"),
-        ("log-dir: [a]", "log-dir: ['a'] is wrong"),
-        ("arguments: --epochs 5", "arguments: '--epochs 5' is wrong: give a list"),
-        ("env: {A B: x}", "env: 'A B' is no name"),
-        ("env: {A: [1]}", "env: {'A': [1]} is wrong"),
-        ("env: A", "env: 'A' is wrong: give a list"),
-        ("blacklist-cooldown-range: [1]", "give 2 whole numbers"),
+        ("hosts: {a: many}", "hosts: {'a': 'many'} is invalid: expected slots for each host"),
+        ("hosts: 4", "hosts: 4 is invalid"),
+        ("log-dir: [a]", "log-dir: ['a'] is invalid"),
+        ("arguments: --epochs 5", "arguments: '--epochs 5' is invalid: expected a list"),
+        ("env: {A B: x}", "env: 'A B' is not a valid name"),
+        ("env: {A: [1]}", "env: {'A': [1]} is invalid"),
+        ("env: A", "env: 'A' is invalid: expected a list"),
+        ("blacklist-cooldown-range: [1]", "expected 2 integers"),
         ("params:\n  cycle_time_ms: x", "params.cycle_time_ms: 'x' is not a valid float"),
-        ("- np", "write one option on each line"),
-        ("np 4", "write one option on each line"),
-        ("np: [", "is no YAML: line 1, column 6: "),
-        ("np: !!python/object:os.system x", "is no YAML: line 1, column 5: "),
-        ("? {a: 1}\n: 2", "line 1: a key is one word"),
-        ("log-dir: 2024-13-45", "month must be in 1..12: put what is a text in quotes"),
-        ("np: " + "[" * 2000 + "]" * 2000, "has too many brackets in brackets"),
+        ("- np", "expected one option per line"),
+        ("np 4", "expected one option per line"),
+        ("np: [", "is not valid YAML: line 1, column 6: "),
+        ("np: !!python/object:os.system x", "is not valid YAML: line 1, column 5: "),
+        ("? {a: 1}\n: 2", "line 1: a key must be a single word"),
+        ("log-dir: 2024-13-45", "month must be in 1..12: put strings in quotes"),
+        ('arguments: ["a\\0b"]', "line 1: a string cannot contain a NUL byte"),
+        ('np: 2\nlog-dir: "a\\0b"', "line 2: a string cannot contain a NUL byte"),
+        ("np: " + "[" * 2000 + "]" * 2000, "is nested too deeply"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_place(
@@ -158,11 +165,29 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
     for name, message in (
         ("nothing.yaml", "cannot read the configuration nothing.yaml: No such file"),
         (".", "cannot read the configuration .: Is a directory"),
-        ("binary", "is no text file"),
+        ("binary", "is not a text file"),
+        ("/dev/zero", "configuration /dev/zero is longer than a megabyte"),
     ):
         result = call("--config", name, "train.py")
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+def test_a_pipe_is_read_to_its_end_and_not_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.5)
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
+    result = call("--config", "pipe", "train.py")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "Error: cannot read the configuration pipe: nothing was written to this pipe for 0.5 seconds\n",
+    )
+    # The shell's <(command), which takes its time and writes more than a pipe holds.
+    slow = f"(echo np: 3; sleep 0.2; seq -f '# %.0f' 20000) > {pipe}"
+    with subprocess.Popen(["sh", "-c", slow]):
+        assert files.read_text(pipe, "configuration").splitlines()[::20000] == ["np: 3", "# 20000"]
 
 
 def test_the_arguments_are_for_the_script_of_the_file(folder: Path) -> None:
@@ -277,7 +302,7 @@ def test_what_a_file_says_for_another_launch_is_left_out(folder: Path) -> None:
     done = call(*words, HVDTRAIN_RESET_LIMIT="3")
     assert done.exit_code == 0
     assert done.stderr.splitlines() == [
-        f"{name} has no effect here, and is left out: {remedy}"
+        f"{name} has no effect here and is ignored: {remedy}"
         for name, remedy in (
             ("--reset-limit", CONDITIONS["elastic"].remedy),
             ("--hierarchical-allreduce", CONDITIONS["several hosts"].remedy),
@@ -285,6 +310,11 @@ def test_what_a_file_says_for_another_launch_is_left_out(folder: Path) -> None:
         )
     ]
     assert "--mpi --ssh-port 7 --stall" in done.stdout
+    # One line for an option that lacks two things.
+    (folder / "run.yaml").write_text("controller: gloo\nhierarchical-allreduce: true\n")
+    done = call(*words[:5], "train.py")
+    remedy = CONDITIONS["mpi"].remedy
+    assert done.stderr == f"--hierarchical-allreduce has no effect here and is ignored: {remedy}\n"
     # What is typed is meant for this one.
     assert call(*words[2:-1], "--reset-limit", "3", "train.py").exit_code == 2
 
@@ -371,7 +401,7 @@ def test_arguments_behind_dashes_are_for_the_script_of_the_file(folder: Path) ->
     assert shown("--config", "run.yaml", "--", "-x")["arguments"] == (["-x"], "command line")
     wrong = call("--config", "run.yaml", "--epoch", "9")
     assert "No such option '--epoch'" in wrong.stderr
-    assert "Arguments for the script of a file come behind --." in wrong.stderr
+    assert "Arguments for a script that a file names go after --." in wrong.stderr
     (folder / "-t.py").touch()
     assert call("--dry-run", "-np", "1", "--", "-t.py", "x").stdout.endswith(" -t.py x\n")
 
@@ -386,21 +416,21 @@ def test_a_password_in_an_image_is_not_shown(folder: Path) -> None:
 
 # What decides over other options, and what comes in several forms, has its tests above.
 DECIDING = {"controller", "launcher", "autotune", "env", "host_discovery_script", "torus_allreduce"}
-SETTINGS = [setting for setting in settings_of(LaunchPlan) if setting.field not in DECIDING]
+SETTINGS = [option for option in options_of(LaunchPlan) if option.field not in DECIDING]
 TEXT = st.text(
     st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=9
 ).filter(lambda text: text.strip() == text and not text.startswith("~"))
 NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,5}", fullmatch=True), min_size=1, max_size=3)
 
 
-def values_of(setting: Setting) -> st.SearchStrategy[Any]:
+def values_of(option: Option) -> st.SearchStrategy[Any]:
     """Values as YAML has them."""
-    kind = setting.type
+    kind = option.type
     if get_origin(kind) is not tuple and get_origin(kind) is not Literal and get_args(kind):
         kind = next(one for one in get_args(kind) if one is not type(None))
     if get_origin(kind) is Literal:
         return st.sampled_from(get_args(kind))
-    least, most = int(setting.option.least or 0), int(setting.option.most or 10**6)
+    least, most = int(option.least or 0), int(option.most or 10**6)
     strategies: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
         int: st.integers(least, most),
@@ -425,11 +455,11 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def as_words(setting: Setting, value: Any) -> list[str]:
-    name = setting.names[0]
+def as_words(option: Option, value: Any) -> list[str]:
+    name = option.names[0]
     if isinstance(value, bool):
         on, _, off = name.partition("/")
-        if setting.default is False:
+        if option.default is False:
             return [on] if value else []
         return [on if value else off or f"--no-{on.removeprefix('--')}"]
     if isinstance(value, list) and isinstance(value[0], int):
@@ -442,10 +472,10 @@ def layers(draw: st.DrawFn) -> list[dict[str, Any]]:
     """Some options, with values in the file, the environment and at the command line."""
     chosen = draw(st.lists(st.sampled_from(SETTINGS), unique_by=lambda one: one.field, max_size=6))
     found: list[dict[str, Any]] = [{}, {}, {}]
-    for setting in chosen:
+    for option in chosen:
         for layer in found:
             if draw(st.booleans()):
-                layer[setting.field] = draw(values_of(setting))
+                layer[option.field] = draw(values_of(option))
     return found
 
 
@@ -455,7 +485,7 @@ def test_command_line_before_environment_before_file_before_default(
     folder: Path, layers: list[dict[str, Any]], dashes: bool
 ) -> None:
     in_file, in_environment, at_command_line = layers
-    by_field = {setting.field: setting for setting in SETTINGS}
+    by_field = {option.field: option for option in SETTINGS}
     separator = "-" if dashes else "_"
     content = {field.replace("_", separator): value for field, value in in_file.items()}
     (folder / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -467,8 +497,8 @@ def test_command_line_before_environment_before_file_before_default(
     }
     seen = shown("--config", "run.yaml", *words, "train.py", **environment)
     for field in in_file.keys() | in_environment.keys() | at_command_line.keys():
-        setting = by_field[field]
-        if field in at_command_line and as_words(setting, at_command_line[field]):
+        option = by_field[field]
+        if field in at_command_line and as_words(option, at_command_line[field]):
             expected, source = at_command_line[field], "command line"
         elif field in in_environment:
             expected, source = in_environment[field], f"environment: HVDTRAIN_{field.upper()}"

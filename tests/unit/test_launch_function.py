@@ -1,13 +1,16 @@
 """`hvdtrain.launch` before any rank starts, and the listener that gives its function to those who have the key."""
 
+import socket
 import threading
+import time
 from multiprocessing import AuthenticationError
 
 import pytest
 
 import hvdtrain
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.launch.running.exchange import Exchange, address_towards
+from hvdtrain.launch.running import exchange as exchange_module
+from hvdtrain.launch.running.exchange import Exchange
 from hvdtrain.worker.sealed import FUNCTION, Caller, caller_of, seal, unseal
 
 
@@ -35,6 +38,29 @@ def test_a_stranger_gets_nothing_and_gives_nothing(host: str | None) -> None:
         assert exchange.caller.function() == b"the function"
 
 
+def test_a_stranger_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else as many as there may be open files would keep the ranks out."""
+    monkeypatch.setattr(exchange_module, "SILENCE_SECONDS", 1)
+    with (
+        Exchange(b"the function", "127.0.0.1") as exchange,
+        socket.create_connection(exchange.caller.address, timeout=10) as stranger,
+        stranger.makefile("rb") as answers,
+    ):
+        assert b"#CHALLENGE#" in answers.read()
+
+
+def test_a_listener_that_cannot_accept_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> None:
+        raise OSError("Too many open files")
+
+    with Exchange(b"the function", "127.0.0.1") as exchange:
+        monkeypatch.setattr(exchange._listener, "accept", full)
+        socket.create_connection(exchange.caller.address).close()  # Ends the call that waits.
+        begun = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - begun < 0.25
+
+
 @pytest.mark.parametrize(
     "message", [b"", b"x" * 40, seal(b"another", FUNCTION, b"f"), seal(b"key", b"result 1", b"f")]
 )
@@ -49,19 +75,19 @@ def test_the_key_is_not_shown() -> None:
 
 
 def test_a_host_without_address_is_named() -> None:
-    with pytest.raises(UsageError, match=r"host no-such-host\.invalid: no way there"):
-        address_towards("no-such-host.invalid")
+    with pytest.raises(UsageError, match=r"host no-such-host\.invalid: it cannot be reached"):
+        Exchange(b"the function", "no-such-host.invalid").__enter__()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"np": 0}, r"np=0\): give the number of ranks"),
-        ({"np": "2"}, r"np='2'\): give the number"),
+        ({"np": 0}, r"np=0\): the number of ranks"),
+        ({"np": "2"}, r"np='2'\): the number of ranks"),
         ({"args": (1, threading.Lock())}, r"args\[1\] cannot be pickled"),
         ({"kwargs": {"lock": threading.Lock()}}, r"kwargs\['lock'\] cannot be pickled"),
         ({"function": threading.Lock().acquire}, "the function cannot be pickled"),
-        ({"function": 3}, "3 is no function"),
+        ({"function": 3}, "3 is not a function"),
     ],
 )
 def test_what_cannot_work_is_one_message(options: dict[str, object], message: str) -> None:
@@ -73,7 +99,7 @@ def test_only_the_main_thread_launches() -> None:
     found = []
 
     def launch() -> None:
-        with pytest.raises(UsageError, match="main thread only") as caught:
+        with pytest.raises(UsageError, match="from the main thread") as caught:
             hvdtrain.launch(print)
         found.append(caught)
 

@@ -114,8 +114,8 @@ def test_unreadable_hostfiles(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read the hostfile"):
         read_hostfile(tmp_path)
     (tmp_path / "empty").write_text("# nothing\n\n")
-    with pytest.raises(UsageError, match="names no host"):
+    with pytest.raises(UsageError, match="names no hosts"):
         read_hostfile(tmp_path / "empty")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="no text file"):
+    with pytest.raises(UsageError, match="not a text file"):
         read_hostfile(tmp_path / "binary")

@@ -59,7 +59,9 @@ def test_a_folder_of_a_run_that_lasts_is_not_used_again(home: Path) -> None:
     folder = make_log_dir(home / "logs")
     with running_in(folder):
         assert is_running(folder)
-        with pytest.raises(UsageError, match=r"another run keeps its output in .*logs: choose"):
+        with pytest.raises(
+            UsageError, match=r"another run is writing its output to .*logs: choose"
+        ):
             make_log_dir(folder)
     assert not is_running(folder)
     assert make_log_dir(folder) == folder

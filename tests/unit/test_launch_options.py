@@ -15,10 +15,11 @@ from horovod.runner.common.util import config_parser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.options import GROUPS, settings_of
+from hvdtrain.launch.launchers.horovodrun import horovodrun_options
+from hvdtrain.launch.options import GROUPS, options_of
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program
 
 TWO_HOSTS = (Host("a", 2), Host("b", 2))
 STALL = ("--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "50")
@@ -49,7 +50,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plan_of(**changes: Any) -> LaunchPlan:
-    return LaunchPlan(**{"script": Path("train.py"), "np": 4, "controller": "gloo", **changes})
+    return LaunchPlan(
+        **{"program": Program(Path("train.py")), "np": 4, "controller": "gloo", **changes}
+    )
 
 
 def horovodrun_reads(options: list[str], monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
@@ -190,7 +193,7 @@ def test_each_option(
 def test_each_field_has_its_case() -> None:
     elsewhere = {"env", "launcher", "host_discovery_script", "slots_per_host"}
     cases = {field for _, option, _, _ in EACH for field in option}
-    assert cases == {setting.field for setting in settings_of(LaunchPlan)} - elsewhere
+    assert cases == {option.field for option in options_of(LaunchPlan)} - elsewhere
 
 
 def test_a_discovery_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,10 +256,7 @@ def test_every_option_of_horovodrun_is_covered_or_left_out_for_a_reason(
         horovod_launch.parse_args()
     theirs = [set(action.option_strings) for action in parsers[0]._actions if action.option_strings]
     ours = {
-        flag
-        for setting in settings_of(LaunchPlan)
-        for flag in (setting.option.flag, setting.option.off)
-        if flag
+        flag for option in options_of(LaunchPlan) for flag in (option.flag, option.off) if flag
     } | SPOKEN_BY_CONTROLLER
     assert ours <= set.union(*theirs)
     unknown = [names for names in theirs if not names & (ours | LEFT_OUT.keys())]
@@ -346,5 +346,5 @@ def test_what_the_ranks_get_in_their_environment(
 
 
 def test_groups_are_those_of_the_help() -> None:
-    of_plan = {setting.option.group for setting in settings_of(LaunchPlan)}
+    of_plan = {option.group for option in options_of(LaunchPlan)}
     assert of_plan | {"strategy", "about"} == set(GROUPS)

@@ -35,7 +35,7 @@ def test_the_first_cause_not_its_consequences() -> None:
 def test_the_same_error_of_many_ranks_is_said_once() -> None:
     alike = [Failure(rank, 2, False, "wrong data") for rank in (2, 0, 1)]
     assert judge(1, *alike) == Outcome(
-        2, "rank 2 (and ranks 0, 1 alike) failed: wrong data" + LOGS, 2, "wrong data"
+        2, "rank 2 (and ranks 0, 1 likewise) failed: wrong data" + LOGS, 2, "wrong data"
     )
 
 
@@ -46,7 +46,7 @@ def test_only_consequences_are_better_than_nothing() -> None:
 @pytest.mark.parametrize(
     ("code", "launcher", "expected"),
     [
-        (137, KILLED, Outcome(137, "rank 1 was killed by SIGKILL (was memory short?)" + LOGS, 1)),
+        (137, KILLED, Outcome(137, "rank 1 was killed by SIGKILL (out of memory?)" + LOGS, 1)),
         (
             1,
             "Process 1 exit with status code 139.\nTerminating remaining workers",
@@ -65,7 +65,7 @@ def test_only_consequences_are_better_than_nothing() -> None:
         (
             137,
             "srun: error: n2: tasks 2-3: Out Of Memory\n",
-            Outcome(137, "rank 2 was killed by SIGKILL (was memory short?)" + LOGS, 2),
+            Outcome(137, "rank 2 was killed by SIGKILL (out of memory?)" + LOGS, 2),
         ),
         (
             1,
@@ -165,9 +165,9 @@ def test_secondary_errors() -> None:
     [
         (ALONE, 1, [Failure(0, 1, False, "no data")], "", (1, "the script failed: no data")),
         (ALONE, 7, [], "", (7, "the script ended with exit code 7")),
-        (ALONE, -9, [], "", (137, "the script was killed by SIGKILL (was memory short?)")),
+        (ALONE, -9, [], "", (137, "the script was killed by SIGKILL (out of memory?)")),
         (ROLES, 3, [Failure(0, 3, False, "")], "", (3, "chief ended with exit code 3")),
-        (ROLES, 137, [], "", (137, "chief was killed by SIGKILL (was memory short?)")),
+        (ROLES, 137, [], "", (137, "chief was killed by SIGKILL (out of memory?)")),
         # A server's end is why the chief failed, whatever the chief says.
         (ROLES, 1, [Failure(0, 9, False, "lost")], "hvdtrain: ps-0 died\n", (1, "ps-0 died")),
         (ROLES, 1, [], "usage: x\nerror: y\n", (1, "the launcher failed (exit code 1):\nusage: x\nerror: y")),
@@ -185,5 +185,15 @@ def test_a_launcher_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
         outcome = outcome_of(Ending(returncode, None), [], "", tmp_path)
         assert outcome.exit_code == 137
         assert outcome.message == (
-            f"horovodrun was killed by SIGKILL (was memory short?)\nlogs of all ranks: {tmp_path}"
+            f"horovodrun was killed by SIGKILL (out of memory?)\nlogs of all ranks: {tmp_path}"
         )
+
+
+def test_a_daemon_of_mpirun_that_was_killed() -> None:
+    text = (
+        "ORTE has lost communication with a remote daemon.\n\n"
+        "  HNP daemon   : [[19433,0],0] on node node1\n"
+        "  Remote daemon: [[19433,0],1] on node node2\n\nThis is usually due to either a failure\n"
+    )
+    said = "host node2 was lost: its orted was killed, or the connection to it broke"
+    assert judge(205, launcher=text) == Outcome(1, said + LOGS)

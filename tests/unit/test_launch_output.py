@@ -196,7 +196,9 @@ def test_what_tensorflow_says_of_a_worker_that_has_gone_is_noise() -> None:
         b"This could happen if the remote target has been disconnected from the client.\n"
     )
     assert all(map(is_noise, said.splitlines()))
-    assert not is_noise(b"Worker 1 has gone: its step goes to another one, and it may come back")
+    assert not is_noise(
+        b"Worker 1 is gone: another worker takes over its step, and it may come back"
+    )
 
 
 class Failing(io.BytesIO):
@@ -218,7 +220,7 @@ def test_logs_that_cannot_be_kept_are_told_of_once(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path).run(lines + lines)
     assert terminal.out.getvalue() == b"one\n" * 2
     assert terminal.err.getvalue().decode() == (
-        f"\ncannot keep the output in {tmp_path}: File exists; the run goes on without it\n"
+        f"\ncannot save the output in {tmp_path}: File exists; the run continues without it\n"
     )
     assert terminal.logged("rank.1/stdout") == b"two\n" * 2
 
@@ -236,7 +238,7 @@ def test_a_stream_that_fails_is_left_and_the_logs_are_kept(
     assert terminal.logged("rank.0/stdout") == b"one\ntwo\n"
     assert terminal.logged("rank.0/stderr") == b"three\nfour\n"
     assert terminal.output.unread == (number == errno.EPIPE)
-    told = "\ncannot write standard output: it is so; the run goes on, its output is in "
+    told = "\ncannot write standard output: it is so; the run continues, and its output is in "
     expected = "three\nfour\n" if stream == "stdout" else "one\ntwo\n"
     if stream == "stdout" and number == errno.EIO:
         expected = f"{told}{tmp_path}\n{expected}"

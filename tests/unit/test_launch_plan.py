@@ -13,6 +13,7 @@ from hvdtrain.launch.engine import built_controllers, choose_controller
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.launchers.horovodrun import prepare
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program
 from hvdtrain.launch.variables import EnvVar, parse_variable
 
 STAND_IN = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun"]
@@ -27,7 +28,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def plan_of(path: Path, **changes: Any) -> LaunchPlan:
-    return LaunchPlan(**{"script": path, "np": 2, "controller": "gloo", **changes})
+    return LaunchPlan(**{"program": Program(path), "np": 2, "controller": "gloo", **changes})
 
 
 HOSTS = (Host("a", 2), Host("b", 2))
@@ -55,8 +56,8 @@ def discovery(tmp_path: Path) -> Path:
         ({"stall_warning_seconds": 0}, "--stall-warning-seconds 0"),
         ({"stall_shutdown_seconds": -1}, "--stall-shutdown-seconds"),
         ({"stall_warning_seconds": 60, "stall_shutdown_seconds": 60}, "must be longer"),
-        ({"script": Path("no/such.py")}, "no such script: no/such.py"),
-        ({"script": Path("/")}, "/ is a folder"),
+        ({"program": Program(Path("no/such.py"))}, "no such script: no/such.py"),
+        ({"program": Program(Path("/"))}, "/ is a folder"),
     ],
 )
 def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: str) -> None:
@@ -74,17 +75,18 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
         ({"min_np": 3, "hosts": HOSTS}, "--min-np 3 is more than -np 2"),
         ({"max_np": 1, "hosts": HOSTS}, "--max-np 1 is less than -np 2"),
         ({"max_np": 9, "hosts": HOSTS}, "--max-np 9 is more than the 4 slots of a:2, b:2"),
-        ({"min_np": 1}, "needs --host-discovery-script, or at least two hosts"),
-        ({"min_np": 1, "hosts": HOSTS[:1]}, "needs --host-discovery-script, or at least two"),
-        ({"min_np": 0, "hosts": HOSTS}, "--min-np 0: give at least 1"),
+        ({"min_np": 0, "hosts": HOSTS}, "--min-np 0: must be at least 1"),
         ({"elastic_timeout": 9}, "--elastic-timeout has no effect here: add --host-discovery"),
         ({"reset_limit": 1, "hosts": HOSTS}, "--reset-limit has no effect here"),
         ({"blacklist_cooldown_range": (1, 2)}, "--blacklist-cooldown-range has no effect here"),
-        ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (0, 2)}, "range 0: give a nu"),
+        (
+            {"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (0, 2)},
+            "range 0: must be a nu",
+        ),
         ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (1, 3601)}, "from 1 to 3600"),
         ({"min_np": 1, "hosts": HOSTS, "blacklist_cooldown_range": (9, 5)}, "the shorter time"),
         ({"slots_per_host": 2, "min_np": 1, "hosts": HOSTS}, "--slots-per-host has no effect"),
-        ({"host_discovery_script": Path("no/where")}, "there is no file no/where"),
+        ({"host_discovery_script": Path("no/where")}, "no such file: no/where"),
         ({"host_discovery_script": Path(__file__)}, "cannot be executed: chmod +x"),
         # What works with another option only.
         *(
@@ -130,24 +132,34 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
                 "hosts": HOSTS,
                 "controller": "mpi",
             },
-            "--hierarchical-allreduce and --torus-allreduce are two ways to do the same",
+            "--hierarchical-allreduce and --torus-allreduce do the same thing",
         ),
         ({"env": (EnvVar("A"), EnvVar("A", "1"))}, "--env A is given twice"),
         # Bounds.
-        ({"cycle_time_ms": float("nan")}, "--cycle-time-ms nan: give at least 0 milliseconds"),
-        ({"fusion_threshold_mb": -1}, "--fusion-threshold-mb -1: give at least 0"),
+        ({"cycle_time_ms": float("nan")}, "--cycle-time-ms nan: must be at least 0 milliseconds"),
+        ({"fusion_threshold_mb": -1}, "--fusion-threshold-mb -1: must be at least 0"),
         ({"autotune": True, "autotune_gaussian_process_noise": 1.5}, "a number from 0 to 1"),
         ({"num_nccl_streams": 0}, "--num-nccl-streams 0"),
-        ({"gloo_timeout_seconds": 0}, "--gloo-timeout-seconds 0: give at least 1 seconds"),
+        ({"gloo_timeout_seconds": 0}, "--gloo-timeout-seconds 0: must be at least 1 seconds"),
         ({"output_filename": Path(__file__)}, "is a file: name a folder"),
+        ({"output_filename": Path("/dev/null/logs")}, "--output-filename: cannot write to the"),
+        ({"timeline_filename": Path("/nowhere/t.json")}, "cannot write to the folder /nowhere"),
+        ({"timeline_filename": Path("/tmp")}, "--timeline-filename: /tmp is a folder: name a file"),
+        ({"autotune": True, "autotune_log_file": Path("/nowhere/a")}, "folder /nowhere"),
         # What would reach a shell.
-        ({"mpi_args": "-x A; rm -rf b", "controller": "mpi"}, "';' has a meaning for the shell"),
-        ({"binding_args": "$(id)", "controller": "mpi"}, "'$' '(' ')' has a meaning for the"),
-        ({"mpi_args": "-v\n-w", "controller": "mpi"}, "has a meaning for the shell"),
+        (
+            {"mpi_args": "-x A; rm -rf b", "controller": "mpi"},
+            "';' has a special meaning to the shell",
+        ),
+        (
+            {"binding_args": "$(id)", "controller": "mpi"},
+            "'$' '(' ')' has a special meaning to the",
+        ),
+        ({"mpi_args": "-v\n-w", "controller": "mpi"}, "has a special meaning to the shell"),
         ({"mpi_args": "-x 'A", "controller": "mpi"}, "no closing quotation"),
-        ({"network_interfaces": ("eth0;id",)}, "'eth0;id' is no name of an interface"),
-        ({"network_interfaces": ("",)}, "'' is no name of an interface"),
-        ({"network_interfaces": ("-x",)}, "'-x' is no name of an interface"),
+        ({"network_interfaces": ("eth0;id",)}, "'eth0;id' is not the name of an interface"),
+        ({"network_interfaces": ("",)}, "'' is not the name of an interface"),
+        ({"network_interfaces": ("-x",)}, "'-x' is not the name of an interface"),
     ],
 )
 def test_options_that_do_not_go_together(
@@ -227,9 +239,8 @@ def test_the_fullest_command(script: Path, tmp_path: Path) -> None:
         script,
         np=3,
         controller="mpi",
-        arguments=("--epochs", "2", "a; rm -rf b"),
+        program=Program(script, ("--epochs", "2", "a; rm -rf b"), python="/usr/bin/python3"),
         hosts=(Host("a", 1), Host("b", 2)),
-        python="/usr/bin/python3",
         start_timeout=60,
         network_interfaces=("eth0", "ib0"),
         ssh_port=2222,
@@ -295,7 +306,7 @@ def test_what_a_pasted_command_lacks_is_said(script: Path) -> None:
     assert prepare(plan_of(script, hosts=HOSTS, controller="mpi"), SITE).lacks == ()
     (line,) = prepare(plan_of(script, hosts=HOSTS), SITE).lacks
     assert line.startswith(
-        "pasted, horovodrun --gloo puts all variables of your shell into command"
+        "when pasted, horovodrun --gloo puts all variables of your shell into command"
     )
 
 

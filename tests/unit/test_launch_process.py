@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.launch.running.process import Ending, processes_of, run_process
+from hvdtrain.launch.running.process import Ending, run_process
+from hvdtrain.launch.running.processes import processes_of
 from hvdtrain.launch.running.streams import Stream
 
 
@@ -46,7 +47,7 @@ class Seen:
     def has_failed(self) -> bool:
         return self.failed
 
-    def is_hung(self) -> bool:
+    def is_hung(self, command: int) -> bool:
         return self.hung
 
     def is_unread(self) -> bool:
@@ -78,6 +79,20 @@ def test_what_a_command_leaves_behind_is_ended(seen: Seen) -> None:
     assert in_time(10, lambda: seen.run("setsid sleep 600 & echo out")) == Ending(0, None)
     assert processes_of(seen.id) == []
     assert seen.output["stdout"] == b"out\n"
+
+
+def test_a_guard_that_is_stopped_holds_no_run_open(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork = os.fork
+
+    def fork_a_stopped_process() -> int:
+        if child := fork():
+            os.kill(child, signal.SIGSTOP)
+        return child
+
+    monkeypatch.setattr(os, "fork", fork_a_stopped_process)
+    assert in_time(10, lambda: seen.run("exit 7")) == Ending(7, None)
 
 
 def test_after_a_failure_the_command_must_end(seen: Seen) -> None:
@@ -138,7 +153,7 @@ def test_grace_is_for_a_command_that_uses_it(seen: Seen) -> None:
 
 def test_a_run_that_hangs_shows_its_stacks_and_ends(seen: Seen) -> None:
     listens = "trap 'echo stacks' USR2; echo out; while true; do sleep 0.1; done"
-    seen.is_hung = lambda: bool(seen.output["stdout"])  # type: ignore[method-assign]
+    seen.is_hung = lambda command: bool(seen.output["stdout"])  # type: ignore[method-assign]
     ending = in_time(8, lambda: seen.run(listens))
     assert ending == Ending(-signal.SIGTERM, None)
     assert seen.output["stdout"] == b"out\nstacks\n"
@@ -148,7 +163,7 @@ def test_news_come_line_by_line(seen: Seen) -> None:
     pipe = "/proc/self/fd/$HVDTRAIN_NEWS"
     tells = f"for i in 1 2; do printf a$i >{pipe}; sleep 0.3; echo b$i >{pipe}; done"
     assert seen.run(tells) == Ending(0, None)
-    assert seen.news == [b"a1b1", b"a2b2"]
+    assert seen.news == [b"a1b1\n", b"a2b2\n"]
 
 
 def test_an_ignored_hangup_stays_ignored(seen: Seen) -> None:

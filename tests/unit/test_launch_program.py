@@ -78,10 +78,10 @@ def test_a_module(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("not_executable.sh", "may not be executed: chmod +x not_executable.sh, or name"),
-        ("python", "which script?"),
-        ("python -u", "which script?"),
-        ("python -m", "which module?"),
+        ("not_executable.sh", "nor executable: chmod +x not_executable.sh, or name"),
+        ("python", "the script is missing"),
+        ("python -u", "the script is missing"),
+        ("python -m", "the name of the module is missing"),
         ("python -m a/b.py", "-m a/b.py: give the name of a module"),
         ("python3.7 train.py", "there is no python3.7 in PATH"),
     ],

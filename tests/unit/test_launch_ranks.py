@@ -9,8 +9,13 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from hvdtrain.launch.running.process import parse_status
-from hvdtrain.launch.running.ranks import Warner, ranks_of, topmost
+import pytest
+
+from hvdtrain.launch.running import lookout
+from hvdtrain.launch.running.lookout import topmost
+from hvdtrain.launch.running.processes import parse_status, state_of
+from hvdtrain.start import host_watch
+from hvdtrain.start.host_watch import HostWatch
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -38,10 +43,11 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_status() -> None:
     text = (
-        "Name:\tx:y\nPPid:\t7\nSigBlk:\t0000000000000001\nSigIgn:\t2\nSigCgt:\t0000000000004200\n"
+        "Name:\tx:y\nState:\tT (stopped)\nPPid:\t7\n"
+        "SigBlk:\t0000000000000001\nSigIgn:\t2\nSigCgt:\t0000000000004200\n"
     )
     state = parse_status(text)
-    assert (state.parent, state.caught) == (7, {10, 15})
+    assert (state.parent, state.caught, state.stopped) == (7, {10, 15}, True)
 
 
 def test_topmost() -> None:
@@ -53,18 +59,52 @@ def test_a_warning_waits_for_the_rank_and_spares_its_children(tmp_path: Path) ->
     environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "0"}
     with subprocess.Popen([sys.executable, "-c", RANK, str(note)], env=environment) as rank:
         wait_until(Path(f"{note}.ready").exists)
-        warner = Warner(mark)
-        warner.tick()
-        warner.warn()
-        warner.tick()
-        assert set(ranks_of(mark)) == {rank.pid}
+        watch = HostWatch(mark)
+        watch.warn()
+        assert [one.pid for one in watch.look()] == [rank.pid]
         Path(f"{note}.go").touch()
-        wait_until(lambda: signal.SIGUSR1 in ranks_of(mark)[rank.pid].caught)
+        wait_until(lambda: signal.SIGUSR1 in state_of(rank.pid).caught)
         for _ in range(3):
-            warner.tick()
+            watch.look()
         wait_until(lambda: note.exists() and note.read_text() == "warned ")
-        warner.warn()
-        warner.tick()
+        watch.warn()
         wait_until(lambda: note.read_text() == "warned warned ")
         Path(f"{note}.end").touch()
         assert rank.wait(20) == 0
+
+
+def test_a_warning_that_stands_costs_one_search_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches = []
+    monkeypatch.setattr(lookout, "processes_of", lambda mark: searches.append(mark) or [])
+    watch = HostWatch("none")
+    watch.warn()
+    before = len(searches)
+    for _ in range(50):
+        for _ in watch.tick():
+            pass
+    assert len(searches) == before
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_a_stopped_rank_of_an_elastic_job_is_ended(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a restart two ranks may have begun with the same number; each has a place of its own."""
+    monkeypatch.setattr(host_watch, "STILL_SECONDS", 0.2)
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "1"}
+    if elastic:
+        environment |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": "a"}
+    ranks = [
+        subprocess.Popen(["sleep", "60"], env={**environment, "HOROVOD_LOCAL_RANK": place})
+        for place in ("0", "1")
+    ]
+    watch = HostWatch(mark)
+    wait_until(lambda: len(watch.look()) == (2 if elastic else 1))
+    stopped = next(one for one in ranks if one.pid == watch.look()[-1].pid)
+    stopped.send_signal(signal.SIGSTOP)
+    wait_until(lambda: watch.look()[-1].held > 0.3)
+    assert (stopped.poll() is not None) == elastic
+    for one in ranks:
+        one.kill()
+        one.wait()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.launch.secrets import MASK, looks_secret, masked
-from hvdtrain.launch.travel import into_container, travelling
+from hvdtrain.launch.variables import into_container, travelling
 
 
 def test_only_the_named_set_and_what_was_asked_for_travels() -> None:

@@ -103,7 +103,8 @@ def test_a_run_goes_on_without_a_terminal_that_takes_nothing(begin: Begin, tmp_p
         _, stderr = process.communicate(timeout=30)
     assert (process.returncode, stderr.decode()) == (
         0,
-        "\ncannot write standard output: No space left on device; the run goes on, its output is in "
+        "\ncannot write standard output: No space left on device; the run continues, and its "
+        "output is in "
         "logs\n",
     )
     assert (tmp_path / "logs/rank.0/stdout").read_bytes() == b"0\n1\n2\n"
@@ -121,7 +122,7 @@ def test_a_run_ends_with_grace_when_nobody_reads(begin: Begin, tmp_path: Path) -
     process.stdout.close()
     assert process.wait(8) == 143
     assert process.stderr.read() == (
-        b"\nnobody reads the output: stopping the run (again: at once)\nsaved\n"
+        b"\nnobody reads the output: stopping the run (repeat to stop at once)\nsaved\n"
     )
     assert (tmp_path / "logs/rank.0/stderr").read_bytes() == b"saved\n"
 

@@ -10,13 +10,13 @@ from fake_programs import path_with
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Site
+from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.hosts import parse_hosts
 from hvdtrain.launch.launchers import one_process, parameter_servers
 from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
-from hvdtrain.launch.launchers.parameter_servers import ServerPlan, Ssh, number_of_workers, roomy
+from hvdtrain.launch.launchers.parameter_servers import ServerPlan, number_of_workers, roomy
 from hvdtrain.launch.program import Program
 from hvdtrain.launch.running.members import ALONE
-from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
 from hvdtrain.launch.variables import EnvVar
 
 PROGRAM = Program(Path("train.py"), ("--epochs", "3"))
@@ -69,7 +69,8 @@ def test_servers_on_hosts_with_all_options() -> None:
         servers=1,
         hosts=parse_hosts("a:2,b:2"),
         by_srun=True,
-        ssh=Ssh(22, Path("key")),
+        ssh_port=22,
+        ssh_identity_file=Path("key"),
         start_timeout=9,
     )
     assert parameter_servers.prepare(plan, Site({})).typed == [
@@ -84,8 +85,8 @@ def test_servers_on_hosts_with_all_options() -> None:
 @pytest.mark.parametrize(
     ("workers", "servers", "hosts", "message"),
     [
-        (0, 1, "a:2", "--workers 0: give at least 1"),
-        (1, 0, "a:2", "--ps 0: give at least 1"),
+        (0, 1, "a:2", "--workers 0: must be at least 1"),
+        (1, 0, "a:2", "--ps 0: must be at least 1"),
         (2, 1, "a:1,b:1", "3 workers and servers are more than the 2 slots of a:1, b:1"),
     ],
 )
@@ -123,6 +124,8 @@ def with_gpus(folder: Path, count: int, **more: str) -> dict[str, str]:
         (2, "", ()),
         (3, "GPU-2,0,-1,1", ("GPU-2", "0")),
         (1, "0,1,2", ("0",)),
+        (2, "0,7,1", ("0",)),
+        (2, "7", ()),
         (0, None, ()),
         (0, "0", ()),
     ],
@@ -168,7 +171,7 @@ def test_central_storage_needs_two_gpus_or_a_number(tmp_path: Path) -> None:
 def test_tpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules[check_here.__module__]
     monkeypatch.setattr(module, "tpu_here", lambda environ: "")
-    with pytest.raises(UsageError, match=r"^strategy tpu needs a TPU, and there is none here"):
+    with pytest.raises(UsageError, match=r"^strategy tpu needs a TPU, and this machine has none"):
         check_here("tpu", 8, {})
     monkeypatch.setattr(module, "tpu_here", lambda environ: "/dev/accel0")
     check_here("tpu", None, {})

@@ -14,7 +14,7 @@ pytest.importorskip("horovod.tensorflow")
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.reduction import Reduction
-from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.parallel.zero.optimizer import shard

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import metrics, ops
 
-from hvdtrain.collectives.combining import SHARE, Finding, combine, find_rules
-from hvdtrain.collectives.trials import EVEN_PARTS, WHOLE_PARTS, make_trials
+from hvdtrain.collectives.metric_merging import SHARE, Finding, combine, find_rules
+from hvdtrain.collectives.metric_trials import EVEN_PARTS, WHOLE_PARTS, make_trials
 from hvdtrain.keras_internals.metric_calls import metrics_of, watched
 from hvdtrain.strategies.step_metrics import StepMetrics, SummedMetrics
 
@@ -340,5 +340,5 @@ def test_what_keras_does_not_know_is_told(kind: Any) -> None:
     model.hidden = hidden = kind()
     model.compile("sgd", "mse")
     step_metrics = StepMetrics(metrics_of(model), tf.Variable(0.5), warnings.warn)
-    with pytest.warns(UserWarning, match=r"'hidden' keeps what it counts.*self\.add_weight"):
+    with pytest.warns(UserWarning, match=r"'hidden' keeps its state.*self\.add_weight"):
         step_metrics.count(lambda: hidden.update_state(None, np.ones((2, 2), "float32")) or {}, 2)

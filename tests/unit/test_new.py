@@ -116,7 +116,8 @@ def test_nothing_is_overwritten_without_force(here: Path) -> None:
     [
         (
             ["mnits"],
-            "No script 'mnits': there are mnist, tabular, custom-loop, horovod-style, tpu, parameter-server, "
+            "No script 'mnits': choose from mnist, tabular, custom-loop, horovod-style, tpu, "
+            "parameter-server, "
             "model-parallel. Did",
         ),
         (["mnist", "file"], "is a file"),

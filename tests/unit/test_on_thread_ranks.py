@@ -11,13 +11,13 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain.keras as hvd
-from hvdtrain.collectives.agreement import any_rank
+from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.metrics import average_logs, check_additive
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import check_replicas
 from hvdtrain.collectives.statistics import average_statistics
-from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.data import Part, Share, nested
 from hvdtrain.errors import ReplicaError, UsageError

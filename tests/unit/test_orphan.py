@@ -50,7 +50,7 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
         "HVDTRAIN_LAUNCH_ID": "one",
-        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
     }
     process = subprocess.Popen(
         [sys.executable, "-c", helper], cwd=tmp_path, env=environment, start_new_session=True

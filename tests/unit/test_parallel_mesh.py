@@ -63,10 +63,10 @@ def test_data_takes_the_ranks_that_are_left() -> None:
 @pytest.mark.parametrize(
     ("mesh", "ranks", "message"),
     [
-        (Mesh(tensor=4), 2, "needs at least 4 ranks, and the job has 2: start it with -np 4"),
-        (Mesh(data=2, tensor=2), 2, "needs 4 ranks, and the job has 2"),
-        (Mesh(data=2, tensor=2), 8, "is of 4 ranks, and the job has 8"),
-        (Mesh(tensor=2, pipeline=2), 6, "no multiple of that: start it with -np 4 or 8"),
+        (Mesh(tensor=4), 2, "needs at least 4 ranks, but the job has 2: start it with -np 4"),
+        (Mesh(data=2, tensor=2), 2, "needs 4 ranks, but the job has 2"),
+        (Mesh(data=2, tensor=2), 8, "has 4 ranks, but the job has 8"),
+        (Mesh(tensor=2, pipeline=2), 6, "not a multiple of that: start it with -np 4 or 8"),
     ],
 )
 def test_ranks_that_make_no_mesh(mesh: Mesh, ranks: int, message: str) -> None:
@@ -84,11 +84,11 @@ def test_sizes_that_are_none(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mesh": 4}, "give an hvdtrain.Mesh"),
+        ({"mesh": 4}, "expected an hvdtrain.Mesh"),
         ({"mesh": Mesh(tensor=2), "split": {"up": "diagonal"}}, "use one of column, row"),
-        ({"mesh": Mesh(tensor=2), "split": {"up(": "column"}}, "is no regular expression"),
+        ({"mesh": Mesh(tensor=2), "split": {"up(": "column"}}, "is not a regular expression"),
         ({"mesh": Mesh(tensor=2)}, "split names no layer"),
-        ({"mesh": Mesh(pipeline=2), "micro_batches": 0}, "micro_batches=0: give 1 or more"),
+        ({"mesh": Mesh(pipeline=2), "micro_batches": 0}, "micro_batches=0: must be at least 1"),
         ({"mesh": Mesh(pipeline=3), "stages": ["a"]}, "pipeline=3"),
     ],
 )

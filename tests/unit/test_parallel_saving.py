@@ -13,9 +13,9 @@ from keras import layers
 from hvdtrain.collectives.mesh import Mesh, position_in
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.parallel.gather_scatter import State, local_state
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.pieces import pieces_of
-from hvdtrain.parallel.state import State, local_state
+from hvdtrain.parallel.state_layout import pieces_of
 from hvdtrain.runtime import init
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.trainer.choice import make_strategy

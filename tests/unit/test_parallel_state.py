@@ -21,9 +21,7 @@ from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.keras_internals import files as model_files
 from hvdtrain.keras_internals.shards import Shard, mark_shard
-from hvdtrain.parallel.pieces import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
-from hvdtrain.parallel.saving import DividedState
-from hvdtrain.parallel.state import (
+from hvdtrain.parallel.gather_scatter import (
     Entry,
     keep_state,
     local_state,
@@ -31,7 +29,9 @@ from hvdtrain.parallel.state import (
     misfit,
     whole_of,
 )
-from hvdtrain.parallel.unsplit import Unsplit, make_part
+from hvdtrain.parallel.saving import DividedState
+from hvdtrain.parallel.state_layout import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
+from hvdtrain.parallel.whole_model import Unsplit, make_part
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.model_file import read_model, write_model
 from hvdtrain.strategies.strategy import Strategy
@@ -206,7 +206,7 @@ def _another_layer() -> keras.Model:
     [
         (
             lambda: trained(5),
-            r"'up/kernel' is of shape \[3, 5\] in the file, and of shape \[3, 4\]",
+            r"'up/kernel' has shape \[3, 5\] in the file and \[3, 4\]",
         ),
         (_another_layer, r"it has a variable 'layers/dense_2/vars/\d' of shape"),
         (
@@ -289,7 +289,7 @@ def test_the_copy_has_the_names_of_the_model_and_no_values() -> None:
 def test_a_model_that_cannot_be_made_again_is_refused_at_once() -> None:
     x = layers.Input((3,))
     made = keras.Model(x, Opaque(abs)(layers.Dense(2)(x)))
-    with pytest.raises(UsageError, match="cannot be made again from its configuration"):
+    with pytest.raises(UsageError, match="cannot be recreated from its configuration"):
         Unsplit(made)
 
 

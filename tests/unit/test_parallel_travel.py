@@ -12,8 +12,8 @@ import pytest
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
-from hvdtrain.parallel import state as travel
-from hvdtrain.parallel.state import Piece, State, gather, scatter
+from hvdtrain.parallel import gather_scatter as travel
+from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
 
 RNG = np.random.default_rng(0)
 WHOLE: State = {

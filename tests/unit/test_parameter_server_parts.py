@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.data import Share
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras_internals.building import build_model
-from hvdtrain.keras_internals.remote import (
+from hvdtrain.keras_internals.remote_variables import (
     SplitVariable,
     StepVariable,
     in_step,
@@ -22,9 +22,9 @@ from hvdtrain.keras_internals.remote import (
     update_where_variables_are,
 )
 from hvdtrain.strategies.parameter_server import ParameterServer
+from hvdtrain.strategies.parameter_server.async_steps import ServerSteps
 from hvdtrain.strategies.parameter_server.connection import Watch, wait_for_all
 from hvdtrain.strategies.parameter_server.placement import Item, part_sizes, plan
-from hvdtrain.strategies.parameter_server.steps import ServerSteps
 from hvdtrain.tf_config import TfConfig
 
 CONFIG = TfConfig("a:1", ("b:2",), ("c:3", "d:4"), "chief", 0)
@@ -125,7 +125,7 @@ def test_the_chief_names_who_is_missing() -> None:
 
 @pytest.mark.parametrize(
     ("silent", "message"),
-    [("d:4", r"Parameter server 1 \(d:4\) has gone"), ("b:2", "No worker has answered")],
+    [("d:4", r"Parameter server 1 \(d:4\) is gone"), ("b:2", "No worker has answered")],
 )
 def test_the_watch_ends_a_job_that_cannot_go_on(silent: str, message: str) -> None:
     ended = threading.Event()

@@ -14,15 +14,15 @@ import pytest
 import tensorflow as tf
 from keras import layers
 
-from hvdtrain.collectives.step import current_step
+from hvdtrain.collectives.step_context import current_step
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.data import Share
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.models import metric_names
 from hvdtrain.parallel.pipeline.exchange import Exchange
-from hvdtrain.parallel.pipeline.late_losses import are_late
+from hvdtrain.parallel.pipeline.normalized_losses import are_late
+from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import cut
-from hvdtrain.parallel.pipeline.steps import Measured, PipelineSteps
 
 BEGINS = ("up", "tags")
 """Three stages; that in the middle has a penalty, and passes the padding's mask on."""

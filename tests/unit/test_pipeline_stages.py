@@ -15,12 +15,12 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import initialize, is_waiting, waiting_variables
 from hvdtrain.keras_internals.losses import own_losses
 from hvdtrain.parallel.pipeline.micro_batch import micro_batches
 from hvdtrain.parallel.pipeline.stages import SLACK, balanced, cut
 from hvdtrain.parallel.pipeline.transport import stall_limit
-from hvdtrain.strategies.by_part import complaint
+from hvdtrain.strategies.batch_dependence import warning_of_parts
 
 
 def largest(costs: list[float], starts: tuple[int, ...] | list[int]) -> float:
@@ -104,7 +104,7 @@ def test_patterns_that_fit_no_cut() -> None:
     assert "matches several layers: second, third" in refusal(residual(), 2, ["(second|third)"])
     assert "in the model's order" in refusal(residual(), 3, ["third", "second"])
     assert "not its first one" in refusal(residual(), 2, ["first"])
-    assert "no regular expression" in refusal(residual(), 2, ["("])
+    assert "nor a regular expression" in refusal(residual(), 2, ["("])
 
 
 def test_a_shared_layer_stays_in_one_stage() -> None:
@@ -127,8 +127,8 @@ def test_models_that_cannot_be_cut() -> None:
 
     x = layers.Input((3,))
     assert "keras.layers.Input" in refusal(keras.Sequential([layers.Dense(2)]))
-    assert "a class of its own" in refusal(Own())
-    assert "a train_step of its own" in refusal(Steps(x, layers.Dense(2)(x)))
+    assert "a subclassed model" in refusal(Own())
+    assert "overrides train_step" in refusal(Steps(x, layers.Dense(2)(x)))
     assert "too few layers" in refusal(keras.Sequential([x, layers.Dense(2)]))
     two = keras.Sequential([x, layers.Dense(2), layers.ReLU(name="last")])
     assert "stage 1 (last) has no weights" in refusal(two, 2, ["last"])
@@ -190,4 +190,4 @@ def test_what_micro_batches_do_alike_is_not_warned_of() -> None:
     for loss in ("mse", keras.losses.Huber(), keras.losses.mean_absolute_error):
         model.compile(loss=loss)
         model._compile_loss.build(keras.KerasTensor((4, 2)), keras.KerasTensor((4, 2)))
-        assert complaint(model, "a part", own_losses(model)) is None
+        assert warning_of_parts(model, "a part", own_losses(model)) is None

@@ -130,6 +130,6 @@ def test_what_cannot_work_is_said(found: Any) -> None:
     device, pattern, expression, two, late = found["refused"]
     assert "this process has CPU:0, CPU:1, CPU:2" in device
     assert "Paths: first, outer, block, block/up, block/inner, last" in pattern
-    assert "no regular expression" in expression
+    assert "not a regular expression" in expression
     assert "'first' is put on" in two
-    assert "before it is trained" in late
+    assert "before training it" in late

@@ -12,11 +12,11 @@ import tensorflow as tf
 from keras import layers, ops
 
 from hvdtrain.collectives.reduction import Reduction
-from hvdtrain.collectives.step import Step
+from hvdtrain.collectives.step_context import Step
 from hvdtrain.keras import SyncBatchNormalization
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras_internals.models import trains_by_keras
-from hvdtrain.strategies import by_nature
+from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.probe import DRAWS, WAITS, Verdict, probe, state_of
 from hvdtrain.strategies.state import shared_state
@@ -395,7 +395,7 @@ def test_what_differs_by_nature_is_named() -> None:
     def said(*inner: Any) -> str | None:
         model = keras.Sequential([layers.Input((6, 6, 1)), *inner])
         model(np.zeros((2, 6, 6, 1)))
-        return by_nature.complaint(model)
+        return batch_dependence.warning_by_nature(model)
 
     assert said(layers.Dense(2), layers.Dropout(0.0), SyncBatchNormalization()) is None
     assert said(layers.TimeDistributed(layers.LSTM(2)), layers.GRU(2)) is None

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import pytest
 
-from hvdtrain.collectives.accumulated import shared_out
+from hvdtrain.collectives.gradient_accumulation import shared_out
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.keras_internals.variables import seed_variables

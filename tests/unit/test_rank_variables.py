@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.nested import check_started_once
+from hvdtrain.launch.command import check_started_once
 from hvdtrain.rank_variables import (
     is_of_launch,
     is_one_host,

@@ -14,10 +14,10 @@ import tensorflow as tf
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.compression import BF16Compressor
-from hvdtrain.collectives.names import InstanceName, in_this_graph, variables_name
 from hvdtrain.collectives.reduction import GradientReducer, Reduction
 from hvdtrain.collectives.replicas import broadcast_global_variables, check_replicas, fingerprints
-from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.collectives.tensor_names import InstanceName, in_this_graph, variables_name
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables, trained_variables
 
@@ -38,7 +38,7 @@ def one_rank() -> None:
         ({"groups": "all"}, "a positive number or a list of lists"),
         ({"op": hvd.Adasum, "groups": 2}, "groups do not work with op=Adasum"),
         ({"op": hvd.Adasum, "compression": hvd.Compression.bf16}, "bf16 does not work"),
-        ({"backward_passes_per_step": 0}, "give 1 or more"),
+        ({"backward_passes_per_step": 0}, "must be at least 1"),
     ],
 )
 def test_options_that_exclude_each_other(arguments: dict[str, Any], says: str) -> None:
@@ -56,7 +56,7 @@ def test_a_saved_optimizer_brings_its_accumulation() -> None:
 def test_what_cannot_be_wrapped() -> None:
     with pytest.raises(UsageError, match="not str"):
         hvd.DistributedOptimizer("sgd")
-    with pytest.raises(UsageError, match="give one of them"):
+    with pytest.raises(UsageError, match="use only one of them"):
         hvd.DistributedOptimizer(SGD(gradient_accumulation_steps=2), backward_passes_per_step=3)
     with pytest.raises(UsageError, match="has no weights yet"):
         hvd.PartialDistributedOptimizer(SGD(), local_layers=keras.layers.Dense(1))

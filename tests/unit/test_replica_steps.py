@@ -16,7 +16,7 @@ from keras import layers
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.replica_scope import ReplicaScope, made_again, pure_steps
-from hvdtrain.strategies.replicas import ReplicaSteps, build, local_variables
+from hvdtrain.strategies.replica_steps import ReplicaSteps, build, local_variables
 
 SOURCE = Path(__file__).parents[1] / "ranks" / "cases" / "own_models.py"
 SPEC = importlib.util.spec_from_file_location("own_models", SOURCE)
@@ -147,7 +147,7 @@ def test_logs_in_a_dict_of_their_own() -> None:
 @pytest.mark.parametrize("kind", ["central", "mirrored"])
 def test_a_step_that_applies_nothing_is_refused(kind: str) -> None:
     _, steps = steps_of(strategy_of(kind), keras.optimizers.SGD, kind=Idle, rows=REAL)
-    with pytest.raises(UsageError, match="train_step of Idle gave"):
+    with pytest.raises(UsageError, match="train_step of Idle passed"):
         steps.train([share()])
 
 
@@ -216,7 +216,7 @@ def test_an_optimizer_made_again_decays_the_same_weights() -> None:
     assert [n for n, v in named.items() if inner._use_weight_decay(v)] == ["kernel"]
     listed = keras.optimizers.AdamW(0.5)
     listed.exclude_from_weight_decay(var_list=[named["bias"]])
-    with pytest.raises(UsageError, match="give names"):
+    with pytest.raises(UsageError, match="pass names"):
         made_again(listed)
 
 

@@ -63,8 +63,6 @@ def test_all_that_is_read() -> None:
         hosts=(Host("n1", 2), Host("n2", 1)),
         cores=(8, 4),
         cores_per_task=4,
-        gpus_per_node=2,
-        restart_count=1,
         this_node="n1",
     )
 
@@ -94,11 +92,11 @@ def test_outside_of_slurm() -> None:
     [
         ({"JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: cannot read the node list 'n[1-'"),
         ({"NTASKS": "two"}, "SLURM_NTASKS='two': expected a number"),
-        ({"NTASKS": "1"}, "SLURM_NTASKS=1 are fewer tasks than the 2 nodes"),
+        ({"NTASKS": "1"}, "SLURM_NTASKS=1 is fewer tasks than the 2 nodes"),
         ({"NTASKS": "3", "TASKS_PER_NODE": "1;2"}, "SLURM_TASKS_PER_NODE: cannot read '1;2'"),
         (
             {"NTASKS": "3", "TASKS_PER_NODE": "1(x3)"},
-            "SLURM_TASKS_PER_NODE=1(x3) tells of 3 nodes, but SLURM_JOB_NODELIST=n[1-2] names 2",
+            "SLURM_TASKS_PER_NODE=1(x3) describes 3 nodes, but SLURM_JOB_NODELIST=n[1-2] names 2",
         ),
         ({"GPUS_PER_NODE": "a100"}, "SLURM_GPUS_PER_NODE='a100': expected a number"),
         ({"STEP_NUM_TASKS": "4"}, "srun started this in 4 tasks: start it once, without srun"),

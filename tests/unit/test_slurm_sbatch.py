@@ -110,7 +110,7 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"nodes": 0}, "--nodes 0: give at least 1"),
+        ({"nodes": 0}, "--nodes 0: must be at least 1"),
         ({"time": "1h"}, "--time '1h': expected minutes, H:MM:SS or D-HH:MM:SS"),
         ({"time": "1:2:3"}, "--time '1:2:3'"),
         ({"array": "0..3"}, "--array '0..3': expected numbers and ranges"),
@@ -118,21 +118,21 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"gpus_per_node": "a100"}, "--gpus-per-node 'a100': expected a number or TYPE:NUMBER"),
         ({"gpus_per_node": "0"}, "--gpus-per-node '0'"),
         ({"directives": ("constraint=a",)}, "--sbatch 'constraint=a': expected an option of sbatch"),
-        ({"directives": ("--comment=a\nrm -rf x",)}, "has an end of line in it"),
-        ({"job_name": "a\n#SBATCH --exclusive"}, "has an end of line in it"),
+        ({"directives": ("--comment=a\nrm -rf x",)}, "contains a newline"),
+        ({"job_name": "a\n#SBATCH --exclusive"}, "contains a newline"),
         ({"job_name": "exp/1"}, "--job-name 'exp/1': '/' would name a folder"),
-        ({"directives": ("--array=0-3",)}, "--sbatch '--array=0-3': hvdtrain submit has an option"),
-        ({"directives": ("-a 0-3",)}, "goes by it: give --array"),
-        ({"directives": ("--signal=TERM@9",)}, "goes by it: give --warning"),
-        ({"directives": ("--requeue",)}, "goes by it: give --requeue"),
-        ({"directives": ("--outpu=x",)}, "goes by it: give --output"),
-        ({"directives": ("--no-req",)}, "goes by it: give --requeue, or nothing"),
-        ({"directives": ("--comment=a --output=x",)}, "goes by it: give --output"),
-        ({"directives": ("-t60",)}, "goes by it: give --time"),
-        ({"directives": ("--ntasks-per-node 4",)}, "goes by it: give --tasks-per-node"),
+        ({"directives": ("--array=0-3",)}, "--sbatch '--array=0-3': hvdtrain submit has its own option"),
+        ({"directives": ("-a 0-3",)}, "own option for this: use --array"),
+        ({"directives": ("--signal=TERM@9",)}, "own option for this: use --warning"),
+        ({"directives": ("--requeue",)}, "own option for this: use --requeue"),
+        ({"directives": ("--outpu=x",)}, "own option for this: use --output"),
+        ({"directives": ("--no-req",)}, "own option for this: use --requeue, or nothing"),
+        ({"directives": ("--comment=a --output=x",)}, "own option for this: use --output"),
+        ({"directives": ("-t60",)}, "own option for this: use --time"),
+        ({"directives": ("--ntasks-per-node 4",)}, "own option for this: use --tasks-per-node"),
         (
             {"time": "2", "warning_seconds": 120},
-            "--warning 120 is not before the end of --time 2, which is 120 seconds",
+            "--warning 120 is not shorter than --time 2, which is 120 seconds",
         ),
     ],
 )  # fmt: skip
@@ -307,7 +307,7 @@ def test_a_job_is_followed_over_its_restart(
 def test_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.launch.slurm.jobs.SILENCE_SECONDS", 0.05)
     play(slurm, "scontrol", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
-    with pytest.raises(HvdtrainError, match=r"nothing about job 7 any more.*: slurm_load_jobs"):
+    with pytest.raises(HvdtrainError, match=r"no longer answers about job 7.*: slurm_load_jobs"):
         follow_job("7", None, print)  # type: ignore[arg-type]
 
 
@@ -328,8 +328,8 @@ def test_submit_with_a_strategy(slurm: Path) -> None:
     for wrong, message in (
         (["--strategy", "parameter-servers"], "Did you mean 'parameter-server'?"),
         (["--workers", "3"], "--workers is for --strategy parameter-server"),
-        ([*asked[:4], "--ps", "0"], "--ps 0: give at least 1"),
-        (["--container=--privileged"], "'--privileged' is no image"),
+        ([*asked[:4], "--ps", "0"], "--ps 0: must be at least 1"),
+        (["--container=--privileged"], "'--privileged' is not an image"),
         (
             [*asked[:2], "--container", "x.sif"],
             "--container has no effect with --strategy parameter-server: leave it out",
@@ -370,10 +370,30 @@ def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.Monke
     assert "run --env API_KEY --env DATA=/d train.py" in (slurm / "given").read_text()
     assert "s3cret" not in (slurm / "given").read_text()
     assert (slurm / "key").read_text() == "s3cret\n"
-    shown = call("--dry-run", "train.py", "--password", "hunter2")
-    assert "hunter2" not in shown.output
-    assert "train.py --password '***'\n" in shown.stdout
-    assert shown.stderr.startswith("before you submit this, put the secret values where ***")
+
+
+def test_a_secret_argument_reaches_the_script_by_the_jobs_environment(
+    slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # A secret's value is put there.
+    play(slurm, "hvdtrain", f'printf "%s\\n" "$@" >{slurm}/got')
+    monkeypatch.setattr("hvdtrain.cli.submit._hvdtrain", lambda: (str(slurm / "hvdtrain"),))
+    play(slurm, "sbatch", 'cp "${@: -1}" given; bash given; echo 12')
+    secrets = ["--password", "it's $HOME", "--db=x://me:hunter2@h/", "-x"]
+    shown = call("--dry-run", "train.py", *secrets)
+    assert "it's" not in shown.output and "hunter2" not in shown.output
+    assert shown.stderr == (
+        "before you submit this, set HVDTRAIN_SECRET_1, HVDTRAIN_SECRET_2: secret values are "
+        "left out of it\n"
+    )
+    for extra in ([], ["--requeue"]):
+        assert call(*extra, "train.py", *secrets).exit_code == 0
+        script = (slurm / "given").read_text()
+        assert "it's" not in script and "hunter2" not in script
+        assert (slurm / "got").read_text().splitlines() == ["run", "train.py", *secrets]
+    bare = subprocess.run(["bash", slurm / "given"], env={}, capture_output=True, text=True)
+    assert bare.returncode != 0
+    assert "HVDTRAIN_SECRET_1: is not set: submit with hvdtrain submit" in bare.stderr
 
 
 @pytest.mark.parametrize(
@@ -386,9 +406,9 @@ def test_a_secret_stays_out_of_the_script(slurm: Path, monkeypatch: pytest.Monke
             "cannot read the configuration none.yaml: No such file",
         ),
         (["--time", "soon", "train.py"], 2, "--time 'soon': expected minutes"),
-        (["--env", "NOT_HERE", "train.py"], 2, "--env NOT_HERE: there is no such variable here"),
+        (["--env", "NOT_HERE", "train.py"], 2, "--env NOT_HERE: not set in this environment"),
         (["-J", "exp/1", "train.py"], 2, "--job-name 'exp/1'"),
-        (["--script-file", "/proc/x/y", "train.py"], 2, "cannot make the folder /proc/x"),
+        (["--script-file", "/proc/x/y", "train.py"], 2, "cannot create the folder /proc/x"),
         (["train.py"], 1, "sbatch refused the job (.hvdtrain/jobs/train-"),
     ],
 )
@@ -400,13 +420,26 @@ def test_errors_of_submit(slurm: Path, args: list[str], exit_code: int, said: st
     assert result.stderr.startswith("Error: ") and "Traceback" not in result.stderr
 
 
+def test_a_batch_script_takes_the_place_of_a_file_only(slurm: Path, tmp_path: Path) -> None:
+    """Not of a device such as /dev/null, nor of the link /dev/stdout."""
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("old")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    for path in (link, pipe):
+        result = call("--script-file", str(path), "train.py")
+        assert (result.exit_code, result.stderr) == (
+            2,
+            f"Error: cannot write the batch script {path}: File exists\n",
+        )
+    assert link.is_symlink() and pipe.is_fifo() and file.read_text() == "old"
+
+
 def test_no_slurm_here(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(slurm))
     result = call("train.py")
     assert result.exit_code == 2
-    assert "cannot start sbatch: No such file or directory; submitting a job needs Slurm" in (
-        result.stderr
-    )
+    assert "sbatch was not found: submit the job from a login node" in (result.stderr)
 
 
 @pytest.fixture
@@ -423,5 +456,5 @@ def test_ctrl_c_while_waiting(slurm: Path) -> None:
     play(slurm, "scontrol", "kill -INT $PPID; sleep 1")
     result = call("--wait", "train.py")
     assert result.exit_code == 130
-    assert "job 12 goes on; to cancel it: scancel 12" in result.stderr
+    assert "job 12 continues; to cancel it: scancel 12" in result.stderr
     assert result.stdout == "12\n"

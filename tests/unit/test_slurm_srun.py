@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Site
-from hvdtrain.launch.engine import Engine
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.launchers.srun import (
     choose_launcher,
@@ -25,9 +24,9 @@ from hvdtrain.launch.launchers.srun import (
     used_hosts,
 )
 from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import Program
 from hvdtrain.launch.slurm.allocation import Allocation
-from hvdtrain.launch.travel import into_tasks
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.variables import EnvVar, into_tasks
 
 
 @pytest.fixture
@@ -44,16 +43,17 @@ def allocation(hosts: str = "n1:2,n2:2", **more: Any) -> Allocation:
         "hosts": named,
         "cores": tuple(host.slots for host in named),
         "cores_per_task": None,
-        "gpus_per_node": 0,
-        "restart_count": 0,
         "this_node": "n1",
     }
     return Allocation(**values | more)
 
 
-def plan(script: Path, hosts: str, np: int, **more: Any) -> LaunchPlan:
-    values: dict[str, Any] = {"controller": "gloo", "launcher": "srun", "python": "python3"}
-    return LaunchPlan(script=script, hosts=parse_hosts(hosts), np=np, **values | more)
+def plan(
+    script: Path, hosts: str, np: int, *arguments: str, python: str = "python3", **more: Any
+) -> LaunchPlan:
+    values: dict[str, Any] = {"controller": "gloo", "launcher": "srun"}
+    program = Program(script, arguments, python=python)
+    return LaunchPlan(program=program, hosts=parse_hosts(hosts), np=np, **values | more)
 
 
 COMMON = "--export=ALL --input=0 --kill-on-bad-exit=1"
@@ -124,7 +124,7 @@ def test_the_whole_command(script: Path) -> None:
         script,
         "n1:2,n2:2",
         4,
-        arguments=("--epochs", "3"),
+        *("--epochs", "3"),
         fusion_threshold_mb=64,
         env=(EnvVar("DATA", "/a b"), EnvVar("API_KEY")),
     )
@@ -192,9 +192,9 @@ def test_the_launcher(
 
 
 def test_where_srun_cannot_work() -> None:
-    with pytest.raises(UsageError, match="works inside of a Slurm job, and this is none"):
+    with pytest.raises(UsageError, match="works only inside a Slurm job"):
         choose_launcher("srun", None, TWO)
-    with pytest.raises(UsageError, match=r"x: no node of job 7, which has n1:2, n2:2"):
+    with pytest.raises(UsageError, match=r"x: not a node of job 7, which has n1:2, n2:2"):
         choose_launcher("srun", allocation(), parse_hosts("n1:1,x:1"))
 
 
@@ -264,7 +264,9 @@ def test_run_in_a_job(
     for name, value in environ.items():
         if value:
             monkeypatch.setenv(name, value)
-    monkeypatch.setattr("hvdtrain.cli.run.find_engine", lambda: Engine(frozenset({"mpi", "gloo"})))
+    monkeypatch.setattr(
+        "hvdtrain.launch.planning.installed_controllers", lambda: frozenset({"mpi", "gloo"})
+    )
     monkeypatch.setattr("hvdtrain.launch.command.find_mpirun", lambda: "/usr/bin/mpirun")
     result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
     assert result.exit_code == 0, result.output
@@ -289,8 +291,8 @@ def test_a_heterogeneous_job(
     [
         ("-np 5", "-np 5 is more than the 4 slots of n1:2, n2:2"),
         ("--container x.sif --launcher horovodrun", "--container is for workers that srun starts"),
-        ("--launcher srun --min-np 2 -np 2", "elastic needs horovodrun"),
-        ("--launcher srun -H x:4", "x: no node of job 7"),
+        ("--launcher srun --min-np 2 -np 2", "elastic training needs horovodrun"),
+        ("--launcher srun -H x:4", "x: not a node of job 7"),
     ],
 )
 def test_what_a_job_cannot_do(

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.addresses import interface_towards
 from hvdtrain.launch.running.streams import TagReader
 from hvdtrain.launch.slurm.task import task_environment
 from hvdtrain.start.marks import LONGEST_PIECE, marked
-from hvdtrain.start.task import interface_to
 from hvdtrain.worker.rank_environment import rank_environment
 
 
@@ -86,21 +86,13 @@ def test_the_cores_of_a_task(variables: dict[str, str], affinity: int, share: in
     assert rank_environment(environ, affinity)["TF_NUM_INTRAOP_THREADS"] == str(share)
 
 
-def test_the_rendezvous_is_where_srun_is() -> None:
-    srun = {"SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7", "SLURM_SRUN_COMM_HOST": "10.0.0.8"}
-    name, port = "HOROVOD_GLOO_RENDEZVOUS_ADDR", {"HOROVOD_GLOO_RENDEZVOUS_PORT": "5000"}
-    assert task_environment(task(0, 0, 0, "1", **srun, **port), 1)[name] == "10.0.0.7"
-    assert name not in task_environment(task(0, 0, 0, "1", **srun), 1)
-    assert name not in task_environment(task(0, 0, 0, "1", **port, **srun, **{name: "x"}), 1)
-
-
 def test_outside_of_srun() -> None:
     with pytest.raises(HvdtrainError, match="runs as a task of srun"):
         task_environment({}, 1)
 
 
 def test_the_interface_of_an_address() -> None:
-    assert interface_to("127.0.0.1") == "lo"
+    assert interface_towards("127.0.0.1") == "lo"
 
 
 OUTPUT = st.lists(
@@ -141,9 +133,11 @@ def test_marked_output_is_taken_apart_again(
     }
 
 
-def run_task(code: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run_task(
+    code: str, program: str = sys.executable, **environment: str
+) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "hvdtrain.start.task", sys.executable, "-c", code],
+        [sys.executable, "-P", "-m", "hvdtrain.start.task", program, "-c", code],
         env={**os.environ, "PYTHONUNBUFFERED": "", **task(3, 1, 1, "2,2"), **environment},
         capture_output=True,
         timeout=60,
@@ -173,6 +167,21 @@ def test_a_process_that_the_rank_left_behind_is_not_waited_for() -> None:
     done = run_task(code)
     assert time.monotonic() - begun < 15
     os.kill(int(done.stdout.split(b":")[1]), signal.SIGKILL)
+
+
+def test_a_process_that_the_rank_left_behind_and_that_goes_on_writing() -> None:
+    writer = ["timeout", "30", "sh", "-c", "while sleep 0.02; do echo more; done"]
+    begun = time.monotonic()
+    done = run_task(f"import subprocess; subprocess.Popen({writer}); print('done')")
+    assert time.monotonic() - begun < 15
+    assert b"[3]<stdout>:done\n" in done.stdout
+
+
+def test_a_command_that_cannot_start() -> None:
+    done = run_task("", program="no-such-program")
+    assert (done.returncode, done.stderr) == (
+        127, b"Error: cannot start no-such-program: No such file or directory\n",
+    )  # fmt: skip
 
 
 def test_signals_to_all_processes_leave_the_marker_alive() -> None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.host_report import HostReport
-from hvdtrain.launch.running.process import processes_of
+from hvdtrain.launch.running.processes import processes_of
 from hvdtrain.start.agent import Greeting, own_report
-from hvdtrain.start.agents import Agents, Answers, greet
-from hvdtrain.start.reach import Reach, agent_argv
+from hvdtrain.start.agents import Agents, Answers, Reach, agent_argv, greet
 from hvdtrain.worker.delivery import delivered
 
 # The last argument is the remote command; the one before it the host.
@@ -80,8 +79,16 @@ def test_this_host_reports_itself(own: HostReport) -> None:
     assert own.python.startswith(f"{sys.version_info[0]}.{sys.version_info[1]}.")
 
 
-def test_variables_come_and_go_with_the_launch(launch_id: str, own: HostReport) -> None:
-    with agents_of(["chatty"], launch_id) as agents:
+def test_variables_come_and_go_with_the_launch(
+    launch_id: str, own: HostReport, tmp_path: Path
+) -> None:
+    gpus = (
+        tmp_path / "nvidia-smi"
+    )  # It may take seconds, for what only processes of the agent's own need.
+    gpus.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\n")
+    gpus.chmod(0o755)
+    reach = replace(REACH, path_variables={"PATH": os.environ["PATH"]})
+    with agents_of(["chatty"], launch_id, reach) as agents:
         answers = greeted(agents, own, secrets={"API_KEY": "hush"})
         assert answers.problems == {}
         report = answers.reports["chatty"]
@@ -89,6 +96,7 @@ def test_variables_come_and_go_with_the_launch(launch_id: str, own: HostReport) 
         assert delivered(launch_id) == {"API_KEY": "hush"}
         assert agents.ended() == {}
     assert delivered(launch_id) == {}
+    assert not (tmp_path / "asked").exists()
 
 
 def test_every_problem_is_told_within_the_time(launch_id: str, own: HostReport) -> None:
@@ -114,6 +122,42 @@ def test_other_versions_are_refused(launch_id: str, own: HostReport) -> None:
     with agents_of(["a"], launch_id) as agents:
         problems = greeted(agents, replace(own, hvdtrain="0.0.1")).problems
     assert "this one has 0.0.1" in problems["a"]
+
+
+OTHER_VERSION = """
+from hvdtrain.start import agent
+tell = agent._tell
+def tell_more(report=None, **news):
+    tell(**news, **({"report": report | {"hvdtrain": "9.9", "news": 1}} if report else {}))
+agent._tell = tell_more
+agent.main()
+"""
+
+
+def test_another_version_that_tells_and_hears_more(own: HostReport) -> None:
+    command = [sys.executable, "-c", OTHER_VERSION, uuid.uuid4().hex]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with Agents({"a": command}, environ) as agents:
+        agents.order("a", folder="", more=1)
+        problems = greeted(agents, own).problems
+    assert problems == {
+        "a": f"host a has hvdtrain 9.9, this one has {own.hvdtrain}: install the same version on every host"
+    }
+
+
+def test_secrets_that_cannot_be_kept_are_a_problem_of_the_host(
+    own: HostReport, tmp_path: Path
+) -> None:
+    code = (
+        "from hvdtrain.start import agent\n"
+        "deliver = agent.deliver\n"
+        f"agent.deliver = lambda *a: deliver(*a, parent=agent.Path({str(tmp_path / 'no')!r}))\n"
+        "agent.main()\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with Agents({"a": [sys.executable, "-c", code, "id"]}, environ) as agents:
+        problems = greeted(agents, own, secrets={"API_KEY": "hush"}).problems
+    assert problems["a"].startswith("host a: cannot keep secret variables in")
 
 
 def test_what_is_left_is_ended(launch_id: str, own: HostReport) -> None:

@@ -21,7 +21,7 @@ def test_a_variable_that_is_asked_for_must_be_set(
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_FORWARD", "PATH,NO_KEY")
     assert launch_ranks(["--help"]) == 2
-    said = "hvdtrain: --env NO_KEY: not set here, so no rank would have it: set it before\n"
+    said = "hvdtrain: --env NO_KEY: not set here, so no rank would have it: set it first\n"
     assert capsys.readouterr().err == said
 
 
@@ -33,7 +33,9 @@ def test_without_ssh_other_hosts_are_out_of_reach(
     monkeypatch.setattr(launcher, "_remote_hosts", lambda parsed: ["a", "b"])
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
     assert launch_ranks(["-np", "2", "-H", "a:1,b:1", "python"]) == 1
-    assert capfd.readouterr().err.startswith("hvdtrain: ssh reaches the other hosts, and is not in")
+    assert capfd.readouterr().err.startswith(
+        "hvdtrain: ssh, which reaches the other hosts, is not in"
+    )
 
 
 def test_the_exit_code_of_the_rank_that_ended_first() -> None:
@@ -59,6 +61,17 @@ def test_what_goes_by_the_ranks_command(controller: str, monkeypatch: pytest.Mon
     brought = set(names) & launcher._brought(arguments, asked).keys()
     hidden = {"WANTED", "WANTED_KEY", "TF_TOKEN", "TF_WANTED"}
     assert brought == (hidden if controller == "gloo" else set())
+
+
+def test_ranks_of_this_host_inherit_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command has room for 128 kB, an environment for megabytes. What Horovod's options set has no other way."""
+    monkeypatch.setitem(os.environ, "TF_LONG", "x" * 2**17)
+    monkeypatch.setitem(os.environ, "HOROVOD_CYCLE_TIME", "1")
+    monkeypatch.delitem(os.environ, "PYTHONUNBUFFERED", raising=False)
+    names = ["TF_LONG", "PATH", "HOROVOD_CYCLE_TIME", "PYTHONUNBUFFERED"]
+    gloo = argparse.Namespace(use_gloo=True)
+    shown = [name for name in names if in_command_line(gloo, set(), name, one_host=True)]
+    assert shown == ["HOROVOD_CYCLE_TIME", "PYTHONUNBUFFERED"]
 
 
 # In a process of its own, for Horovod's modules are changed there.

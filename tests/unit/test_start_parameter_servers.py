@@ -19,8 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running.process import processes_of
-from hvdtrain.start import parameter_servers
+from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
+from hvdtrain.launch.running.processes import Pipes, processes_of
+from hvdtrain.start import host_processes, parameter_servers
+from hvdtrain.start.host_processes import STOPPED, HostProcesses
 from hvdtrain.start.parameter_servers import Launch, Layout, layout_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -181,8 +183,8 @@ def test_a_worker_that_dies_is_started_again_at_its_port(begin: Begin) -> None:
     code, stdout, stderr = run.end()
     assert (code, stdout) == (0, "1\n"), stderr
     assert stderr == (
-        "worker-1 was killed by SIGKILL (was memory short?): starting it again (1 of 10)\n"
-        "worker-1 was killed by SIGTERM: starting it again (2 of 10)\n"
+        "worker-1 was killed by SIGKILL (out of memory?): restarting it (1 of 10)\nworker-1 was "
+        "killed by SIGTERM: restarting it (2 of 10)\n"
     )
     assert run.left() == []
 
@@ -196,8 +198,8 @@ def test_without_a_server_the_run_ends_with_one_message(begin: Begin) -> None:
     assert time.monotonic() - killed < 5
     assert (code, stdout) == (1, "")
     assert stderr == (
-        "ps-0 was killed by SIGKILL (was memory short?): the variables that it held are gone, so the "
-        "run ends; what was saved before is kept\nlogs: logs\n"
+        "ps-0 was killed by SIGKILL (out of memory?): the variables that it held are lost, so "
+        "the run ends; what was saved before is kept\nlogs: logs\n"
     )
     assert run.left() == []
 
@@ -208,7 +210,7 @@ def test_a_server_that_does_not_start(begin: Begin, tmp_path: Path) -> None:
     code, stdout, stderr = run.end()
     first, second, *_ = filter(None, stderr.splitlines())
     assert (code, stdout, first) == (1, "", "[ps-1] ps-1 has no memory")
-    assert second.startswith("ps-1 ended with exit code 1: the variables that it held are gone")
+    assert second.startswith("ps-1 ended with exit code 1: the variables that it held are lost")
 
 
 def test_the_chiefs_own_failure_is_told_with_its_traceback(begin: Begin) -> None:
@@ -223,7 +225,44 @@ def test_the_chiefs_own_failure_is_told_with_its_traceback(begin: Begin) -> None
 def test_a_chief_that_is_killed(begin: Begin) -> None:
     run = begin(CHIEF + "os.kill(os.getpid(), signal.SIGKILL)\n", "--log-dir", "logs")
     code, _, stderr = run.end()
-    assert (code, stderr) == (137, "chief was killed by SIGKILL (was memory short?)\nlogs: logs\n")
+    assert (code, stderr) == (137, "chief was killed by SIGKILL (out of memory?)\nlogs: logs\n")
+
+
+def test_a_stopped_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_processes, "STILL_SECONDS", 0.3)
+    ended: list[object] = []
+    processes = HostProcesses(Pipes(), lambda **news: ended.append(news["ended"]))
+    for number in range(2):
+        processes.start(number, ["sleep", "60"], os.environ)
+    os.kill(processes._running[1].popen.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + SECONDS
+    while not ended:
+        assert time.monotonic() < deadline
+        processes.tick()
+        time.sleep(0.01)
+    processes.end()
+    assert ended == [[1, STOPPED]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("chief", EXIT_HANG, "chief was stopped (SIGSTOP) and not resumed, so it was killed\n"),
+        ("ps", EXIT_FAILURE, "ps-0 was stopped (SIGSTOP) and not resumed, so it was killed: the"),
+    ],
+)
+def test_who_was_stopped_is_named(
+    kind: str,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(parameter_servers, "CHIEF_SECONDS", 0.1)
+    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    agents = NoAgents(lambda order: STOPPED if order["kind"] == kind else None)
+    assert Launch(layout_of(options), options, agents, []).run() == code  # type: ignore[arg-type]
+    assert capfd.readouterr().err.startswith(f"hvdtrain: {said}")
 
 
 def test_ctrl_c_ends_all(begin: Begin) -> None:
@@ -233,7 +272,11 @@ def test_ctrl_c_ends_all(begin: Begin) -> None:
     os.kill(run.process.pid, signal.SIGINT)
     code, stdout, stderr = run.end()
     assert time.monotonic() - asked < 5
-    assert (code, stdout, stderr) == (130, "", "SIGINT: stopping the run (again: at once)\n")
+    assert (code, stdout, stderr) == (
+        130,
+        "",
+        "SIGINT: stopping the run (repeat to stop at once)\n",
+    )
     assert run.left() == []
 
 
@@ -246,8 +289,8 @@ def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
     os.kill(run.process.pid, signal.SIGUSR1)
     code, _, stderr = run.end()
     assert code == 0
-    assert "rank 0: warned by SIGUSR1" in stderr
-    assert "starting it again" not in stderr
+    assert "rank 0: received SIGUSR1" in stderr
+    assert "restarting it" not in stderr
 
 
 @pytest.mark.parametrize("victim", ["hvdtrain.cli", "parameter_servers", "hvdtrain.start.agent"])
@@ -329,7 +372,9 @@ def test_without_ssh_other_hosts_are_out_of_reach(
     with pytest.raises(SystemExit) as end:
         parameter_servers.main()
     assert end.value.code == 1
-    assert capfd.readouterr().err.startswith("hvdtrain: ssh reaches the other hosts, and is not in")
+    assert capfd.readouterr().err.startswith(
+        "hvdtrain: ssh, which reaches the other hosts, is not in"
+    )
 
 
 class NoAgents:

@@ -25,10 +25,12 @@ class Told(Agents):
 class Lost(Told):
     def ended(self):
         return {"b": (255, "")}
-kind = Lost if sys.argv[1] == "lost" else Told
-agents = kind({}, {})
+kind = Lost if sys.argv[1].startswith("lost") else Told
+# One agent, which tells when its input has ended.
+cat = {"b": ["sh", "-c", "cat >/dev/null; date +%s.%N >agent-ended"]} if sys.argv[1] == "hosts" else {}
+agents = kind(cat, dict(os.environ))
 def run():
-    if sys.argv[1] == "code":
+    if sys.argv[1] in ("code", "lost ranks"):
         return 7
     if sys.argv[1] == "content":
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -36,7 +38,7 @@ def run():
         os.kill(os.getpid(), 9)
     if sys.argv[1] == "raises":
         raise ValueError("bad")
-    if sys.argv[1] in ("deaf", "lost"):
+    if sys.argv[1] in ("deaf", "lost", "hosts"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("started", signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
     time.sleep(60)
@@ -44,9 +46,10 @@ sys.exit(supervise.supervise(run, "id", agents))
 """
 
 
-def start(how: str, *before: str) -> subprocess.Popen[str]:
+def start(how: str, *before: str, cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*before, sys.executable, "-c", CODE, how],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -93,5 +96,24 @@ def test_under_nohup_a_hangup_means_nothing() -> None:
 def test_a_lost_host_ends_the_launch() -> None:
     with start("lost") as process:
         _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 137
+    assert process.returncode == 1, "not that of the signal which ended the launcher"
     assert stderr == "hvdtrain: the connection to host b broke\n"
+
+
+def test_a_launcher_that_fails_as_a_host_is_lost() -> None:
+    """It sees the ranks end there, and may be the first to end."""
+    with start("lost ranks") as process:
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert stderr == "hvdtrain: the connection to host b broke\n"
+
+
+def test_other_hosts_do_not_wait_for_a_launcher_that_is_deaf(tmp_path: Path) -> None:
+    with start("hosts", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        asked = time.time()
+        process.terminate()
+        process.communicate(timeout=20)
+    assert process.returncode == 137, "it was killed after a second"
+    assert float((tmp_path / "agent-ended").read_text()) - asked < 0.9

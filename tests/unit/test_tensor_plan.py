@@ -12,7 +12,7 @@ from keras import layers
 
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import initialize, is_waiting, waiting_variables
 from hvdtrain.keras_internals.shards import Shard, shard_of
 from hvdtrain.parallel.tensor.convert import convert
 from hvdtrain.parallel.tensor.dropout import PartDropout
@@ -174,12 +174,12 @@ def test_in_code_nothing_stays_split() -> None:
         (
             lambda: keras.Sequential([keras.Input((4,)), layers.Dense(9, name="up")]),
             {"up": "column"},
-            "up/kernel' of shape .4, 9. cannot be split over 2 ranks .* 9 is no multiple of 2",
+            "up/kernel' of shape .4, 9. cannot be split over 2 ranks .* 9 is not a multiple of 2",
         ),
         (
             lambda: keras.Sequential([layers.Dense(8, name="up")]),
             {"up": "column"},
-            "begin it with keras.Input",
+            "start it with keras.Input",
         ),
         (
             lambda: mlp(last=layers.Dense(4, name="down", kernel_regularizer=ORTHOGONAL)),
@@ -201,13 +201,13 @@ def test_plans_that_cannot_be(model: Any, plan: dict[str, str], message: str) ->
 def test_heads_that_do_not_divide() -> None:
     x = keras.Input((5, 6))
     model = keras.Model(x, layers.MultiHeadAttention(3, 2, name="attention")(x, x))
-    with pytest.raises(UsageError, match="3 query heads are no multiple of the 2 ranks"):
+    with pytest.raises(UsageError, match="3 query heads are not a multiple of the 2 ranks"):
         convert(model, {"attention": "heads"}, position())
 
 
 def test_splitting_twice_is_refused() -> None:
     model = convert(mlp(), {"up": "column"}, position())
-    with pytest.raises(UsageError, match="'up' is split already"):
+    with pytest.raises(UsageError, match="'up' is already split"):
         convert(model, {"up": "column"}, position())
 
 
@@ -265,7 +265,9 @@ def test_weights_that_other_code_reads_are_not_split() -> None:
     convert(model, {"words": "vocabulary"}, position(size=1))
     assert model(np.zeros((1, 2), "int32")).shape == (1, 2, 8)
     convert(model, {"words": "vocabulary"}, position())
-    with pytest.raises(UsageError, match="'words' is split over ranks, and its whole weights"):
+    with pytest.raises(
+        UsageError, match="'words' is split over ranks, and no rank holds its whole"
+    ):
         _ = model.words.embeddings
     up = convert(mlp(), {"up": "column"}, position()).get_layer("up")
     with pytest.raises(UsageError, match="leave it out of the layout's split"):

@@ -44,13 +44,13 @@ def test_no_cluster(text: str) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"TF_CONFIG": "{"}, "no JSON"),
+        ({"TF_CONFIG": "{"}, "not JSON"),
         ({"TF_CONFIG": json.dumps({"cluster": CLUSTER})}, "the task must be"),
         (environ(index="one"), "the task must be"),
         (environ(kind="evaluator"), "'evaluator', not one of chief, worker, ps"),
         (environ(index=2), "no worker 2: the cluster has 2"),
         (environ(index=-1), "no worker -1"),
-        (environ(["a:1"]), "the cluster must be a table"),
+        (environ(["a:1"]), "the cluster must be an object"),
         (environ(CLUSTER | {"chief": ["a:1", "b:1"]}), "one chief, not 2"),
         (environ({"chief": ["a:1"], "worker": ["b:2"]}), "the cluster has no ps"),
         (environ(CLUSTER | {"ps": ["c"]}), "address of a ps must be host:port, not 'c'"),
@@ -68,7 +68,7 @@ def test_which_server_was_lost() -> None:
     assert config is not None
     lost = lost_server("error from /job:ps/replica:0/task:1 while calling", config)
     assert lost is not None
-    assert lost.startswith("Parameter server 1 (d:5) has gone")
+    assert lost.startswith("Parameter server 1 (d:5) is gone")
     assert lost_server("error from /job:worker/replica:0/task:1", config) is None
 
 

@@ -40,7 +40,7 @@ def test_a_strategy_of_ones_own() -> None:
         ({"wanted": 3}, "strategy: give a name or a Strategy of hvdtrain.strategies, not int"),
         ({"wanted": "tpus"}, "no such strategy: 'tpus'. Did you mean 'tpu'"),
         ({"wanted": Strategy(), "shard_optimizer": True}, "shard_optimizer divides a model .* Strategy"),
-        ({"wanted": "horovod", "layout": "2x2"}, "layout: give an hvdtrain.Layout or Mesh, not str"),
+        ({"wanted": "horovod", "layout": "2x2"}, "layout: expected an hvdtrain.Layout or Mesh, not str"),
         *(({"wanted": name, "layout": Mesh(2)}, f"strategy is {name}") for name in STRATEGIES if name != "horovod"),
     ],
 )  # fmt: skip
@@ -53,5 +53,5 @@ def test_an_optimizer_that_is_distributed_already_cannot_be_sharded() -> None:
     strategy = make_strategy("horovod", shard_optimizer=True)
     strategy.start(0)
     optimizer = DistributedOptimizer(keras.optimizers.SGD())
-    with pytest.raises(UsageError, match=r"shard_optimizer=True .*: give a plain optimizer"):
+    with pytest.raises(UsageError, match=r"shard_optimizer=True .*: pass a plain optimizer"):
         strategy.distribute(optimizer)

@@ -205,7 +205,10 @@ def test_a_compile_of_ones_own_and_rates() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: hvdtrain.Trainer(OwnCompile, global_batch_size=8), "compile of its own, whose"),
+        (
+            lambda: hvdtrain.Trainer(OwnCompile, global_batch_size=8),
+            "overrides compile with its own arguments",
+        ),
         (
             lambda: hvdtrain.Trainer(own_compile, "sgd", global_batch_size=8),
             "optimizer: OwnCompile",

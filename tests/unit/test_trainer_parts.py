@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 import hvdtrain
-from hvdtrain.collectives import agreement
+from hvdtrain.collectives import consistency
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.metrics import check_additive, read_state, write_state
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
@@ -183,7 +183,7 @@ def test_run_dir(tmp_path: Path) -> None:
     run_dir.append_metrics({"epoch": 1, "loss": 0.25}, ["epoch", "loss", "val_loss"])
     run_dir.append_metrics(row, ["another"])
     run_dir.begin(0)
-    with pytest.raises(UsageError, match="holds another run"):
+    with pytest.raises(UsageError, match="contains another run"):
         RunDir(tmp_path / "a" / "b").begin(0)
     with (run_dir.path / "metrics.csv").open(newline="") as file:
         assert list(csv.DictReader(file)) == [
@@ -203,7 +203,7 @@ def test_run_dir(tmp_path: Path) -> None:
 
 def test_a_run_dir_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="run' cannot be made: "):
+    with pytest.raises(UsageError, match="run' cannot be created: "):
         RunDir(tmp_path / "file" / "run").begin(0)
 
 
@@ -331,7 +331,7 @@ def test_require_equal_names_what_and_who() -> None:
     facts: list[dict[str, Any]] = [{"steps": 5}, {"steps": 5}, {"steps": 6, "extra": "x" * 500}]
 
     def work(ranks: Communicator) -> None:
-        agreement.require_equal(facts[ranks.rank()], "training", ranks=ranks)
+        consistency.require_equal(facts[ranks.rank()], "training", ranks=ranks)
 
     for error in run_ranks(thread_ranks(3), work):
         assert isinstance(error, ReplicaError)
@@ -348,8 +348,8 @@ def test_one_rank_sets_a_flag_for_all() -> None:
     def work(ranks: Communicator) -> list[bool]:
         mine = ranks.rank() == 1
         return [
-            agreement.any_rank(mine, "one", ranks),
-            agreement.any_rank(False, "none", ranks),
+            consistency.any_rank(mine, "one", ranks),
+            consistency.any_rank(False, "none", ranks),
         ]
 
     assert run_ranks(thread_ranks(2), work) == [[True, False]] * 2

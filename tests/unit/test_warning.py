@@ -26,7 +26,7 @@ def test_a_rank_says_so_and_remembers(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGUSR1)\nprint(warned())\n",
     )
     assert (done.returncode, done.stdout) == (0, "False\nTrue\n")
-    assert done.stderr == "rank 3: warned by SIGUSR1: this job will be ended soon\n"
+    assert done.stderr == "rank 3: received SIGUSR1: this job will end soon\n"
 
 
 def test_a_script_may_listen_itself(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.lookout import Lookout, RankStatus, as_json, from_json
-from hvdtrain.launch.running.process import end_processes
+from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
 
@@ -46,6 +47,7 @@ WELL = [rank(0), rank(1)]
         [rank(0, "script", idle=9999), rank(1, "script", idle=9999)],
         [rank(0, "ended"), rank(1, "ended", state="gone", held=1000)],
         [rank(0), rank(1, "ended", state="gone", held=1000)],
+        [rank(0, "ended", quiet=899), rank(1, "ended", state="gone", held=1000)],
         # Programs that are no Python scripts; one has ended.
         [replace(rank(0), heartbeat=None), replace(rank(1), heartbeat=None, state="gone", held=99)],
         [rank(0, "init", waiting=True, idle=299), rank(1, "starting", idle=299)],
@@ -73,8 +75,8 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         ),
         (
             [rank(0), rank(1), rank(2, state="gone", held=21)],
-            "rank 2 (process 102) is gone: it left without coming to the script's end (os._exit? out of "
-            "memory?), while others run on without it\n"
+            "rank 2 (process 102) is gone before the end of the script (os._exit? out of memory?) "
+            "while others run on without it\n"
             "  ranks 0, 1: in training, step 8\n"
             "  rank 2: in training, step 8, gone",
         ),
@@ -114,6 +116,12 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "  rank 1: in training, step 8, stopped",
         ),
         (
+            [rank(0, "ended", quiet=901), rank(1, "ended", state="gone", held=1000)],
+            "all ranks finished, but the run did not end within 900 s\n"
+            "  rank 0: in ended\n"
+            "  rank 1: in ended, gone",
+        ),
+        (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],
             "no rank has made progress for 1800 s (--hang-timeout)\n"
             "  rank 0: in training, step 8\n"
@@ -139,6 +147,43 @@ def test_the_watchdog_remembers_every_rank() -> None:
     assert dog.verdict() == ""
 
 
+def test_a_terminal_that_was_halted_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks wait for a reader of their output as well. Over lunch that is longer than any limit."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)
+    now = 1000.0
+    dog = Watchdog(LIMITS)
+    dog.hear(WELL)
+    assert dog.verdict() == ""
+    now += 7200
+    dog.hear([rank(0, idle=7200), rank(1, idle=7200)])
+    assert dog.verdict() == ""
+    for _ in range(1799):
+        now += 1
+        dog.hear([rank(0, idle=7200), rank(1, idle=7200)])
+        assert dog.verdict() == ""
+    now += 1
+    assert "no rank has made progress" in dog.verdict()
+
+
+def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that is stopped tells nothing, and its ranks would look well for ever."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)
+    now = 1000.0
+    dog = Watchdog(LIMITS)
+    dog.hear([rank(0), rank(1, host="b"), rank(2, "ended", state="gone", host="b")])
+    for _ in range(299):
+        now += 1
+        dog.hear([rank(0)])
+        assert dog.verdict() == ""
+    dog.hear([rank(0)])
+    now += 1
+    assert dog.verdict().startswith(
+        "no news from rank 1 on host b (process 101) for 300 s: have hvdtrain"
+    )
+
+
 def test_whom_a_failed_rank_may_have_missed() -> None:
     dog = Watchdog(LIMITS)
     dog.hear([rank(0), rank(1, "starting"), rank(2, state="stopped", held=1), rank(3)])
@@ -151,8 +196,8 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
         "rank 1 (process 101) is missing: hvdtrain.init() was not called while others waited for it"
     )
     dog.hear([rank(1, "ended", state="gone"), rank(3, state="gone")])
-    assert "rank 1 (process 101) is missing: the script has come to its end" in dog.absent({0, 2})
-    assert "rank 3 (process 103) is gone without" in dog.absent({0, 1, 2})
+    assert "rank 1 (process 101) is missing: the script has ended" in dog.absent({0, 2})
+    assert "rank 3 (process 103) is gone before the end" in dog.absent({0, 1, 2})
     assert dog.absent({0, 1, 2, 3}) == ""
 
 
@@ -187,7 +232,7 @@ def test_a_heartbeat_is_read_as_it_was_written() -> None:
 
 def test_a_long_phase_takes_some_time() -> None:
     with (
-        pytest.raises(UsageError, match="minutes must be more than 0, not -1"),
+        pytest.raises(UsageError, match="minutes must be positive, not -1"),
         long_phase("x", -1),
     ):
         pass
@@ -206,7 +251,7 @@ time.sleep(60)
 def launch_id() -> Iterator[str]:
     identity = uuid.uuid4().hex
     yield identity
-    end_processes(identity, signal.SIGKILL)
+    signal_launch(identity, signal.SIGKILL)
 
 
 def start(
@@ -294,3 +339,32 @@ def test_a_rank_that_executes_another_program_has_left_its_heartbeat(launch_id: 
         process.kill()
         process.wait()
         assert [(s.state, s.heartbeat) for s in lookout.look()] == [("gone", None)]
+
+
+_OTHER_TITLE = """
+import ctypes, os, time
+from pathlib import Path
+from hvdtrain.worker.heartbeat import beat
+
+beat("script")
+first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[47:49])
+ctypes.memset(first, 0, last - first)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_that_overwrites_its_environment_is_found() -> None:
+    """As setproctitle does, to show a longer title in `ps`."""
+    identity = uuid.uuid4().hex
+    environ = {**os.environ, "HVDTRAIN_LAUNCH_ID": identity, "PYTHONPATH": str(REPOSITORY)}
+    with subprocess.Popen(
+        [sys.executable, "-c", _OTHER_TITLE], env=environ, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+            assert b"PATH" not in Path(f"/proc/{process.pid}/environ").read_bytes()
+            assert processes_of(identity) == [process.pid]
+            assert processes_of(uuid.uuid4().hex) == []
+        finally:
+            process.kill()

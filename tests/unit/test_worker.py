@@ -40,6 +40,13 @@ def test_the_script_is_main(tmp_path: Path) -> None:
     )
 
 
+def test_a_safe_path_has_no_folder_of_the_script(tmp_path: Path) -> None:
+    """As `python sub/train.py` has none."""
+    script = "import sys\nprint([path for path in sys.path if path.endswith('sub')])\n"
+    assert work(tmp_path, script, PYTHONSAFEPATH="1").stdout == "[]\n"
+    assert work(tmp_path, script, PYTHONSAFEPATH="").stdout == f"[{str(tmp_path / 'sub')!r}]\n"
+
+
 def test_the_environment_is_set_before_the_script(tmp_path: Path) -> None:
     names = "'OMP_NUM_THREADS', 'TF_CPP_MIN_LOG_LEVEL'"
     script = f"import os\nprint([os.environ[name] for name in ({names})])\n"
@@ -156,7 +163,7 @@ STAND_INS = {
     ),
 }
 IMPORT = "import keras\nfrom horovod.tensorflow import mpi_ops\n"
-APART = "the 2 ranks never combined a value"
+APART = "the 2 ranks never exchanged a value"
 NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
 
 

@@ -70,5 +70,7 @@ def test_elastic_refuses_it() -> None:
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
     optimizer = ShardedOptimizer(keras.optimizers.Adam(), process_set=thread_ranks(2)[0])
     model.compile(optimizer, "mse")
-    with pytest.raises(UsageError, match="sharded optimizer cannot go on with another number"):
+    with pytest.raises(
+        UsageError, match="sharded optimizer cannot continue with a different number"
+    ):
         KerasState(model)

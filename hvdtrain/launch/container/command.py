@@ -14,7 +14,7 @@ from typing import Literal
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.rules import check_image
-from hvdtrain.launch.travel import into_container
+from hvdtrain.launch.variables import into_container, is_name
 
 EngineName = Literal["docker", "podman"]
 CPU_IMAGE = "hvdtrain:cpu"
@@ -27,7 +27,6 @@ SSHD = ("sshd",)
 
 _STACK_BYTES = 64 * 2**20
 """NVIDIA's figure for training in containers."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _OF_A_PATH = ("/", ".", "~")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
 
@@ -95,7 +94,7 @@ class Container:
     def __post_init__(self) -> None:
         check_image(self.image)
         if not _GPUS.fullmatch(self.gpus):
-            raise UsageError(f"--gpus {self.gpus}: give all, none, a number, or device=0,2")
+            raise UsageError(f"--gpus {self.gpus}: expected all, none, a number, or device=0,2")
         if not 1024 <= self.ssh_port <= 65535:
             raise UsageError(
                 f"--ssh-port {self.ssh_port}: the containers' ssh server runs without root, so "
@@ -105,13 +104,18 @@ class Container:
             check_name(name)
         if self.several_hosts and self.ssh_keys is None:
             raise UsageError(
-                "several hosts need keys to reach each other by ssh: give their folder with --ssh-keys (id_ed25519, "
-                "authorized_keys, known_hosts, as in ~/.ssh; the same on all hosts)"
+                "containers on several hosts reach each other by ssh and need keys: name their "
+                "folder with --ssh-keys (id_ed25519, authorized_keys, known_hosts, as in ~/.ssh; "
+                "the same on all hosts)"
             )
         if self.ssh_keys is not None and not self.ssh_keys.is_dir():
             raise UsageError(f"--ssh-keys: there is no folder {self.ssh_keys}")
         for volume in self.volumes:
             source = volume.partition(":")[0]
+            if not source:
+                raise UsageError(
+                    f"--volume {volume!r}: give a folder, such as /data or /data:/inside"
+                )
             if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
                 raise UsageError(f"--volume {volume}: there is no {source}")
 
@@ -212,7 +216,7 @@ def _whole(folder: str) -> Path:
 
 
 def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
-    """Names of the variables that the container gets: those for the libraries, and what was asked for.
+    """Names of the variables passed to the container: those of the libraries, and those asked for.
 
     Raises UsageError if one that was asked for is not set.
     """
@@ -220,16 +224,16 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
     for name in asked:
         check_name(name)
         if name not in environ:
-            raise UsageError(f"--env {name}: it is not set here")
+            raise UsageError(f"--env {name}: not set in this environment")
     return into_container(environ, asked)
 
 
 def check_name(name: str) -> None:
     """Raises UsageError unless it is a name, without a value."""
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise UsageError(
-            f"--env {name.partition('=')[0]}: give a name only, and set its value in the "
-            "environment: in the command everybody on this machine could read it"
+            f"--env {name.partition('=')[0]}: give only the name, and set the value in the "
+            "environment: everybody on this machine could read it in the command"
         )
 
 
@@ -244,6 +248,6 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
         whole = (machine.folder / path.expanduser()).resolve()
         if not any(whole.is_relative_to(place) for place in places):
             raise UsageError(
-                f"{path} is not in the container, which has only {machine.folder}: start in a "
-                f"folder that contains it, or add --volume {whole.parent}"
+                f"{path} is not visible in the container, which mounts only {machine.folder}: "
+                f"start from a folder that contains it, or add --volume {whole.parent}"
             )

@@ -7,11 +7,10 @@ is what --launcher takes, and it refers to a function `prepare(plan, site) -> Pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, did_you_mean
 from hvdtrain.launch.command import Prepared, Site
 from hvdtrain.launch.plan import LaunchPlan
 
@@ -34,27 +33,26 @@ def launcher_names() -> list[str]:
 
 
 def find_launcher(name: str) -> Prepare:
-    """A launcher's function. Raises UsageError if there is none of this name, or it does not load."""
+    """A launcher's function. Raises UsageError if there is none of this name, or it cannot be loaded."""
     if name in LAUNCHERS:
         prepare: Prepare = import_module(LAUNCHERS[name]).prepare
         return prepare
     entry = _entry_points().get(name)
     if entry is None:
         names = launcher_names()
-        close = get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
-        raise UsageError(f"--launcher {name}: there is no such launcher here: {hint}")
+        hint = did_you_mean(name, names) or f" There are {', '.join(names)}."
+        raise UsageError(f"--launcher {name}: there is no such launcher here.{hint}")
     try:
         found = entry.load()
     except Exception as error:
         raise UsageError(
-            f"--launcher {name}: {entry.value} does not load ({type(error).__name__}: {error}): "
-            f"repair {_distribution(entry)}, which brings it, or choose another launcher"
+            f"--launcher {name}: {entry.value} cannot be loaded ({type(error).__name__}: {error}): "
+            f"repair {_distribution(entry)}, which provides it, or choose another launcher"
         ) from error
     if not callable(found):
         raise UsageError(
-            f"--launcher {name}: {entry.value} is no function prepare(plan, site): "
-            f"repair {_distribution(entry)}, which brings it"
+            f"--launcher {name}: {entry.value} is not a function prepare(plan, site): "
+            f"repair {_distribution(entry)}, which provides it"
         )
     return cast(Prepare, found)
 

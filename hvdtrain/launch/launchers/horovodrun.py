@@ -1,7 +1,9 @@
 """horovodrun, on this machine and over ssh: the plan as its options.
 
 Horovod's own launcher is what runs, in a process that knows what Horovod was built with and which variables may travel:
-`hvdtrain.start.horovodrun` takes horovodrun's arguments, and starts the ranks four seconds sooner.
+`hvdtrain.start.horovodrun` takes horovodrun's arguments, and starts the ranks four seconds sooner. Horovod puts some
+values as they are into a line for a shell: those are quoted here, so that the shell gives back what the plan says;
+`rules` refuses what cannot be quoted.
 """
 
 from __future__ import annotations
@@ -14,19 +16,25 @@ from pathlib import Path
 
 from hvdtrain.environment import HASH_SEED
 from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
-from hvdtrain.launch.horovodrun import horovodrun_options
+from hvdtrain.launch.options import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import rank_command
+from hvdtrain.launch.rules import mpi_words
 
 _STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.horovodrun")
 _WAITS = (
-    "pasted, horovodrun waits until the discovery names two hosts, unless it is given --network-interfaces: "
+    "when pasted, horovodrun waits for a second host unless given --network-interfaces; "
     "hvdtrain run does not"
 )
 _SHOWS = (
-    "pasted, horovodrun --gloo puts all variables of your shell into command lines, which every user of the hosts can "
-    "read: hvdtrain run does not"
+    "when pasted, horovodrun --gloo puts all variables of your shell into command lines that "
+    "every user of the hosts can read; hvdtrain run does not"
 )
+
+_HOROVODS_START_TIMEOUT = 30
+_SECONDS_FOR_A_FURTHER_HOST = 2
+COOLDOWN = (10, 300)
+"""Horovod's own default is never to use a host again that was left out."""
 
 
 def prepare(plan: LaunchPlan, site: Site) -> Prepared:
@@ -35,7 +43,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
     if elsewhere and plan.controller == "mpi":
         plan = _with_prefix(plan, site.mpi_prefix)
     lacks = []
-    if plan.host_discovery_script and not plan.network_interfaces:
+    if plan.elastic and not plan.network_interfaces:
         lacks.append(_WAITS)
     if elsewhere and plan.controller == "gloo":
         lacks.append(_SHOWS)
@@ -70,3 +78,65 @@ def _of_mpi(plan: LaunchPlan, site: Site) -> dict[str, str | None]:
     if site.mpirun and str(Path(site.mpirun).parent) not in path.split(os.pathsep):
         settings["PATH"] = f"{Path(site.mpirun).parent}{os.pathsep}{path}"
     return settings
+
+
+def horovodrun_options(plan: LaunchPlan) -> list[str]:
+    """The options of horovodrun 0.28.1 that express `plan`, without the command."""
+    return [word for option in options_of(plan) for word in _words(plan, option)]
+
+
+def start_timeout(wanted: int | None, hosts: int) -> int | None:
+    """Seconds for so many hosts to answer; None leaves it to Horovod (30).
+
+    Horovod reaches the hosts from one process, with one thread per host; what it does then for each host
+    (fork, ssh, pickle) takes one to two seconds of that process's time with many hosts.
+    """
+    if wanted is not None or hosts < 2:
+        return wanted
+    return _HOROVODS_START_TIMEOUT + _SECONDS_FOR_A_FURTHER_HOST * (hosts - 1)
+
+
+def _words(plan: LaunchPlan, option: Option) -> list[str]:
+    """The words of one option: those that are not just a flag and its value come first."""
+    flag, value = option.flag, getattr(plan, option.field)
+    match option.field:
+        case "controller":
+            return [f"--{plan.controller}"]
+        case "start_timeout":
+            value = start_timeout(plan.start_timeout, len(plan.hosts))
+        case "min_np" if plan.elastic:
+            value = plan.min_np or plan.np  # horovodrun takes --max-np alone as not elastic.
+        case "slots_per_host" if plan.host_discovery_script:
+            value = plan.slots_per_host or 1  # horovodrun fails at a host without slots.
+        case "blacklist_cooldown_range" if plan.elastic:
+            value = plan.blacklist_cooldown_range or COOLDOWN
+        case "stall_warning_seconds" | "stall_shutdown_seconds" if not plan.stall_check:
+            return []
+        case "host_discovery_script" if value is not None:
+            # Run by a shell, which would look for a bare name in PATH.
+            value = shlex.quote(str(value.absolute()))
+        case "output_filename" if value is not None and plan.controller == "mpi":
+            value = shlex.quote(str(value))
+        case "mpi_args" | "binding_args" if value is not None:
+            # horovodrun's parser takes a value that begins with '-' only behind '='.
+            return [f"{flag}={shlex.join(mpi_words(flag, value))}"]
+    if not flag and not option.off:
+        return []
+    return _plain_words(option, value)
+
+
+def _plain_words(option: Option, value: object) -> list[str]:
+    flag, off = option.flag, option.off
+    match value:
+        case None | ():
+            return []
+        case True:
+            return [flag] if flag else []
+        case False:
+            return [off] if off else []
+        case (int(), int()):
+            return [flag, *map(str, value)]
+        case tuple():
+            value = ",".join(map(str, value))
+    text = str(value)
+    return [f"{flag}={text}"] if text.startswith("-") else [flag, text]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Prepared, Site, values_of
+from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.program import Program, rank_command
 from hvdtrain.launch.running.members import ALONE
-from hvdtrain.launch.strategies.devices import tpu_here, visible_gpus
 from hvdtrain.launch.variables import EnvVar
 from hvdtrain.rank_variables import is_place
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
@@ -55,7 +55,7 @@ def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) 
             )
     if strategy == TPU and not tpu_here(environ):
         raise UsageError(
-            f"strategy {TPU} needs a TPU, and there is none here (no device file /dev/accel* or "
-            "/dev/vfio/*, and TPU_NAME is not set): start on a TPU virtual machine, set TPU_NAME "
-            "to the name of yours, or leave --strategy out"
+            f"strategy {TPU} needs a TPU, and this machine has none (no device file /dev/accel* or "
+            "/dev/vfio/*, and TPU_NAME is not set): run on a TPU VM, set TPU_NAME to the name of "
+            "your TPU, or leave --strategy out"
         )

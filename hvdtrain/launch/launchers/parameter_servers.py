@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Prepared, Site, values_of
-from hvdtrain.launch.horovodrun import start_timeout
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.launchers.horovodrun import start_timeout
 from hvdtrain.launch.program import Program, rank_command
+from hvdtrain.launch.roles import cast, place
+from hvdtrain.launch.rules import check_servers
 from hvdtrain.launch.running.members import Members
-from hvdtrain.launch.strategies.roles import cast, place
 from hvdtrain.launch.variables import EnvVar
-
-
-@dataclass(frozen=True)
-class Ssh:
-    """How other hosts are reached; None leaves it to ssh and its defaults."""
-
-    port: int | None = None
-    identity_file: Path | None = None
+from hvdtrain.strategy_names import PARAMETER_SERVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +26,10 @@ class ServerPlan:
     Attributes:
         program: what the chief runs.
         env: variables for all; a secret has no value here, but in the environment.
+        workers: number of workers, at least 1.
+        servers: number of parameter servers, at least 1.
         hosts: for workers and servers; none: this machine.
+        ssh_port, ssh_identity_file: None leaves it to ssh and its configuration.
         by_srun: whether srun reaches the hosts, which are nodes of this Slurm job; else ssh does.
         start_timeout: seconds within which the hosts must answer; None: more for more hosts.
     """
@@ -43,13 +40,12 @@ class ServerPlan:
     servers: int
     hosts: tuple[Host, ...] = ()
     by_srun: bool = False
-    ssh: Ssh = field(default_factory=Ssh)
+    ssh_port: int | None = None
+    ssh_identity_file: Path | None = None
     start_timeout: int | None = None
 
     def __post_init__(self) -> None:
-        for name, number in (("--workers", self.workers), ("--ps", self.servers)):
-            if number < 1:
-                raise UsageError(f"{name} {number}: give at least 1")
+        check_servers(PARAMETER_SERVER, self.workers, self.servers)
         if self.hosts:
             place(cast(self.workers, self.servers), self.hosts)
 
@@ -64,8 +60,8 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
         ("--workers", plan.workers),
         ("--ps", plan.servers),
         ("--hosts", ",".join(map(str, plan.hosts)) or None),
-        ("--ssh-port", plan.ssh.port),
-        ("--ssh-identity-file", plan.ssh.identity_file),
+        ("--ssh-port", plan.ssh_port),
+        ("--ssh-identity-file", plan.ssh_identity_file),
         ("--start-timeout", start_timeout(plan.start_timeout, len(plan.hosts))),
         *(("--env", one.name) for one in plan.env),
     ]
@@ -85,7 +81,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
 def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) -> int:
     """How many were asked for, else as many as the hosts have slots for beside the servers.
 
-    Raises UsageError if nothing says how many.
+    Raises UsageError if their number is not known.
     """
     if workers is not None:
         return workers

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
 from hvdtrain.launch.engine import Controller
-from hvdtrain.launch.horovodrun import horovodrun_options
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.launchers.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.program import rank_command
 from hvdtrain.launch.slurm.allocation import Allocation
@@ -32,55 +32,35 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
     meet at it, so that srun alone could not start them.
     """
     assert site.allocation is not None
-    container = None if site.image is None else Container(site.image, site.folder)
-    if container is not None:
-        plan = replace(plan, python=_PYTHON_OF_IMAGE)
+    if site.image is not None:
+        plan = replace(plan, program=replace(plan.program, python=_PYTHON_OF_IMAGE))
     return Prepared(
         words=(
             *(sys.executable, "-P", "-m", "hvdtrain.start.srun"),
             *horovodrun_options(plan),
             *srun_argv(plan, site.allocation),
-            *_task_command(plan, container),
+            *_task_command(plan, site),
         ),
         settings={**rank_settings(plan, site.environ), **forward(plan)},
     )
 
 
-@dataclass(frozen=True)
-class Container:
-    """An image that the ranks run in; it has Python, Horovod and hvdtrain.
+def _task_command(plan: LaunchPlan, site: Site) -> list[str]:
+    """What each task of srun runs, and before it the options of srun that a container needs.
 
-    Apptainer runs files `*.sif` and what a scheme is in front of (`docker://...`); everything else
-    is for the pyxis plugin of srun, which takes image names and `*.sqsh`.
-
-    Attributes:
-        image: where or what it is.
-        folder: the current folder, absolute; it is the ranks' as well.
+    Apptainer runs images that are files `*.sif` or have a scheme in front (`docker://...`); all others are for the
+    pyxis plugin of srun, which takes image names and `*.sqsh`.
     """
-
-    image: str
-    folder: str
-
-    @property
-    def is_apptainers(self) -> bool:
-        return self.image.endswith(".sif") or "://" in self.image
-
-
-def _task_command(plan: LaunchPlan, container: Container | None) -> list[str]:
-    """What each task of srun runs, and before it the options of srun that a container needs."""
-    worker = rank_command(plan.program)
-    if container is None:
-        return [plan.python, "-P", "-m", "hvdtrain.start.task", *worker]
-    if container.is_apptainers:
-        bind = ["--bind", container.folder, "--pwd", container.folder]
-        inside = ["apptainer", "exec", "--nv", *bind, container.image, *worker]
-        return [sys.executable, "-P", "-m", "hvdtrain.start.task", *inside]
-    return [
-        f"--container-image={container.image}",
-        f"--container-mounts={container.folder}:{container.folder}",
-        f"--container-workdir={container.folder}",
-        *(plan.python, "-P", "-m", "hvdtrain.start.task", *worker),
-    ]
+    worker, start = rank_command(plan.program), ("-P", "-m", "hvdtrain.start.task")
+    image, folder = site.image, site.folder
+    if image is not None and (image.endswith(".sif") or "://" in image):
+        bind = ["--bind", folder, "--pwd", folder]
+        return [sys.executable, *start, "apptainer", "exec", "--nv", *bind, image, *worker]
+    task = [plan.program.python, *start, *worker]
+    if image is None:
+        return task
+    mount = f"--container-mounts={folder}:{folder}"
+    return [f"--container-image={image}", mount, f"--container-workdir={folder}", *task]
 
 
 def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
@@ -105,7 +85,7 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
 
 
 def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> str:
-    """srun where ranks run on other nodes of an allocation, else horovodrun; or what is wanted.
+    """srun where ranks run on other nodes of an allocation, else horovodrun, unless one is asked for.
 
     Raises UsageError if srun is wanted where it cannot work.
     """
@@ -114,8 +94,8 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
     if allocation is None:
         if wanted == "srun":
             raise UsageError(
-                "--launcher srun works inside of a Slurm job, and this is none: start with sbatch, "
-                "salloc or hvdtrain submit"
+                "--launcher srun works only inside a Slurm job: start with sbatch, salloc or "
+                "hvdtrain submit"
             )
         return "horovodrun"
     names = {host.name for host in hosts}
@@ -123,7 +103,7 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
     if wanted == "srun":
         if strangers:
             raise UsageError(
-                f"{', '.join(strangers)}: no node of job {allocation.job_id}, which has "
+                f"{', '.join(strangers)}: not a node of job {allocation.job_id}, which has "
                 f"{', '.join(map(str, allocation.hosts))}: srun reaches only those"
             )
         return "srun"

@@ -1,4 +1,4 @@
-"""Run one command within a time, and leave nothing of it behind."""
+"""Run a command with a time limit, and leave none of its processes behind."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import contextlib
 import os
 import signal
 import subprocess
-import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
-from hvdtrain.launch.running.process import end_processes
+from hvdtrain.launch.running.processes import (
+    COMMAND_SECONDS,
+    CannotStart,
+    Pipes,
+    end_groups,
+    signal_launch,
+    start,
+)
 from hvdtrain.signals import leaving_on_signals
 
-GRACE_SECONDS = 6.0
-"""`hvdtrain run` ends its ranks, on other hosts too, within 5 s of SIGTERM."""
 _TICK_SECONDS = 0.1
-_REST_SECONDS = 1.0
+ANSWER_SECONDS = 20.0
+"""Time limit of `ask`: nvidia-smi takes seconds on a machine without persistence mode."""
 _KEPT_BYTES = 1 << 18
-"""Of the beginning and of the end of what a command writes."""
+"""Kept of the beginning, and of the end, of what a command writes."""
+_KEPT_OF_ANSWER = 1 << 26
+"""`scontrol show job` prints a kilobyte for every job of the cluster."""
+NOT_FOUND = 127
+"""The exit code of shells for a program that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +39,9 @@ class Ran:
     """How a command ended.
 
     Attributes:
-        returncode: its exit code (negative: a signal); None if it was ended because its time was over.
+        returncode: its exit code (negative: killed by that signal); None if it ran into the time limit.
         stdout, stderr: what it wrote.
-        started, seconds: when it started (seconds since the epoch), and how long it took.
+        started, seconds: when it started (seconds since the epoch), and how long it ran.
     """
 
     returncode: int | None
@@ -47,89 +55,117 @@ class Ran:
         return self.stdout + self.stderr
 
     @property
+    def answer(self) -> str:
+        """Its standard output if it succeeded, else empty."""
+        return self.stdout if self.returncode == 0 else ""
+
+    @property
     def last_line(self) -> str:
-        """The last line that says something, of standard error if there is one; else how it ended."""
+        """The last line with text, from standard error if it has one; else how the command ended."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             if lines:
                 return lines[-1]
-        if self.returncode is not None and self.returncode < 0:
-            return f"ended by signal {-self.returncode}, without a word"
-        return f"ended with exit code {self.returncode}, without a word"
+        if self.returncode is None:
+            return f"no answer within {self.seconds:.0f} s"
+        if self.returncode < 0:
+            return f"ended by signal {-self.returncode}, with no output"
+        return f"ended with exit code {self.returncode}, with no output"
 
 
 def run(
     argv: Sequence[str], *, limit: float, environ: Mapping[str, str], stdin: str = ""
 ) -> Ran | None:
-    """Run `argv` for at most `limit` seconds. None if there is no such program.
+    """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
-    Launchers start processes in sessions of their own: all that the command started carries a mark in its environment,
-    and is ended by it.
+    Launchers start processes in sessions of their own, so everything that the command starts carries a mark in its
+    environment, and is found and ended by it.
     """
     mark = f"bounded-{uuid.uuid4().hex}"
+    return _run(
+        argv,
+        {**environ, LAUNCH_ID: mark},
+        limit,
+        stdin,
+        _KEPT_BYTES,
+        lambda: signal_launch(mark, signal.SIGKILL),
+    )
+
+
+def ask(
+    argv: Sequence[str], *, limit: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None
+) -> Ran:
+    """Run a short query; exit code 127 if there is no such program. A job or daemon that it starts lives on."""
+    environ = os.environ if environ is None else environ
+    said = _run(argv, environ, limit, "", _KEPT_OF_ANSWER, lambda: None)
+    return said or Ran(NOT_FOUND, "", f"{argv[0]} is not installed", time.time(), 0.0)
+
+
+def _run(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    limit: float,
+    stdin: str,
+    kept: int,
+    end_rest: Callable[[], object],
+) -> Ran | None:
     started, begin = time.time(), time.monotonic()
     try:
-        process = subprocess.Popen(
-            argv,
-            env={**environ, LAUNCH_ID: mark},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    except OSError as error:  # No process more, no memory, an environment that is too large.
-        return Ran(EXIT_FAILURE, "", f"cannot start {argv[0]}: {error.strerror}", started, 0.0)
-    writer = threading.Thread(target=_write, args=(process, stdin.encode()), daemon=True)
-    readers = [_Reader(process.stdout), _Reader(process.stderr)]
-    try:
-        for thread in (writer, *readers):
-            thread.start()
-        for reader in readers:
-            reader.join(max(0.0, begin + limit - time.monotonic()))
-        process.wait(max(0.0, begin + limit - time.monotonic()))
-        in_time = not any(reader.is_alive() for reader in readers)
-    except subprocess.TimeoutExpired:
-        in_time = False
-    finally:
-        _end(process, mark)
-    for reader in readers:
-        reader.join(_REST_SECONDS)  # A process that has shed the mark may hold the pipe for ever.
-    stdout, stderr = (reader.text() for reader in readers)
+        # A file in memory: a pipe would need a thread that fills it.
+        with os.fdopen(os.memfd_create("input"), "w+b") as given:
+            given.write(stdin.encode())
+            given.seek(0)
+            process = start(argv, environ, stdin=given.fileno())
+    except CannotStart as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError):
+            return None
+        # No process more, no memory, an environment that is too large.
+        return Ran(EXIT_FAILURE, "", str(error), started, 0.0)
+    written = {"stdout": _Kept(kept), "stderr": _Kept(kept)}
+    with contextlib.closing(Pipes()) as pipes:
+        pipes.add_output(process, "stdout", "stderr")
+        try:
+            while pipes.names and (left := begin + limit - time.monotonic()) > 0:
+                for name, data in pipes.read(left):
+                    written[name].add(data)
+            process.wait(max(0.0, begin + limit - time.monotonic()))
+            in_time = not pipes.names
+        except subprocess.TimeoutExpired:
+            in_time = False
+        finally:
+            if process.poll() is None:
+                # SIGTERM first: launchers then end their ranks on other hosts.
+                end_groups([process], COMMAND_SECONDS)
+            end_rest()
+        for name, data in pipes.rest("stdout", "stderr"):
+            written[name].add(data)
+    stdout, stderr = (one.text for one in written.values())
     returncode = process.returncode if in_time else None
     return Ran(returncode, stdout, stderr, started, time.monotonic() - begin)
 
 
-class _Reader(threading.Thread):
-    """Reads a stream to its end, and keeps no more than its beginning and its end."""
+@dataclass
+class _Kept:
+    """The beginning and the end of a stream, `most` bytes each."""
 
-    def __init__(self, stream: IO[bytes] | None) -> None:
-        super().__init__(daemon=True)
-        assert stream is not None
-        self._stream = stream
-        self._beginning = self._end = b""
+    most: int
+    _beginning: bytearray = field(default_factory=bytearray)
+    _end: bytearray = field(default_factory=bytearray)
 
-    def run(self) -> None:
-        with self._stream:
-            while data := os.read(self._stream.fileno(), _KEPT_BYTES):
-                room = _KEPT_BYTES - len(self._beginning)
-                self._beginning += data[:room]
-                self._end = (self._end + data[room:])[-_KEPT_BYTES:]
+    def add(self, data: bytes) -> None:
+        room = self.most - len(self._beginning)
+        self._beginning += data[:room]
+        self._end += data[room:]
+        del self._end[: -self.most]
 
+    @property
     def text(self) -> str:
         return (self._beginning + self._end).decode(errors="replace")
 
 
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(OSError), process.stdin as stream:  # It may not want to read it.
-        stream.write(data)
-
-
 @contextlib.contextmanager
 def ending_commands() -> Iterator[None]:
-    """On the way out, whichever it is, all commands that run are ended."""
+    """End all running commands on the way out, also out of a signal."""
     with leaving_on_signals():
         try:
             yield
@@ -138,12 +174,12 @@ def ending_commands() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """End all commands that run now: the user wants no more of them."""
-    deadline = time.monotonic() + GRACE_SECONDS
+    """End all commands that are running."""
+    deadline = time.monotonic() + COMMAND_SECONDS
     while children := _children():
         late = time.monotonic() > deadline
         for pid in children:
-            # Each leads a session; one that ends meanwhile is waited for by the thread that started it.
+            # Each leads a session; the thread that started it reaps it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL if late else signal.SIGTERM)
         if late:
@@ -152,20 +188,9 @@ def end_all() -> None:
 
 
 def _children() -> list[int]:
-    """Ids of this process's children, whichever thread started them."""
+    """The ids of this process's children, of all threads."""
     found = []
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += [int(word) for word in file.read_text().split()]
     return found
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    if process.poll() is None:
-        # Politely first: launchers end their ranks on other hosts themselves.
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(GRACE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-    end_processes(mark, signal.SIGKILL)

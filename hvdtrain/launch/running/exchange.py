@@ -6,19 +6,25 @@ one address from which they are reached. Who connects proves first that it has t
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 import socket
+import struct
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.addresses import address_towards
 from hvdtrain.worker.sealed import FUNCTION, RECEIVED, Caller, result_of, seal, unseal
 
+SILENCE_SECONDS = 30
+PAUSE_SECONDS = 0.1
 _KEY_BYTES = 32
 _RESULT = re.compile(rb"result (\d{1,9})")
 
@@ -31,7 +37,7 @@ class Exchange:
         function: pickled.
         host: one of the other hosts; None if all ranks are on this machine.
         results: rank -> what it returned, pickled.
-        caller: what the ranks are told.
+        caller: how the ranks reach this process.
     """
 
     function: bytes
@@ -47,7 +53,7 @@ class Exchange:
             self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-function-", dir="/tmp")
             self._listener = Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=128)
         else:
-            self._listener = Listener((address_towards(self.host), 0), "AF_INET", backlog=128)
+            self._listener = Listener((_address_towards(self.host), 0), "AF_INET", backlog=128)
         self.caller = Caller(self._listener.address, key)
         threading.Thread(target=self._accept, daemon=True).start()
         return self
@@ -65,14 +71,18 @@ class Exchange:
 
     def _accept(self) -> None:
         while not self._closed:
-            with suppress(OSError):
+            try:
                 connection = self._listener.accept()
-                # A stranger who says nothing must not keep the ranks waiting.
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except OSError:
+                time.sleep(PAUSE_SECONDS)  # Too many open files, until some of them have ended.
+                continue
+            # A stranger who says nothing must not keep the ranks waiting.
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
         with connection, suppress(OSError, EOFError, AuthenticationError, HvdtrainError):
             key = self.caller.key
+            _limit(connection)
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             wanted = connection.recv_bytes(100)
@@ -85,14 +95,20 @@ class Exchange:
                 connection.send_bytes(RECEIVED)
 
 
-def address_towards(host: str) -> str:
-    """The address of this machine from which `host` is reached. Raises UsageError if it has none."""
+def _limit(connection: Connection) -> None:
+    """Have it fail when the other side is silent, so that strangers cannot use up the files of this process."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        seconds = struct.pack("ll", SILENCE_SECONDS, 0)
+        for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            same.setsockopt(socket.SOL_SOCKET, way, seconds)
+
+
+def _address_towards(host: str) -> str:
+    """Where ranks on `host` reach this machine. Raises UsageError."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # Sends nothing.
-            return str(probe.getsockname()[0])
+        return address_towards(host)
     except OSError as error:
         raise UsageError(
-            f"host {host}: no way there from here ({error.strerror or error}): give a name that can be looked up, or "
-            "an address"
+            f"host {host}: it cannot be reached from here ({error.strerror or error}): use a name "
+            "that resolves, or an address"
         ) from error

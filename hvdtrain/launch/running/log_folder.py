@@ -37,11 +37,11 @@ def make_log_dir(wanted: Path | None) -> Path:
         if not os.access(wanted, os.W_OK | os.X_OK):
             raise UsageError(f"the log folder {wanted} is not writable: {_CHOOSE}")
         if is_running(wanted):
-            raise UsageError(f"another run keeps its output in {wanted}: {_CHOOSE}")
+            raise UsageError(f"another run is writing its output to {wanted}: {_CHOOSE}")
         _move_aside(wanted)
     except OSError as error:
         raise UsageError(
-            f"cannot make the log folder {wanted}: {error.strerror}; {_CHOOSE}"
+            f"cannot create the log folder {wanted}: {error.strerror}; {_CHOOSE}"
         ) from error
     return wanted
 
@@ -66,7 +66,7 @@ def running_in(folder: Path) -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a run that has not ended, or one of which nobody can tell, has its files in `folder`."""
+    """Whether a run that is still running, or may be, has its files in `folder`."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -102,8 +102,8 @@ def _elsewhere(error: OSError) -> Path:
         path = tempfile.mkdtemp(prefix="hvdtrain-logs-")
     except OSError as second:
         raise UsageError(
-            f"cannot make a log folder, neither {_FOLDER} ({error.strerror}) nor one for temporary files "
-            f"({second.strerror}): {_CHOOSE}"
+            f"cannot create a log folder, neither {_FOLDER} ({error.strerror}) nor one for "
+            f"temporary files ({second.strerror}): {_CHOOSE}"
         ) from second
     _warn(f"cannot write to {_FOLDER} ({error.strerror}): the logs of this run are in {path}")
     return Path(path)

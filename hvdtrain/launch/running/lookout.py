@@ -1,4 +1,8 @@
-"""What the ranks on this host are doing, seen from outside: their processes in /proc and their heartbeats."""
+"""What the ranks on this host are doing, observed from outside: their processes in /proc and their heartbeats.
+
+Every process of a launch carries the launch's id in its environment; a rank also carries its number, and so do the
+processes that it has started.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hvdtrain.launch.running.ranks import rank_processes, topmost
-from hvdtrain.rank_variables import is_elastic, local_size_of, rank_of
+from hvdtrain.launch.running.processes import (
+    ProcessState,
+    environment_of,
+    name_of,
+    processes_of,
+    state_of,
+)
+from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, slot_of
+from hvdtrain.worker.frames import HELPER
 from hvdtrain.worker.heartbeat import Heartbeat, Page, page_of
 
 State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
@@ -23,13 +34,52 @@ _STATES: dict[str, State] = {
 }
 FIRST_SEARCHES_SECONDS = 1.0
 LAST_SEARCHES_SECONDS = 10.0
-"""Between two searches of all processes while ranks of this host are missing: more and more."""
+"""Interval between two searches of all processes while ranks of this host are missing; it grows between these."""
 BUSY_TICKS = 5
-"""Clock ticks (mostly 10 ms each) of CPU time that are more than waking up now and then."""
+"""Clock ticks (mostly 10 ms each) of CPU time that count as work; waking up now and then takes fewer."""
 _NO_PROGRAM = "0"
 """Where the stack of a process begins that has ended, or may not be looked at."""
+_MPI_DAEMONS = {"orted", "prted"}
 _PAUSE_SECONDS = 5.0
-"""Between two looks: then this process itself was stopped, and the ranks may have been as well."""
+"""A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
+
+
+def topmost(parents: Mapping[int, int]) -> set[int]:
+    """Of process id -> parent's id: those whose parent is not among them."""
+    return {pid for pid, parent in parents.items() if parent not in parents}
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank, or a process that a rank has started.
+
+    Attributes:
+        environ: what it was started with.
+        state: as in /proc.
+    """
+
+    environ: Mapping[str, str]
+    state: ProcessState
+
+
+def rank_processes(launch_id: str) -> dict[int, RankProcess]:
+    """The ranks of the launch on this host and what they have started, by process id."""
+    found = {}
+    for pid in processes_of(launch_id):
+        with suppress(OSError, ValueError):
+            environ = environment_of(pid)
+            if is_rank(environ) and name_of(pid) != HELPER:
+                found[pid] = RankProcess(environ, state_of(pid))
+    return found
+
+
+def mpi_daemons_of(launch_id: str) -> set[int]:
+    """The processes of Open MPI that run the launch's ranks on this host; they carry no id."""
+    return {
+        parent
+        for process in rank_processes(launch_id).values()
+        if name_of(parent := process.state.parent) in _MPI_DAEMONS
+    }
 
 
 @dataclass(frozen=True)
@@ -43,7 +93,7 @@ class RankStatus:
         held: seconds since when it is in that state.
         idle: seconds since its heartbeat made progress.
         quiet: seconds since its process used the CPU.
-        heartbeat: what it does; None for a program that is no Python script.
+        heartbeat: what it does; None for a program that is not a Python script.
         host: its name as the user gave it; empty for the launcher's own.
         ending: whether its script is at what it does when a signal ends the run.
     """
@@ -115,10 +165,10 @@ class _Seen:
 
 @dataclass
 class Lookout:
-    """Looks after the ranks of a launch on this host. Call `look` about once a second."""
+    """Watches the ranks of a launch on this host. Call `look` about once a second."""
 
     launch_id: str
-    _seen: dict[int, _Seen] = field(default_factory=dict)
+    _seen: dict[tuple[str, int], _Seen] = field(default_factory=dict)
     _expected: int = 1
     _search_at: float = float("-inf")
     _interval: float = FIRST_SEARCHES_SECONDS
@@ -143,13 +193,13 @@ class Lookout:
             self._interval = min(1.2 * self._interval, LAST_SEARCHES_SECONDS)
         for seen in self._seen.values():
             self._update(seen, now)
-        return [self._seen[rank].status for rank in sorted(self._seen)]
+        return [self._seen[slot].status for slot in sorted(self._seen)]
 
     def processes(self) -> Iterator[tuple[int, int]]:
         """(rank, process id) of those that are there."""
-        for rank, seen in self._seen.items():
+        for seen in self._seen.values():
             if seen.is_there:
-                yield rank, seen.pid
+                yield seen.status.rank, seen.pid
 
     def left_behind(self) -> dict[int, str]:
         """What scripts have started and what lives on after all ranks of this host: process ids with their names."""
@@ -160,11 +210,11 @@ class Lookout:
             # What init has not adopted may still be a rank that was not seen yet.
             adopted = process.state.parent == 1
             if is_elastic(process.environ) or not (
-                adopted or rank_of(process.environ) in self._seen
+                adopted or slot_of(process.environ) in self._seen
             ):
                 continue
-            with suppress(OSError):
-                found[pid] = (Path("/proc") / str(pid) / "comm").read_text().strip()
+            if name := name_of(pid):
+                found[pid] = name
         return found
 
     def _search(self, now: float) -> None:
@@ -179,14 +229,14 @@ class Lookout:
 
     def _take(self, pid: int, environ: Mapping[str, str], page: Page | None, now: float) -> None:
         rank = rank_of(environ)
-        before = self._seen.get(rank)
+        before = self._seen.get(slot_of(environ))
         if before is not None and not before.gives_way_to(page):
             return
         with suppress(OSError):
             _, born, program, _ = _fields_of(pid)
             self._expected = max(1, local_size_of(environ))
             status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
-            self._seen[rank] = _Seen(pid, born, program, page, status, now, busy_at=now)
+            self._seen[slot_of(environ)] = _Seen(pid, born, program, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
 
     def _update(self, seen: _Seen, now: float) -> None:

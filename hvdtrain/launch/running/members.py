@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,4 +40,9 @@ class Members:
 
 RANKS = Members()
 ALONE = Members(tagged=False)
-"""One process, which no launcher stands around."""
+"""One process, without a launcher."""
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 2`, or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,7 +1,6 @@
-"""Which lines on a rank's standard error are TensorFlow's greeting, and not worth a user's
-attention.
+"""Which lines of ranks are not worth a user's attention: TensorFlow's greeting, and what several ranks say alike.
 
-Only messages that say nothing about the user's run, known by their text or by TensorFlow's source file
+Of TensorFlow's only messages that say nothing about the user's run, known by their text or by TensorFlow's source file
 that they come from; everything else is shown. The script's own absl and glog lines look alike but for
 the file.
 """
@@ -9,6 +8,8 @@ the file.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 
 _STAMP = rb"(?:[IWE]\d{4} [\d:.]+ +\d+ |(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +[IWE] )"
 # Files of TensorFlow, XLA and gRPC that say in information messages (I) what they found or did.
@@ -64,6 +65,9 @@ _VARYING = re.compile(
 )
 
 
+_LARGEST_MEMORY = 10_000
+
+
 def is_noise(line: bytes) -> bool:
     """Whether `line` (one line of standard error) is start-up noise."""
     return _GREETINGS.match(line) is not None
@@ -77,3 +81,25 @@ def may_be_noise(begin: bytes) -> bool:
 def without_stamp(line: bytes) -> bytes:
     """`line` without its time stamp and process number, to compare the lines of two ranks."""
     return _VARYING.sub(rb"\1 ", line)
+
+
+@dataclass
+class Echoes:
+    """Remembers the lines of a run, by their hashes: lines may be long."""
+
+    _said: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
+    _shown: Counter[int] = field(default_factory=Counter)
+
+    def is_echo(self, rank: int, line: bytes) -> bool:
+        """Whether another rank's copy of what `rank` says has been shown: the k-th time that any
+        rank prints something is no echo, the k-th times of the others are."""
+        text = hash(without_stamp(line))
+        said = self._said[rank]
+        said[text] += 1
+        if said[text] <= self._shown[text]:
+            return True
+        self._shown[text] += 1
+        if len(self._shown) > _LARGEST_MEMORY:
+            self._shown.clear()
+            self._said.clear()
+        return False

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.members import RANKS, Members
+from hvdtrain.launch.running.members import RANKS, Members, ranks_in_words
 from hvdtrain.launch.running.process import Ending
 from hvdtrain.launch.ssh_errors import ssh_error_in
+from hvdtrain.signals import shell_code
 from hvdtrain.worker.failure import Failure
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
@@ -18,6 +19,9 @@ from hvdtrain.worker.failure import Failure
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
 _MPI_LEFT = re.compile(r"process rank (\d+) with PID \d+ on\s+node \S+ exiting improperly")
+_MPI_LOST = re.compile(
+    r"lost communication with a remote daemon.*?Remote daemon: +\S+ on node (\S+)", re.DOTALL
+)
 _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
@@ -81,17 +85,20 @@ def outcome_of(
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
     if cause is not None and cause.secondary and absent:
         said = _describe(cause, failures, members)
-        message = f"{absent}\nbecause of that {said}\n{logs}"
+        message = f"{absent}\nas a result, {said}\n{logs}"
         return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if cause is not None:
         message = f"{_describe(cause, failures, members)}\n{logs}"
         return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if match := _MPI_LEFT.search(launcher_text):
-        left = f"rank {match[1]} left without coming to the script's end (os._exit?) while others needed it"
+        left = f"rank {match[1]} exited before the end of the script (os._exit?) while others needed it"
         return Outcome(EXIT_FAILURE, f"{left}\n{logs}", int(match[1]))
     if ended is not None:
         rank, code = ended
         return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}", rank)
+    if match := _MPI_LOST.search(launcher_text):
+        lost = f"host {match[1]} was lost: its orted was killed, or the connection to it broke"
+        return Outcome(EXIT_FAILURE, f"{lost}\n{logs}")
     code = _code_of(ending)
     if members != RANKS and not launcher_text.strip():
         return Outcome(code, f"{_only(members)} {how_it_ended(code)}\n{logs}")
@@ -109,9 +116,7 @@ def outcome_of(
 
 def _code_of(ending: Ending) -> int:
     """As a shell reports it; 1 for a command that claims success."""
-    if ending.returncode < 0:
-        return EXIT_SIGNAL_BASE - ending.returncode
-    return ending.returncode or EXIT_FAILURE
+    return shell_code(ending.returncode) or EXIT_FAILURE
 
 
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
@@ -135,16 +140,12 @@ def _only(members: Members) -> str:
 
 def _describe(cause: Failure, failures: list[Failure], members: Members) -> str:
     alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
-    also = f" (and {_ranks(alike)} alike)" if alike else ""
+    also = f" (and {ranks_in_words(alike)} likewise)" if alike else ""
     name = members.name(cause.rank) if members == RANKS else _only(members)
     if not cause.text:
         return f"{name}{also} {how_it_ended(cause.exit_code)}"
     one_line = "\n" not in cause.text
     return f"{name}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def how_it_ended(code: int) -> str:
@@ -154,7 +155,9 @@ def how_it_ended(code: int) -> str:
             name = signal.Signals(code - EXIT_SIGNAL_BASE).name
         except ValueError:
             return f"ended with exit code {code}"
-        hint = " (was memory short?)" if name == "SIGKILL" else ""
+        if name == "SIGSTOP":
+            return "was stopped (SIGSTOP) and not resumed, so it was killed"
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
         return f"was killed by {name}{hint}"
     return f"ended with exit code {code}"
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain.launch.running.echoes import Echoes
 from hvdtrain.launch.running.lines import LONGEST, Line, Lines
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.members import RANKS, Members
-from hvdtrain.launch.running.noise import is_noise, may_be_noise
+from hvdtrain.launch.running.noise import Echoes, is_noise, may_be_noise
 from hvdtrain.launch.running.sinks import LogFiles, Screen
 from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
 from hvdtrain.worker.failure import LONGEST_LINE, MARKER, Failure, encoded, from_line
@@ -255,7 +254,8 @@ class Output:
 
     def _say_logs_lost(self, error: OSError) -> None:
         self.say(
-            f"\ncannot keep the output in {self.log_dir}: {error.strerror}; the run goes on without it"
+            f"\ncannot save the output in {self.log_dir}: {error.strerror}; the run continues "
+            "without it"
         )
 
     def _lose(self, stream: Stream, error: OSError) -> None:
@@ -264,8 +264,8 @@ class Output:
             self.unread = True
         elif stream == "stdout":
             self.say(
-                f"\ncannot write standard output: {error.strerror}; the run goes on, its output is in "
-                f"{self.log_dir}"
+                f"\ncannot write standard output: {error.strerror}; the run continues, and its "
+                f"output is in {self.log_dir}"
             )
 
 

@@ -21,6 +21,7 @@ from hvdtrain.environment import (
     LOG_DIR,
     TERMINAL,
 )
+from hvdtrain.launch.running.halted import Halted
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.lookout import from_json
 from hvdtrain.launch.running.members import RANKS, Members
@@ -34,7 +35,7 @@ from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
 # Wrong use and the user's own signal; what nobody reads any more ends like the latter.
 _FINAL = {0, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_SIGNAL_BASE + signal.SIGHUP}
-_WARNED = "\nSIGUSR1: this job will be ended soon; all ranks are told"
+_WARNED = "\nSIGUSR1: this job will end soon; notifying all ranks"
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def run_launch(
             return code
         restarts += 1
         print(
-            f"\nstarting it again ({restarts} of {patience.restarts}): it failed with exit code {code} after "
-            f"{progress}",
+            f"\nrestarting ({restarts} of {patience.restarts}): it failed with exit code {code} "
+            f"after {progress}",
             file=sys.stderr,
             flush=True,
         )
@@ -137,6 +138,7 @@ def _run_once(
     run = _ShownRun(
         output,
         Watchdog(None if elastic else patience.limits),
+        Halted(patience.limits.still if patience.limits else float("inf")),
         members,
         elastic,
         RunStatus(launch_id, view.command),
@@ -177,6 +179,7 @@ class _ShownRun:
 
     output: Output
     watchdog: Watchdog
+    halted: Halted
     members: Members
     elastic: bool
     status: RunStatus
@@ -186,13 +189,13 @@ class _ShownRun:
         self.output.feed(stream, data)
 
     def take_news(self, line: bytes) -> None:
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
             news = json.loads(line)
             self.watchdog.hear(from_json(news.get("ranks", [])))
             if time.time() - self.status.updated >= WRITE_SECONDS:
                 self.write_status()
             if "left" in news:
-                self.output.say(f"\nended what the script has left behind: {news['left']}")
+                self.output.say(f"\nended processes that the script left behind: {news['left']}")
 
     def write_status(self) -> None:
         """Into the log folder, for `hvdtrain ps`."""
@@ -211,10 +214,11 @@ class _ShownRun:
     def has_failed(self) -> bool:
         return bool(self.output.failures) and not self.elastic
 
-    def is_hung(self) -> bool:
-        if not self.hung and (reason := self.watchdog.verdict()):
+    def is_hung(self, command: int) -> bool:
+        reason = self.hung or self.watchdog.verdict() or self.halted.reason(command)
+        if reason and not self.hung:
             self.hung = reason
-            self.output.say("\nthis run hangs: its ranks show their stacks, and are ended")
+            self.output.say("\nthis run hangs: its ranks print their stacks and are ended")
         return bool(self.hung)
 
     def is_unread(self) -> bool:
@@ -228,4 +232,4 @@ def _time_of_day() -> bytes:
 def _stopping(received: signal.Signals, unread: bool, members: Members) -> str:
     why = "nobody reads the output" if unread else received.name
     what = "all ranks" if members == RANKS else "the run"
-    return f"\n{why}: stopping {what} (again: at once)"
+    return f"\n{why}: stopping {what} (repeat to stop at once)"

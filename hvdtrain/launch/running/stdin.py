@@ -13,6 +13,8 @@ import sys
 import threading
 from contextlib import suppress
 
+from hvdtrain.descriptors import write_all
+
 _STDIN = 0
 _BACKGROUND_SECONDS = 0.5
 _ENDING_SECONDS = 0.5
@@ -63,10 +65,5 @@ class InputRelay:
                     continue
                 if not data:
                     break
-                _write_all(self._writing, data)
+                write_all(self._writing, data)
         os.close(self._writing)
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hvdtrain.launch.running.lookout import RankStatus
+from hvdtrain.launch.running.members import ranks_in_words
 
 STILL_SECONDS = 20.0
 """A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""
 WAITING_SECONDS = 300.0
 """Ranks wait, and others do not come: for instance to init."""
+UNHEARD_SECONDS = 60.0
+"""Nothing is told of a rank: at least so long, even with a short `--hang-timeout`; on slow networks news come late."""
 HANG_SECONDS = 1800
 """No rank makes progress."""
+PAUSE_SECONDS = 5.0
+"""Without being asked: the launcher has waited for a reader of its output (Ctrl-S in a terminal), and so have ranks."""
 PROGRESS_SECONDS = 60.0
 """Of work after init count as progress in a script whose steps are not seen."""
 INIT = "hvdtrain.init()"
@@ -60,6 +65,9 @@ class Watchdog:
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     steps: int = 0
     working_since: float = 0.0
+    _heard: dict[int, float] = field(default_factory=dict)
+    _asked: float = float("inf")
+    _resumed: float = float("-inf")
 
     def hear(self, statuses: Iterable[RankStatus]) -> None:
         """The ranks of a host, now."""
@@ -68,6 +76,7 @@ class Watchdog:
             # A rank that is killed while it is stopped was stopped.
             was_stopped = before is not None and before.state == "stopped" and one.state == "gone"
             self.statuses[one.rank] = before if before and was_stopped else one
+            self._heard[one.rank] = time.monotonic()
             if one.heartbeat is not None and one.phase not in ("starting", "init"):
                 self.working_since = self.working_since or time.monotonic()
                 self.steps = max(self.steps, one.heartbeat.step)
@@ -76,7 +85,29 @@ class Watchdog:
         """Why the run cannot go on; empty as long as it can."""
         if self.limits is None:
             return ""
-        return verdict(list(self.statuses.values()), self.limits)
+        now = time.monotonic()
+        if now - self._asked > PAUSE_SECONDS:
+            self._resumed = now
+        self._asked = now
+        awake = now - self._resumed
+        ranks = [_at_most(awake, one) for one in self.statuses.values()]
+        return self._unheard(now, awake) or verdict(ranks, self.limits)
+
+    def _unheard(self, now: float, awake: float) -> str:
+        """Their hosts tell of ranks every few seconds, whatever these do."""
+        assert self.limits is not None
+        limit = max(self.limits.waiting, UNHEARD_SECONDS)
+        found = [
+            one
+            for one in self.statuses.values()
+            if one.state != "gone" and min(awake, now - self._heard[one.rank]) >= limit
+        ]
+        if not found:
+            return ""
+        return (
+            f"no news from {', '.join(map(_name, found))} for {limit:g} s: "
+            "have hvdtrain's processes there been stopped (`ps -eo pid,stat,args`)?"
+        )
 
     def progress(self) -> str:
         """What the ranks have done, as far as it is known; empty if they finished no step and worked for no minute."""
@@ -97,6 +128,12 @@ class Watchdog:
         return ""
 
 
+def _at_most(seconds: float, one: RankStatus) -> RankStatus:
+    """The rank as if it had been watched for so long."""
+    held, idle, quiet = (min(seconds, since) for since in (one.held, one.idle, one.quiet))
+    return replace(one, held=held, idle=idle, quiet=quiet)
+
+
 _AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
     (lambda one: one.state == "stopped", "stopped (SIGSTOP) while others waited for THEM"),
     (
@@ -105,11 +142,11 @@ _AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
     ),
     (
         lambda one: one.has_ended,
-        "missing: the script has come to its end there while others still need THEM",
+        "missing: the script has ended there while others still need THEM",
     ),
     (
         lambda one: one.state == "gone",
-        "gone without coming to the script's end (os._exit?) while others need THEM",
+        "gone before the end of the script (os._exit?) while others need THEM",
     ),
 )
 
@@ -118,7 +155,7 @@ def verdict(ranks: Sequence[RankStatus], limits: Limits) -> str:
     """Why a run with these ranks cannot go on, and what each of them does; empty as long as it can."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
-    for held_up in (_stopped, _lost, _awaited, _idle):
+    for held_up in (_stopped, _lost, _awaited, _idle, _over):
         if reason := held_up(ranks, there, limits, patience):
             return f"{reason}\n{picture(ranks)}" if len(ranks) > 1 else reason
     return ""
@@ -151,7 +188,8 @@ def _lost(
         return ""
     return _sentence(
         found,
-        "gone: it left without coming to the script's end (os._exit? out of memory?), while others run on without THEM",
+        "gone before the end of the script (os._exit? out of memory?) while others run on "
+        "without THEM",
         "",
     )
 
@@ -188,6 +226,19 @@ def _idle(
         _frozen(there)
         or f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
     )
+
+
+def _over(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> str:
+    # What the scripts have left running may compute.
+    ended = all(
+        (one.held if one.state == "gone" else one.quiet if one.has_ended else 0.0) >= limits.busy
+        for one in ranks
+    )
+    if not ranks or not ended:
+        return ""
+    return f"all ranks finished, but the run did not end within {limits.busy:g} s"
 
 
 def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> str:
@@ -228,7 +279,7 @@ def _place(one: RankStatus) -> str:
 def picture(ranks: Sequence[RankStatus]) -> str:
     """A line for all ranks that do the same: where they are, in which state."""
     return "\n".join(
-        f"  {_numbers(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
+        f"  {ranks_in_words(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
     )
 
 
@@ -242,7 +293,3 @@ def _grouped(ranks: Sequence[RankStatus], key: Callable[[RankStatus], str]) -> d
     for one in sorted(ranks, key=lambda status: status.rank):
         found.setdefault(key(one), []).append(one.rank)
     return found
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

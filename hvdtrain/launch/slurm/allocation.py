@@ -22,7 +22,6 @@ _VARIABLES = {
     # As asked for (`a100:4`), then those of the node where the job's script runs.
     "gpus per node": "SLURM_GPUS_PER_NODE",
     "gpus here": "SLURM_GPUS_ON_NODE",
-    "restarts": "SLURM_RESTART_COUNT",
     # Only inside a step (srun).
     "step": "SLURM_STEP_ID",
     "tasks of step": "SLURM_STEP_NUM_TASKS",
@@ -45,8 +44,6 @@ class Allocation:
         hosts: the nodes in Slurm's order, each with the ranks that it takes.
         cores: of each node, in the same order.
         cores_per_task: if the job asked for it.
-        gpus_per_node: 0 if none are known of.
-        restart_count: how often the job was requeued.
         this_node: the node where this process runs; None outside of the allocation.
         in_step: whether this process is a step itself, which holds its cores.
     """
@@ -55,8 +52,6 @@ class Allocation:
     hosts: tuple[Host, ...]
     cores: tuple[int, ...]
     cores_per_task: int | None
-    gpus_per_node: int
-    restart_count: int
     this_node: str | None
     in_step: bool = False
 
@@ -89,14 +84,11 @@ def read_allocation(environ: Mapping[str, str], *, own_hosts: bool = False) -> A
             "without srun; it starts the ranks of the allocation itself"
         )
     names = _nodes(environ)
-    gpus = _gpus_per_node(environ)
     return Allocation(
         job_id=job_id,
-        hosts=tuple(map(Host, names, _slots(environ, len(names), gpus))),
+        hosts=tuple(map(Host, names, _slots(environ, len(names)))),
         cores=_counts(environ, "cores", len(names)) or (1,) * len(names),
         cores_per_task=_number(environ, "cores per task"),
-        gpus_per_node=gpus,
-        restart_count=_number(environ, "restarts") or 0,
         this_node=environ.get(_VARIABLES["this node"]),
         in_step=_VARIABLES["step"] in environ,
     )
@@ -106,8 +98,8 @@ def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     text = environ.get(_VARIABLES["nodes"])
     if text is None:
         raise UsageError(
-            f"{_VARIABLES['job']} is set but {_VARIABLES['nodes']} is not: this is no complete "
-            f"Slurm environment. Unset {_VARIABLES['job']}, or start inside of a job"
+            f"{_VARIABLES['job']} is set but {_VARIABLES['nodes']} is not: the Slurm environment "
+            f"is incomplete. Unset {_VARIABLES['job']}, or start inside a job"
         )
     try:
         return expand_nodes(text)
@@ -115,12 +107,12 @@ def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
         raise UsageError(f"{_VARIABLES['nodes']}: {error}") from None
 
 
-def _slots(environ: Mapping[str, str], nodes: int, gpus: int) -> tuple[int, ...]:
+def _slots(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
     """Ranks for each node."""
     tasks = _number(environ, "tasks")
     each = _number(environ, "tasks per node")
     if tasks is None and each is None:
-        return (gpus or 1,) * nodes
+        return (_gpus_per_node(environ) or 1,) * nodes
     layout = _counts(environ, "layout", nodes)
     if layout and (tasks is None or sum(layout) == tasks):
         return layout
@@ -129,14 +121,14 @@ def _slots(environ: Mapping[str, str], nodes: int, gpus: int) -> tuple[int, ...]
     assert tasks is not None
     if tasks < nodes:
         raise UsageError(
-            f"{_VARIABLES['tasks']}={tasks} are fewer tasks than the {nodes} nodes of the job: "
-            "ask for one a node at least, or name the hosts with -H"
+            f"{_VARIABLES['tasks']}={tasks} is fewer tasks than the {nodes} nodes of the job: ask "
+            "for at least one per node, or name the hosts with -H"
         )
     return tuple(tasks // nodes + (index < tasks % nodes) for index in range(nodes))
 
 
 def _gpus_per_node(environ: Mapping[str, str]) -> int:
-    """GPUs of each node: `4`, `a100:4` or `a100:2,v100:1`."""
+    """GPUs of each node: `4`, `a100:4` or `a100:2,v100:1`; 0 if none are known of."""
     text = environ.get(_VARIABLES["gpus per node"])
     if text is None:
         return _number(environ, "gpus here") or 0
@@ -156,7 +148,7 @@ def _counts(environ: Mapping[str, str], what: str, nodes: int) -> tuple[int, ...
         raise UsageError(f"{_VARIABLES[what]}: {error}") from None
     if len(counts) != nodes:
         raise UsageError(
-            f"{_VARIABLES[what]}={text} tells of {len(counts)} nodes, but "
+            f"{_VARIABLES[what]}={text} describes {len(counts)} nodes, but "
             f"{_VARIABLES['nodes']}={environ[_VARIABLES['nodes']]} names {nodes}"
         )
     return counts

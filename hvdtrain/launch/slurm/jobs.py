@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import BinaryIO
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
 from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.running.bounded import NOT_FOUND, ask
 
 POLL_SECONDS = 2.0
 SILENCE_SECONDS = 120.0
@@ -71,13 +71,20 @@ def sbatch_argv(script: Path) -> list[str]:
 
 def submit_job(script: Path) -> str:
     """Submit a batch script; return the job's number. Raises UsageError or HvdtrainError."""
-    done = _run(
-        sbatch_argv(script), "submitting a job needs Slurm: go to a login node of a cluster"
-    )
-    if done.returncode != 0:
-        raise HvdtrainError(f"sbatch refused the job ({script}):\n{done.stderr.strip()}")
+    said = ask(sbatch_argv(script), limit=SILENCE_SECONDS)
+    if said.returncode == NOT_FOUND:
+        raise UsageError(
+            "sbatch was not found: submit the job from a login node of a Slurm cluster"
+        )
+    if said.returncode is None:
+        raise HvdtrainError(
+            f"Slurm did not answer sbatch within {SILENCE_SECONDS:g} s: check with squeue whether "
+            "the job was submitted"
+        )
+    if said.returncode != 0:
+        raise HvdtrainError(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
     # `7`, or `7;cluster`.
-    return done.stdout.strip().partition(";")[0]
+    return said.stdout.strip().partition(";")[0]
 
 
 def read_states(text: str) -> list[JobState]:
@@ -156,15 +163,13 @@ def _describe(job: JobState) -> str:
 def _ask(job_id: str) -> list[JobState]:
     deadline = time.monotonic() + SILENCE_SECONDS
     while True:
-        done = _run(
-            ["scontrol", "--oneliner", "show", "job", job_id], f"job {job_id} goes on without it"
-        )
-        states = read_states(done.stdout)
+        said = ask(["scontrol", "--oneliner", "show", "job", job_id])
+        states = read_states(said.stdout)
         if states:
             return states
         if time.monotonic() > deadline:
             raise HvdtrainError(
-                f"Slurm tells nothing about job {job_id} any more, which may go on: {done.stderr.strip()}"
+                f"Slurm no longer answers about job {job_id}, which may still run: {said.last_line}"
             )
         time.sleep(POLL_SECONDS)
 
@@ -191,10 +196,3 @@ def _value(line: str, name: str) -> str:
             break
         words.append(word)
     return " ".join(words).rstrip()
-
-
-def _run(argv: list[str], missing: str) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    except OSError as error:
-        raise UsageError(f"cannot start {argv[0]}: {error.strerror}; {missing}") from error

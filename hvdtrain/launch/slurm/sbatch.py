@@ -1,5 +1,8 @@
 """JobRequest -> the batch script that runs it. Pure: the script's text depends on the request alone.
 
+Words of the command that look secret (`--password VALUE`) are not in the script, which takes them from the job's
+environment (`secret_words`).
+
 A job that is warned before its end (the time limit, a job of higher priority) passes SIGUSR1 on to
 its ranks, and may put itself back into the queue:
 
@@ -17,10 +20,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from hvdtrain.environment import SECRET_WORD
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.secrets import masked
 
 WARNING_SECONDS = 120
 MARGIN_SECONDS = 10
@@ -60,15 +65,17 @@ class JobRequest:
 
     Attributes:
         command: what runs on the first node: `hvdtrain run ...`.
+        job_name: as squeue shows it.
         nodes, tasks_per_node, cpus_per_task: at least 1; None leaves it to Slurm.
         gpus_per_node: a number, or TYPE:NUMBER.
         time: the limit as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS.
+        partition, account, qos: where it queues and who is charged; None leaves it to Slurm.
         array: the tasks of a job array, such as 0-3 or 0-99%4; each runs the whole job once.
         memory: for each node, such as 64G.
         output: the file for what the job says, with Slurm's %-patterns.
         mail_type, mail_user: when Slurm writes to whom, such as END,FAIL.
         directives: further #SBATCH lines, such as --constraint=a100.
-        warning_seconds: SIGUSR1 to every rank this long before the time limit; None is never.
+        warning_seconds: SIGUSR1 to every rank this many seconds before the time limit; None is never.
         requeue: go back into the queue when the time is over before the training.
     """
 
@@ -99,7 +106,7 @@ class JobRequest:
             ("--warning", self.warning_seconds),
         ):
             if number is not None and number < 1:
-                raise UsageError(f"{name} {number}: give at least 1")
+                raise UsageError(f"{name} {number}: must be at least 1")
         for name, text, form, example in (
             ("--time", self.time, _TIME, "minutes, H:MM:SS or D-HH:MM:SS, such as 1-12:00:00"),
             ("--array", self.array, _ARRAY, "numbers and ranges, such as 0-3, 1,5,9 or 0-99%4"),
@@ -116,12 +123,12 @@ class JobRequest:
             )
         for value in (*_options(self).values(), *self.directives):
             if value is not None and ("\n" in value or "\0" in value):
-                raise UsageError(f"{value!r} has an end of line in it: an #SBATCH line ends there")
+                raise UsageError(f"{value!r} contains a newline, which would end the #SBATCH line")
         limit = _seconds(self.time)
         if self.warning_seconds is not None and limit is not None and self.warning_seconds >= limit:
             raise UsageError(
-                f"--warning {self.warning_seconds} is not before the end of --time {self.time}, which "
-                f"is {limit} seconds: warn later (a smaller --warning), or ask for more time"
+                f"--warning {self.warning_seconds} is not shorter than --time {self.time}, which "
+                f"is {limit} seconds: lower --warning, or ask for more time"
             )
 
 
@@ -140,7 +147,7 @@ def _check_directive(line: str, options: Iterable[str]) -> None:
         meant = [one for one in own if one == name] or [one for one in own if one.startswith(name)]
         if name and meant and name not in _WHOLE_NAMES:
             raise UsageError(
-                f"--sbatch {line!r}: hvdtrain submit has an option for this, and goes by it: give "
+                f"--sbatch {line!r}: hvdtrain submit has its own option for this: use "
                 f"{_OWN_NAMES.get(meant[0], meant[0])}"
             )
 
@@ -158,7 +165,7 @@ def batch_script(request: JobRequest) -> str:
     ]
     if request.requeue:
         lines += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
-    command = shlex.join(request.command)
+    command = _in_shell(request.command)
     if request.warning_seconds is None:
         return "\n".join([*lines, "", f"exec {command}", ""])
     job = _NAME_OF_TASK if request.array else "$SLURM_JOB_ID"
@@ -167,6 +174,23 @@ def batch_script(request: JobRequest) -> str:
     parts += [_WARN_AND_REQUEUE if request.requeue else _WARN, f"{command} &", _WAIT]
     parts += [_REQUEUE] if request.requeue else []
     return "\n".join([*parts, 'exit "$code"', ""])
+
+
+def secret_words(command: Sequence[str]) -> dict[str, str]:
+    """The words of the command that look secret, by the variable from which the script takes each."""
+    secret = [word for word, shown in zip(command, masked(command), strict=True) if word != shown]
+    return {f"{SECRET_WORD}{number}": word for number, word in enumerate(dict.fromkeys(secret), 1)}
+
+
+def _in_shell(command: Sequence[str]) -> str:
+    """The command as a line for a shell, which ends there if a secret word is not set."""
+    names = {word: name for name, word in secret_words(command).items()}
+    return " ".join(
+        f'"${{{names[word]}:?is not set: submit with hvdtrain submit}}"'
+        if word in names
+        else shlex.quote(word)
+        for word in command
+    )
 
 
 def default_warning(time: str | None) -> int:
@@ -241,11 +265,8 @@ requeue_in_time() {{
     case $end in
     ????-??-??T*) last=$(date --date="$end" +%s) && left=$((last - {MARGIN_SECONDS} - $(date +%s))) ;;
     esac
-    if [ "$left" -gt 0 ]; then
-        sleep "$left" &
-        trap "kill $!" TERM
-        wait $! || return
-    fi
+    # Waits without a child process, which could outlive this one and keep the job's output open.
+    [ "$left" -gt 0 ] && read -rt "$left" <> <(:)
     scontrol requeue "$job"
 }}
 """

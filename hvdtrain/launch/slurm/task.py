@@ -11,17 +11,12 @@ from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.slurm.nodelist import expand_counts
 
-RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-# The address that the task's node reached srun at, so the rendezvous beside srun is there as well.
-_SRUN_ADDRESSES = ("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST")
-
 
 def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """The variables to add to those of a task.
 
     Ranks are numbered as Slurm numbers tasks. The cross rank and size count the nodes that have a
-    rank of this local number. With a rendezvous, its address is added.
+    rank of this local number.
 
     Args:
         environ: of the task.
@@ -40,7 +35,7 @@ def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
             f"hvdtrain.start.task runs as a task of srun, which sets SLURM_* variables: {error}"
         ) from error
     peers = [index for index, count in enumerate(counts) if count > local]
-    place = {
+    return {
         "HOROVOD_RANK": rank,
         "HOROVOD_SIZE": str(sum(counts)),
         "HOROVOD_LOCAL_RANK": str(local),
@@ -50,11 +45,6 @@ def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         "HOROVOD_HOSTNAME": name,
         RANK_CORES: str(_share(environ, cores, counts[node])),
     }
-    if RENDEZVOUS_PORT in environ and RENDEZVOUS_ADDRESS not in environ:
-        place[RENDEZVOUS_ADDRESS] = next(
-            environ[name] for name in _SRUN_ADDRESSES if name in environ
-        )
-    return place
 
 
 def _share(environ: Mapping[str, str], cores: int, tasks: int) -> int:

@@ -18,24 +18,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.agreement import require_equal
+from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.deferred import initialize, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import initialize, waiting_variables
 from hvdtrain.keras_internals.losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.models import compile_alike, metric_names
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.exchange import Exchange
-from hvdtrain.parallel.pipeline.late_losses import are_late
+from hvdtrain.parallel.pipeline.normalized_losses import are_late
+from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import Stage, cut
-from hvdtrain.parallel.pipeline.steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
-from hvdtrain.parallel.unsplit import make_part
-from hvdtrain.strategies import by_part
+from hvdtrain.parallel.whole_model import make_part
+from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.step_metrics import StepLogs
@@ -182,7 +182,9 @@ class StageRunner(Runner):
         last = self.position.everyone.exchange(mine, "pipeline_metrics")[root]
         if last["complaint"] is not None:
             raise UsageError(last["complaint"])
-        warning = by_part.complaint(self.stage.whole, "a micro-batch", last["own losses"])
+        warning = batch_dependence.warning_of_parts(
+            self.stage.whole, "a micro-batch", last["own losses"]
+        )
         if divided and warning is not None and self.position.everyone.rank() == 0:
             warnings.warn(warning, stacklevel=2)
         return Measured(tuple(last["names"]), bool(last["late"]))

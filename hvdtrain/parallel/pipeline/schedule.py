@@ -52,8 +52,3 @@ def all_forward_then_backward(stage: int, stages: int, micro_batches: int) -> It
     for kind in Pass:
         for micro_batch in range(micro_batches):
             yield Action(kind, micro_batch)
-
-
-def ideal_step(stages: int, micro_batches: int) -> float:
-    """Return the time of a step of equal stages in units of the time that its work takes: (m + s - 1) / m."""
-    return (micro_batches + stages - 1) / micro_batches

@@ -92,7 +92,7 @@ def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None
     """Return stage `index` of `count` of a model.
 
     Args:
-        model: functional or a built Sequential; may be without values (see keras_internals.deferred).
+        model: functional or a built Sequential; may be without values (see keras_internals.deferred_variables).
         begins: names, or regular expressions for the whole names, of the layers that begin the stages
             behind the first; None: stages of about equal cost.
 
@@ -172,17 +172,17 @@ def require_graph(model: keras.Model) -> Any:
     functional = graph_internals.functional_of(model)
     if functional is None:
         what = (
-            "it has no keras.layers.Input, so it has no shapes yet: put one in front"
+            "it has no keras.layers.Input, so it has no shapes yet: add one at the start"
             if isinstance(model, keras.Sequential)
-            else "it is a class of its own, of which only the code of its call is known: write it as "
+            else "it is a subclassed model, of which only the code of call is known: write it as "
             "keras.Sequential or keras.Model(inputs, outputs)"
         )
         raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")
     own = overridden(model, *_METHODS)
     if own is not None:
         raise UsageError(
-            f"Pipeline stages: the model {model.name!r} has a {own} of its own, which needs the whole model in one "
-            f"process: leave it out, or train without pipeline stages"
+            f"Pipeline stages: the model {model.name!r} overrides {own}, which needs the whole "
+            "model in one process: leave it out, or train without pipeline stages"
         )
     for layer in model._flatten_layers():
         if getattr(layer, "hvdtrain_synchronized", False):
@@ -264,7 +264,7 @@ def _fits(pattern: str, name: str) -> bool:
         return re.fullmatch(pattern, name) is not None
     except re.error as error:
         raise UsageError(
-            f"Layout: stages: {pattern!r} is no name and no regular expression: {error}"
+            f"Layout: stages: {pattern!r} is neither a name nor a regular expression: {error}"
         ) from None
 
 

@@ -2,7 +2,7 @@
 
 Horovod's TensorFlow binding cannot send from one rank to another. Under MPI mpi4py can; elsewhere a message
 is an alltoall in the process set of the two ranks, to which one of them brings nothing. Sending returns
-at once in both (with a blocking send two stages that send to each other would wait for ever), and messages
+at once in both (with a blocking send two stages that send to each other would wait forever), and messages
 between two ranks in one direction arrive in the order in which they were sent, so they need no numbers.
 
 One way between two processes of a machine, ms (4 B / 64 KB / 4 MB): mpi4py 0.4 / 0.6 / 2.5, alltoall over MPI
@@ -81,7 +81,7 @@ def make_transport(pairs: Mapping[int, Communicator]) -> Transport:
 
 
 def stall_limit(environ: Mapping[str, str]) -> float:
-    """Return the seconds that a rank waits for another, as Horovod's own waits do; inf: for ever."""
+    """Return the seconds that a rank waits for another, as Horovod's own waits do; inf: forever."""
     text = environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "")
     try:
         seconds = float(text)
@@ -132,7 +132,9 @@ class MpiTransport:
         return [_array_of(data, spec) for data, spec in zip(buffers, specs, strict=True)]
 
     def flush(self) -> None:
-        self._wait([request for request, _ in self._leaving], "a neighbour to take what was sent")
+        self._wait(
+            [request for request, _ in self._leaving], "a neighbour to receive what was sent"
+        )
         self._leaving.clear()
 
     def _wait(self, requests: Sequence[Any], what: str) -> None:
@@ -144,8 +146,9 @@ class MpiTransport:
                     with contextlib.suppress(self._mpi.Exception):
                         request.Cancel()
                 raise EngineError(
-                    f"Rank {ALL_RANKS.rank()} waited {self._limit:g} s for {what}: that rank failed, ended, or does "
-                    "something else (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit)"
+                    f"Rank {ALL_RANKS.rank()} waited {self._limit:g} s for {what}: that rank "
+                    "failed, ended, or is doing something else "
+                    "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is the limit)"
                 )
             time.sleep(0 if waited < _BUSY_SECONDS else _PAUSE_SECONDS)
 

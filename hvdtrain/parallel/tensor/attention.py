@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.graph import give_mask, mask_of
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import copy_to_parts, gather_parts
@@ -19,6 +19,11 @@ from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 class _HeadsParallel(SplitLayer):
     """Lays the split over an attention layer that projects with `_query_dense` and so on."""
+
+    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
+        with waiting_variables(least=0) as waiting:
+            super().build(query_shape, value_shape, key_shape)  # type: ignore[misc]
+        split_and_initialize(self, waiting)
 
     def split(self) -> None:
         layer: Any = self
@@ -46,8 +51,9 @@ class _HeadsParallel(SplitLayer):
         heads = int(projection._kernel.shape[1])
         if heads % self.group.size():
             raise UsageError(
-                f"Layer {self.name!r} cannot be split by heads: {heads} {name.strip('_').split('_')[0]} heads are no "  # type: ignore[attr-defined]
-                f"multiple of the {self.group.size()} ranks that split it"
+                f"Layer {self.name!r} cannot be split by heads: {heads} "  # type: ignore[attr-defined]
+                f"{name.strip('_').split('_')[0]} heads are not a multiple of the "
+                f"{self.group.size()} ranks that split it"
             )
         self._cut(projection._kernel, 1)
         self._cut(projection.bias, 0)
@@ -115,11 +121,6 @@ class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
         super().__init__(num_heads, key_dim, **kwargs)
         self.join(group)
 
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        with waiting_variables(least=0) as waiting:
-            super().build(query_shape, value_shape, key_shape)
-        split_and_initialize(self, waiting)
-
 
 class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAttention):
     """GroupedQueryAttention whose rank i of n computes the i-th n-th of the query heads and of the key heads.
@@ -143,11 +144,6 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
     ) -> None:
         super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
         self.join(group)
-
-    def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        with waiting_variables(least=0) as waiting:
-            super().build(query_shape, value_shape, key_shape)
-        split_and_initialize(self, waiting)
 
 
 adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)

@@ -11,7 +11,7 @@ import keras
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import initialize, keep_part, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import initialize, keep_part, waiting_variables
 from hvdtrain.keras_internals.models import children, is_built
 from hvdtrain.keras_internals.optimizers import optimizer_slots
 from hvdtrain.keras_internals.shards import shard_of
@@ -65,8 +65,8 @@ def convert(
     if position.tensor_set.size() > 1:
         if not is_built(made):
             raise UsageError(
-                f"Model {made.name!r} has layers without weights yet, which cannot be split: begin it with "
-                "keras.Input(shape), or call it once"
+                f"Model {made.name!r} has layers without weights yet, which cannot be split: start "
+                "it with keras.Input(shape), or call it once"
             )
         split_model(made, plan, position.tensor_set)
     for variable in waiting:
@@ -194,13 +194,13 @@ def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
 def _require_kind(path: str, layer: Any, way: str) -> None:
     """Raise UsageError unless `layer` can be split that way."""
     if isinstance(layer, SplitLayer):
-        raise UsageError(f"split: layer {path!r} is split already")
+        raise UsageError(f"split: layer {path!r} is already split")
     ways = KINDS.get(type(layer))
     if ways is None:
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise UsageError(
             f"split: layer {path!r} is a {type(layer).__name__}, which cannot be split; these can: {kinds} "
-            "(and no sub-classes of them). Let the pattern name layers of these kinds only"
+            "(but not their subclasses). Let the pattern name layers of these kinds only"
         )
     if way not in ways:
         raise UsageError(

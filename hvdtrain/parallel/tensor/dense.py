@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import (
     copy_to_parts,

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
@@ -40,7 +40,8 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
         """Return the numbers of the words; those of an unknown word are an error, as in a whole table on a CPU."""
         if not isinstance(inputs, tf.Tensor):
             raise UsageError(
-                f"Layer {self.name!r}: a split Embedding takes dense tensors, not {type(inputs).__name__}"
+                f"Layer {self.name!r}: a split Embedding accepts only dense tensors, not "
+                f"{type(inputs).__name__}"
             )
         words = inputs if inputs.dtype in (tf.int32, tf.int64) else tf.cast(inputs, tf.int32)
         size = tf.constant(self.input_dim, words.dtype)

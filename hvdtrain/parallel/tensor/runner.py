@@ -11,7 +11,7 @@ import keras
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.tensor.convert import convert
-from hvdtrain.parallel.unsplit import make_part
+from hvdtrain.parallel.whole_model import make_part
 from hvdtrain.strategies.runner import Runner
 from hvdtrain.strategies.strategy import ModelSource
 

@@ -14,7 +14,7 @@ import keras
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred import initialize, keep_part
+from hvdtrain.keras_internals.deferred_variables import initialize, keep_part
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.keras_internals.variables import variable_name
 from hvdtrain.parallel.collectives import sum_parts
@@ -67,8 +67,9 @@ class SplitLayer:
 
     def _only_a_part(self) -> UsageError:
         return UsageError(
-            f"Layer {self.name!r} is split over ranks, and its whole weights are nowhere: leave it out of the layout's "  # type: ignore[attr-defined]
-            "split if other code reads them. This rank's part is in the layer's `variables`"
+            f"Layer {self.name!r} is split over ranks, and no rank holds its whole weights: leave "  # type: ignore[attr-defined]
+            "it out of the layout's split if other code reads them. This rank's part is in the "
+            "layer's `variables`"
         )
 
     def _cut(self, variable: Any, axis: int) -> None:
@@ -95,7 +96,8 @@ def split_variable(variable: Any, axis: int, group: Communicator, name: str) -> 
     if size % parts:
         raise UsageError(
             f"Variable {variable_name(variable)!r} of shape {tuple(variable.shape)} cannot be split over {parts} "
-            f"ranks along dimension {axis}: {size} is no multiple of {parts}. Change the layer's size or the mesh"
+            f"ranks along dimension {axis}: {size} is not a multiple of {parts}. Change the "
+            "layer's size or the mesh"
         )
     _check_constraint(variable, axis)
     if variable.regularizer is not None:

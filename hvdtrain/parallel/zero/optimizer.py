@@ -34,7 +34,7 @@ from hvdtrain.keras_internals.elementwise import require_elementwise
 from hvdtrain.keras_internals.optimizer_state import prepare_saving, slot_name, take_state
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable, variable_name
-from hvdtrain.parallel.pieces import optimizer_pieces
+from hvdtrain.parallel.state_layout import optimizer_pieces
 from hvdtrain.parallel.zero.partition import bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
@@ -60,13 +60,15 @@ class _Sharded(_Distributed):
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise UsageError(
-            "A sharded optimizer cannot be copied or pickled: its state lies on several ranks. Copy the plain one"
+            "A sharded optimizer cannot be copied or pickled: its state is spread over several "
+            "ranks. Copy the plain one"
         )
 
     def register_local_var(self, var: Any) -> None:
         if self.built:  # type: ignore[attr-defined]
             raise UsageError(
-                "register_local_var: the state of a sharded optimizer is divided when it is built: call this before"
+                "register_local_var: the state of a sharded optimizer is divided when it is "
+                "built: call this first"
             )
         super().register_local_var(var)
 
@@ -200,8 +202,9 @@ class _Sharded(_Distributed):
         """Return the whole arrays of `variables`, inside `whole_state` on rank 0 of the process set."""
         if self.hvdtrain_whole is None:
             raise UsageError(
-                f"The state of this optimizer lies on {self.process_set.size()} ranks, and one alone cannot save it: "
-                "use Trainer.save, or save inside `with optimizer.whole_state():`, which all ranks enter"
+                f"The state of this optimizer is spread over {self.process_set.size()} ranks, and "
+                "one alone cannot save it: use Trainer.save, or save inside `with "
+                "optimizer.whole_state():`, which all ranks enter"
             )
         return self.hvdtrain_whole
 

@@ -1,4 +1,4 @@
-"""Which elements of a variable are whose: the flat variable in contiguous parts, one a rank.
+"""Which elements of a variable are whose: the flat variable in contiguous parts, one per rank.
 
 The parts differ by at most one element, the first ranks having the longer ones, which is how Horovod's
 reducescatter divides a tensor: nothing is padded. A variable of fewer elements than ranks has empty parts.

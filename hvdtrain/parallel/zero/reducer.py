@@ -82,7 +82,7 @@ class ShardedReducer(OptimizerReducer):
     ) -> tf.IndexedSlices:
         """Return the elements of the slices of all ranks that are in this rank's part.
 
-        A row that occurs twice stays two slices: plain Keras squares and clips slices one by one, too.
+        A row that occurs twice stays two slices: plain Keras also squares and clips slices one by one.
         """
         if self.is_local(variable):
             reduced = self._keep_local(slices, self.reduction.process_set.size())

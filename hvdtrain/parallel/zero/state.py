@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.pieces import name_of_state, optimizer_pieces
+from hvdtrain.parallel.state_layout import name_of_state, optimizer_pieces
 
 
 def state_names(optimizer: Any) -> list[str]:

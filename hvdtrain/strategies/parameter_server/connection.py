@@ -19,7 +19,7 @@ from tensorflow.python.eager import context
 
 from hvdtrain.environment import EXIT_FAILURE, TERMINAL
 from hvdtrain.errors import EngineError
-from hvdtrain.keras_internals.remote import kept_variables
+from hvdtrain.keras_internals.remote_variables import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 from hvdtrain.worker.failure import Failure
 
@@ -27,9 +27,9 @@ START_SECONDS = 300.0
 """Workers and servers must listen by then."""
 POLL_SECONDS = 1.0
 ATTEMPTS = 5
-"""A server has gone when it does not answer so many times."""
+"""A server counts as gone after this many calls without an answer."""
 GRACE_SECONDS = 8.0
-"""For the script to end by itself, once a server has gone."""
+"""For the script to end by itself, once a server is gone."""
 ALONE_SECONDS = 600.0
 """The job ends when no worker has answered for so long."""
 
@@ -85,8 +85,8 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
 def _keep_for_ever(*objects: Any) -> None:
     """Keep the interpreter from destroying these at its end.
 
-    They would take leave of every worker, and wait for ever for one that has died. Workers and servers notice
-    by themselves that the chief has gone.
+    They would say goodbye to every worker, and wait forever for one that has died. Workers and servers notice
+    by themselves that the chief is gone.
     """
     for one in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
@@ -132,7 +132,7 @@ def _own_words(record: logging.LogRecord) -> bool:
     lost = re.match(r"Worker /job:worker/replica:0/task:(\d+) failed", record.getMessage())
     if lost:
         print(
-            f"Worker {lost[1]} has gone: its step goes to another one, and it may come back",
+            f"Worker {lost[1]} is gone: another worker takes over its step, and it may come back",
             file=sys.stderr,
             flush=True,
         )
@@ -154,7 +154,7 @@ def server_errors(config: TfConfig) -> Iterator[None]:
 class Watch:
     """Looks after the servers and workers from a thread.
 
-    A process that dies closes its connections, and TensorFlow says so at once. A host that dies does not.
+    A process that dies closes its connections, and TensorFlow reports it at once. A host that dies does not.
     Then this thread ends the process, if the script does not end by itself.
     """
 
@@ -192,13 +192,14 @@ class Watch:
                 last_worker = time.monotonic()
             elif time.monotonic() - last_worker > self._alone_seconds:
                 self.problem = (
-                    f"No worker has answered for {self._alone_seconds:.0f} s: the run cannot go on"
+                    f"No worker has answered for {self._alone_seconds:.0f} s: the run cannot "
+                    "continue"
                 )
         self._end(self.problem)
 
 
 def _end_after_grace(problem: str) -> None:
-    """End this process unless it ends by itself: it may wait for ever in a call to the host that has gone."""
+    """End this process unless it ends by itself: it may wait forever in a call to the host that is gone."""
     time.sleep(GRACE_SECONDS)
     failure = Failure(0, EXIT_FAILURE, False, problem)
     line = failure.to_line() if TERMINAL in os.environ else f"Error: {problem}"

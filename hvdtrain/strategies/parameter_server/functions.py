@@ -23,11 +23,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.collectives.metric_trials import WHOLE_PARTS
 from hvdtrain.collectives.metrics import state_variables
-from hvdtrain.collectives.trials import WHOLE_PARTS
 from hvdtrain.keras_internals.metric_calls import metrics_of, watched
 from hvdtrain.keras_internals.models import own_non_trainable_variables
-from hvdtrain.keras_internals.remote import (
+from hvdtrain.keras_internals.remote_variables import (
     arrival,
     in_step,
     make_step_variable,
@@ -42,7 +42,7 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Ticket:
-    """What tells a step from all others.
+    """What identifies a step among all others.
 
     Attributes:
         slot: place for its number among those of the steps that are on their way.

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.keras_internals.optimizers import optimizer_slots
-from hvdtrain.keras_internals.remote import (
+from hvdtrain.keras_internals.remote_variables import (
     SplitVariable,
     may_be_split,
     replace_value,

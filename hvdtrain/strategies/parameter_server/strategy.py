@@ -18,12 +18,12 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.optimizers import is_distributed
-from hvdtrain.keras_internals.remote import look_up_rows
+from hvdtrain.keras_internals.remote_variables import look_up_rows
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.parameter_server.async_steps import Pending, ServerSteps
 from hvdtrain.strategies.parameter_server.connection import Watch, connect, server_errors
 from hvdtrain.strategies.parameter_server.placement import MIN_PART_BYTES, move_to_servers
-from hvdtrain.strategies.parameter_server.steps import Pending, ServerSteps
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.strategy_names import PARAMETER_SERVER
 from hvdtrain.tf_config import CHIEF, TfConfig, read_tf_config
@@ -55,9 +55,9 @@ class ParameterServer(Strategy):
     def __init__(self, in_flight: int = 2, min_part_bytes: int = MIN_PART_BYTES) -> None:
         super().__init__()
         if in_flight < 1:
-            raise UsageError(f"in_flight={in_flight}: give 1 or more")
+            raise UsageError(f"in_flight={in_flight}: must be at least 1")
         if min_part_bytes < 1:
-            raise UsageError(f"min_part_bytes={min_part_bytes}: give 1 or more")
+            raise UsageError(f"min_part_bytes={min_part_bytes}: must be at least 1")
         self._in_flight = in_flight
         self._min_part_bytes = min_part_bytes
         self._config: TfConfig | None = None
@@ -82,7 +82,8 @@ class ParameterServer(Strategy):
     def distribute(self, optimizer: Any) -> Any:
         if is_distributed(optimizer):
             raise UsageError(
-                "strategy='parameter-server' takes a plain Keras optimizer, not one of DistributedOptimizer"
+                "strategy='parameter-server' needs a plain Keras optimizer, not a "
+                "DistributedOptimizer"
             )
         if getattr(optimizer, "gradient_accumulation_steps", None):
             raise UsageError(

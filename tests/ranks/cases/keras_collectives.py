@@ -14,7 +14,7 @@ from results import Apart
 
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.replicas import fingerprints
-from hvdtrain.collectives.step import Step, in_step
+from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import replicated_variables
 

@@ -285,11 +285,11 @@ def case_stays_distributed() -> dict[str, Any]:
     try:
         hvd.DistributedOptimizer(original)
     except UsageError as error:
-        found["wrapped twice"] = float("wrap it once" in str(error))
+        found["wrapped twice"] = float("wrap it only once" in str(error))
     try:
         hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(original))
     except UsageError as error:
-        found["wrapped twice, scaled"] = float("wrap it once" in str(error))
+        found["wrapped twice, scaled"] = float("wrap it only once" in str(error))
     found["isinstance"] = float(isinstance(original, SGD))
     return found
 

@@ -20,7 +20,7 @@ from keras import layers
 
 import hvdtrain
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.remote import tf_variables
+from hvdtrain.keras_internals.remote_variables import tf_variables
 from hvdtrain.strategies.parameter_server import ParameterServer
 
 ROWS, BATCH, WORDS = 150, 32, 40

@@ -43,7 +43,7 @@ from trainer_exact import case_sgd as case_sgd
 import hvdtrain
 from hvdtrain.keras_internals.metric_calls import Calls
 from hvdtrain.keras_internals.replica_scope import current_replica, pure_steps
-from hvdtrain.strategies.replicas import Found, ReplicaSteps, build
+from hvdtrain.strategies.replica_steps import Found, ReplicaSteps, build
 from hvdtrain.strategy_names import STRATEGY
 
 ON_TPU = os.environ[STRATEGY] == "tpu"

@@ -14,12 +14,12 @@ import numpy as np
 from small import RANK, crossentropy, layers, optimizers
 
 from hvdtrain import Trainer
-from hvdtrain.collectives.accumulated import as_one_process
+from hvdtrain.collectives.gradient_accumulation import as_one_process
 from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
+from hvdtrain.parallel.gather_scatter import gather
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.saving import DividedState
-from hvdtrain.parallel.state import gather
 
 FOLDER = Path(os.environ["FOLDER"])
 BATCH, EXAMPLES, TOKENS = 8, 30, 18

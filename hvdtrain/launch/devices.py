@@ -1,0 +1,131 @@
+"""The cores, GPUs and TPUs that this process may use, as far as they can be known without TensorFlow."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from pathlib import Path
+
+from hvdtrain.launch.running.bounded import ask
+
+_CPUS = Path("/sys/devices/system/cpu")
+_TPU_NAME = "TPU_NAME"
+_GPU_FILES = "dev/nvidia[0-9]*"
+# The device files of a TPU's chips: accelerators of the host's, or VFIO groups.
+_TPU_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
+
+
+def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
+    """The NVIDIA GPUs that a program may use here, as CUDA_VISIBLE_DEVICES names them.
+
+    As in CUDA, its list ends at the first entry that names none.
+    """
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and not _entries(chosen):
+        return ()
+    count = _count_gpus(environ, root)
+    if chosen is None:
+        return tuple(map(str, range(count)))
+    there = takewhile(lambda entry: not entry.isdigit() or int(entry) < count, _entries(chosen))
+    return tuple(there)[:count]
+
+
+def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
+    """How a TPU can be reached from here: `TPU_NAME=...`, or its device files; empty if not at all."""
+    if environ.get(_TPU_NAME):
+        return f"{_TPU_NAME}={environ[_TPU_NAME]}"
+    for pattern in _TPU_FILES:
+        files = sorted(root.glob(pattern))
+        if files:
+            return f"/{files[0].relative_to(root)}"
+    return ""
+
+
+def _entries(chosen: str) -> tuple[str, ...]:
+    """`0,GPU-1a2b,-1,3` -> 0 and GPU-1a2b."""
+    found = []
+    for entry in chosen.split(","):
+        word = entry.strip()
+        if not re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", word, re.ASCII):
+            break
+        found.append(word)
+    return tuple(found)
+
+
+def _count_gpus(environ: Mapping[str, str], root: Path) -> int:
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if program is None:
+        return len(list(root.glob(_GPU_FILES)))
+    said = ask([program, "--list-gpus"], environ=environ)
+    return sum(line.startswith("GPU ") for line in said.answer.splitlines())
+
+
+def usable_cores() -> int:
+    """Physical cores in this process's mask, and no more than its control group grants the time of."""
+    cores = physical_cores(os.sched_getaffinity(0), _CPUS)
+    quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return cores if quota is None else max(1, min(cores, round(quota)))
+
+
+def physical_cores(cpus: Iterable[int], root: Path) -> int:
+    """The number of cores that these logical CPUs are on. What does not tell its core is one of its own.
+
+    Args:
+        root: /sys/devices/system/cpu.
+    """
+
+    def core_of(cpu: int) -> str:
+        try:
+            return (root / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip()
+        except OSError:
+            return str(cpu)
+
+    return len({core_of(cpu) for cpu in cpus})
+
+
+def cgroup_quota(root: Path, own: Path) -> float | None:
+    """Cores' worth of time that the control groups of this process grant: the least on the way to the root.
+
+    Args:
+        root: /sys/fs/cgroup.
+        own: /proc/self/cgroup.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, read = root, _read_v2
+        elif "cpu" in controllers.split(","):
+            base, read = root / "cpu", _read_v1
+        else:
+            continue
+        # In a container the path may be that of the host, where the file is that of the root.
+        folder = base / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if place.is_relative_to(base) and (quota := read(place)) is not None:
+                found.append(quota)
+    return min(found, default=None)
+
+
+def _read_v2(folder: Path) -> float | None:
+    try:
+        granted, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if granted == "max" else int(granted) / int(period)
+
+
+def _read_v1(folder: Path) -> float | None:
+    try:
+        granted = int((folder / "cpu.cfs_quota_us").read_text())
+        period = int((folder / "cpu.cfs_period_us").read_text())
+    except (OSError, ValueError):
+        return None
+    return None if granted < 0 else granted / period

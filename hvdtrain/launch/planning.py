@@ -1,0 +1,137 @@
+"""The options of `hvdtrain run` -> a LaunchPlan: what the user left open is chosen here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.command import Site
+from hvdtrain.launch.devices import usable_cores, visible_gpus
+from hvdtrain.launch.engine import choose_controller, installed_controllers
+from hvdtrain.launch.hosts import hosts_of
+from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
+from hvdtrain.launch.options import options_of
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.program import program_of
+from hvdtrain.launch.rules import ELASTIC, fitting_stall_times, is_given, unmet_need
+from hvdtrain.launch.secrets import variable_to_pass
+from hvdtrain.launch.slurm.allocation import Allocation
+
+_MOST_WORKERS_OF_CORES = 8
+"""On a machine without GPUs, if the number is not given."""
+
+
+def plan_of(
+    values: Mapping[str, Any], site: Site, say: Callable[[str], None], behind: Container[str] = ()
+) -> LaunchPlan:
+    """The plan that the options of `hvdtrain run` ask for, here. Raises UsageError.
+
+    Args:
+        values: of the options; None: not given.
+        say: called with what was chosen, or ignored.
+        behind: the options that are left out where they have no effect.
+    """
+    values = {name: value for name, value in values.items() if value is not None}
+    hosts = hosts_of(values.pop("hosts", None), values.pop("hostfile", None))
+    if hosts:
+        values["hosts"] = hosts
+    elastic = any(name in values for name in ELASTIC)
+    _choose_place(values, elastic, site.allocation, say)
+    _choose_stall_times(values, say)
+    built, wanted, mpirun = installed_controllers(), values["controller"], site.mpirun
+    if elastic and wanted == "auto":
+        wanted = "gloo"
+    if values["launcher"] == "srun":
+        # srun stands in for mpirun.
+        mpirun, wanted = "srun", choose_srun_controller(wanted, built)
+    values["controller"] = choose_controller(wanted, built, mpirun)
+    _leave_out(values, behind, say)
+    values["env"] = tuple(map(variable_to_pass, values.get("env", ())))
+    program = program_of(
+        values.pop("script"), values.pop("arguments", ()), module=values.pop("module", False)
+    )
+    return LaunchPlan(program=program, **values)
+
+
+def _choose_place(
+    values: dict[str, Any], elastic: bool, allocation: Allocation | None, say: Callable[[str], None]
+) -> None:
+    """Set the number of ranks, their hosts and what starts them, as far as the user did not."""
+    wanted = values["launcher"]
+    if elastic:
+        if wanted == "srun":
+            raise UsageError(
+                "srun starts a fixed number of workers: elastic training needs horovodrun"
+            )
+        allocation = None
+    own_hosts = "hosts" in values
+    if allocation is not None and not own_hosts:
+        here = len(allocation.hosts) == 1 and allocation.this_node is not None
+        slots = max(values.get("np", 0), allocation.hosts[0].slots)
+        alone = (replace(allocation.hosts[0], slots=slots),)
+        # More ranks than the job asked for have a place on its only node, but no order on several.
+        values["hosts"] = alone if here else allocation.hosts
+        values.setdefault("np", sum(host.slots for host in allocation.hosts))
+    values["np"] = _number_of_ranks(values, say)
+    hosts = used_hosts(values.get("hosts", ()), values["np"])
+    values["launcher"] = choose_launcher(wanted, allocation, hosts)
+    local = allocation is not None and {host.name for host in hosts} == {allocation.this_node}
+    if values["launcher"] == "horovodrun" and local and not own_hosts:
+        del values["hosts"]  # This machine; its name need not resolve here.
+
+
+def _choose_stall_times(values: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Make the time until the job is ended longer than the time until the warning, and report it."""
+    warning, shutdown = values["stall_warning_seconds"], values["stall_shutdown_seconds"]
+    times = fitting_stall_times(warning, shutdown)
+    if values["stall_check"] and times != (warning, shutdown):
+        say(
+            f"--stall-shutdown-seconds {shutdown} is not longer than --stall-warning-seconds {warning}: "
+            f"taking {times[1]} and {times[0]}"
+        )
+        values["stall_warning_seconds"], values["stall_shutdown_seconds"] = times
+
+
+def _number_of_ranks(values: Mapping[str, Any], say: Callable[[str], None]) -> int:
+    if "np" in values:
+        return int(values["np"])
+    if "hosts" in values:
+        return sum(host.slots for host in values["hosts"])
+    if "min_np" in values:
+        return int(values["min_np"])
+    if "host_discovery_script" in values:
+        raise UsageError("the number of workers to start with is not known: add -np N")
+    number, reason = workers_here(len(visible_gpus(os.environ)), usable_cores)
+    say(f"-np {number}: {reason}")
+    return number
+
+
+def workers_here(gpus: int, cores: Callable[[], int]) -> tuple[int, str]:
+    """The number of workers for this machine, and why.
+
+    A worker a core was faster than one worker with several, for networks of all but the widest layers; with many
+    cores it would be many copies of model and TensorFlow, and small shares of the batch.
+    """
+    if gpus:
+        return gpus, f"one worker per GPU on this machine ({gpus})"
+    found = cores()
+    number = min(found, _MOST_WORKERS_OF_CORES)
+    if number == found:
+        return number, f"no GPU found; one worker per core ({found})"
+    return number, f"no GPU found; the {found} cores are shared by {number} workers"
+
+
+def _leave_out(values: dict[str, Any], behind: Container[str], say: Callable[[str], None]) -> None:
+    """Leave out the options from a file or a variable that would have no effect in a plan of these values."""
+    options = options_of(LaunchPlan)
+    plan: Any = SimpleNamespace(**{one.field: one.default for one in options} | values)
+    plan.elastic = any(values.get(name) for name in ELASTIC)
+    for option in options:
+        overlooked = option.field in behind and is_given(values.get(option.field))
+        if overlooked and (remedy := unmet_need(option, plan)):
+            say(f"{option.name} has no effect here and is ignored: {remedy}")
+            del values[option.field]

@@ -1,1 +1,0 @@
-"""Launches under the strategies that are not Horovod's."""

@@ -1,0 +1,206 @@
+"""What one stage computes for one micro-batch: its layers, and the loss and metrics or its part of them.
+
+Each pass is one compiled function for each size of micro-batch. A function returns no masks of padding,
+so those travel as tensors of their own, to the next stage or to the losses of the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvdtrain.collectives.sparse import Run
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.parallel.pipeline.exchange import tensors_of
+from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
+from hvdtrain.parallel.pipeline.normalized_losses import LateLosses, Made
+from hvdtrain.parallel.pipeline.stages import Stage
+from hvdtrain.strategies.step_metrics import StepMetrics
+
+
+class Passes:
+    """The forward passes of a stage; of the last one with the losses, or later the losses alone.
+
+    Args:
+        stage: this rank's; its model is compiled.
+        names: of the losses and metrics, which the last stage computes.
+        late: on the last stage, if its losses cannot be computed in the forward pass.
+        metrics: of the stage's model.
+    """
+
+    def __init__(
+        self, stage: Stage, names: Sequence[str], late: LateLosses | None, metrics: StepMetrics
+    ) -> None:
+        self._stage = stage
+        self._names = names
+        self._late = late
+        self._metrics = metrics
+        self._functions: dict[Hashable, Callable[..., Any]] = {}
+
+    def train(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
+        """Return what is sent to the next stage, [the loss] or [], and what the last stage found.
+
+        That is the running logs, or what `late_train` takes.
+        """
+        return self._call(self._train_pass, received, part)
+
+    def test(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
+        """As `train`, in inference mode and without a loss to differentiate."""
+        return self._call(self._test_pass, received, part)
+
+    def predict(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
+        """As `test`; the last stage finds the model's outputs."""
+        return self._call(self._predict_pass, received, part)
+
+    def late_train(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
+        """Return the loss of a micro-batch whose forward pass made `made`, and the running logs."""
+        return self._call_late(self._late_train_pass, made, totals, part)
+
+    def late_test(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
+        """As `late_train`, without a loss to differentiate."""
+        return self._call_late(self._late_test_pass, made, totals, part)
+
+    def apply(self, gradients: list[Any], runs: Mapping[int, Run]) -> None:
+        """Reduce a step's gradients, None where a variable has none, and update the weights.
+
+        Args:
+            gradients: one for each of the model's trainable variables.
+            runs: the indices of those that are slices of the same rows on all ranks, by their place.
+        """
+        variables = self._stage.model.trainable_variables
+        present = tuple(place for place, g in enumerate(gradients) if g is not None)
+
+        def update(found: list[Any]) -> None:
+            known = [_with_run(g, runs.get(p)) for g, p in zip(found, present, strict=True)]
+            self._stage.model.optimizer.apply_gradients(
+                zip(known, [variables[p] for p in present], strict=True)
+            )
+
+        function = self._function(("apply", present, tuple(runs.items())), update)
+        function([gradients[p] for p in present])
+
+    def _call(self, run: Callable[..., Any], received: list[Any], part: MicroBatch) -> Any:
+        x, y, weight = part.data
+        # A function for each size: Keras weighs the losses of several outputs by the number of
+        # examples only if it is known while tracing.
+        function = self._function((run.__name__, part.size), run)
+        if not self._stage.is_last:
+            y = weight = None
+        own_x = x if self._stage.own_inputs else None
+        return function(received, own_x, y, weight, part.examples)
+
+    def _call_late(
+        self, run: Callable[..., Any], made: Made, totals: tf.Tensor, part: MicroBatch
+    ) -> Any:
+        _, y, weight = part.data
+        function = self._function((run.__name__, part.size), run)
+        return function(made, totals, y, weight, part.examples)
+
+    def _train_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
+        outputs, sent = self._run(received, x, training=True)
+        losses, found = self._losses(outputs, y, weight, examples, training=True)
+        optimizer = self._stage.model.optimizer
+        return sent, [optimizer.scale_loss(loss) for loss in losses], found
+
+    def _test_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
+        outputs, sent = self._run(received, x, training=False)
+        _, found = self._losses(outputs, y, weight, examples, training=False)
+        return sent, [], found
+
+    def _predict_pass(self, received: list[Any], x: Any, y: Any, weight: Any, examples: int) -> Any:
+        del y, weight, examples
+        outputs, sent = self._run(received, x, training=False)
+        return sent, [], outputs
+
+    def _late_train_pass(
+        self, made: Made, totals: tf.Tensor, y: Any, weight: Any, examples: int
+    ) -> Any:
+        loss, found = self._late_test_pass(made, totals, y, weight, examples)
+        return self._stage.model.optimizer.scale_loss(loss), found
+
+    def _late_test_pass(
+        self, made: Made, totals: tf.Tensor, y: Any, weight: Any, examples: int
+    ) -> Any:
+        assert self._late is not None
+        outputs, loss = self._late.loss(made, totals, y, weight)
+        return loss, self._logs(loss, outputs, y, weight, examples)
+
+    def _losses(
+        self, outputs: Any, y: Any, weight: Any, examples: int, training: bool
+    ) -> tuple[list[Any], Any]:
+        """Return this stage's part of the loss, [] if it has none yet, and what the last stage found."""
+        model = self._stage.model
+        if not self._stage.is_last:
+            own = [tf.cast(loss, tf.float32) for loss in graph_internals.own_losses(model)]
+            losses = [tf.add_n(own)] if own else []
+            graph_internals.track_loss(model, losses[0] if losses else 0.0, examples)
+            return losses, []
+        if self._late is not None:
+            return [], self._late.count(outputs, y, weight)
+        loss = graph_internals.compute_loss(model, y, outputs, weight, training)
+        return [loss], self._logs(loss, outputs, y, weight, examples)
+
+    def _logs(self, loss: Any, outputs: Any, y: Any, weight: Any, examples: int) -> list[Any]:
+        """Count a micro-batch in the loss and metrics; return their values so far."""
+        model = self._stage.model
+        graph_internals.track_loss(model, loss, examples)
+        logs, _ = self._metrics.count(
+            lambda: model.compute_metrics(None, y, outputs, sample_weight=weight),
+            tf.nest.flatten(outputs)[0].shape[0],
+        )
+        return [logs[name] for name in self._names]
+
+    def _run(self, received: list[Any], x: Any, training: bool) -> tuple[Any, list[Any]]:
+        """Return the whole model's outputs on the last stage, and what the others send."""
+        stage = self._stage
+        arrived = _with_masks(tensors_of(stage.received), received)
+        inputs = []
+        if stage.own_inputs:
+            flat = graph_internals.flat_inputs(stage.whole, x)
+            inputs = [flat[place] for place in stage.own_inputs]
+        inputs += [arrived[place] for place in stage.used]
+        made = iter(tf.nest.flatten(stage.model(inputs, training=training)))
+        outputs = [next(made) if place is None else arrived[place] for place in stage.passed]
+        if stage.is_last:
+            return graph_internals.like_outputs(stage.whole, outputs), []
+        sent = []
+        for crossing, tensor in zip(stage.sent, outputs, strict=True):
+            # A function that returns its own argument has no gradient of it.
+            sent.append(tf.identity(tensor))
+            if crossing.masked:
+                sent.append(tf.identity(graph_internals.mask_of(tensor)))
+        return None, sent
+
+    def _function(self, key: Hashable, run: Callable[..., Any]) -> Callable[..., Any]:
+        if key not in self._functions:
+            self._functions[key] = self._compiled(run)
+        return self._functions[key]
+
+    def _compiled(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        if self._stage.model.run_eagerly:
+            return run
+        function: Callable[..., Any] = tf.function(run, reduce_retracing=True, autograph=False)
+        return function
+
+
+def _with_run(gradient: Any, run: Run | None) -> Any:
+    """Return slices whose rows do not come from outside of the function, as far as these are known."""
+    if run is None:
+        return gradient
+    first, count = run
+    values = tf.ensure_shape(gradient.values, [count, *gradient.values.shape[1:]])
+    indices = tf.range(first, first + count, dtype=gradient.indices.dtype)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _with_masks(places: list[Any], received: list[Any]) -> list[Any]:
+    """Return the tensors among what was received, each with its mask."""
+    tensors: list[Any] = []
+    for (_, mask), value in zip(places, received, strict=True):
+        if mask:
+            graph_internals.give_mask(tensors[-1], value)
+        else:
+            tensors.append(value)
+    return tensors

@@ -1,0 +1,297 @@
+"""The steps of one stage: micro-batches one behind the other, forwards and backwards by a schedule.
+
+A micro-batch's forward pass is one compiled function under a tape of its own, which keeps what the
+backward pass needs (also the masks of dropout) until it comes. Losses are weighted by examples /
+global examples, so the gradients of all micro-batches of all ranks add up to the global batch's; they are reduced
+and applied once. What a stage adds to the loss (penalties of its weights, add_loss) it differentiates itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.idle_ranks import take_over
+from hvdtrain.collectives.metric_merging import LAST, RULES
+from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.sparse import add_slices, runs_of_all
+from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.data import Share
+from hvdtrain.keras_internals.metric_calls import metrics_of
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    without,
+)
+from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
+from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
+from hvdtrain.parallel.pipeline.normalized_losses import LateLosses
+from hvdtrain.parallel.pipeline.schedule import (
+    Pass,
+    all_forward_then_backward,
+    one_forward_one_backward,
+)
+from hvdtrain.parallel.pipeline.stage_compute import Passes
+from hvdtrain.parallel.pipeline.stages import Stage
+from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.step_metrics import StepMetrics
+from hvdtrain.strategies.strategy import Logs
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the last stage computes, as all stages know it.
+
+    Attributes:
+        names: of the losses and metrics.
+        late: a loss is divided by what all micro-batches hold, so none can go backwards before all went forward.
+    """
+
+    names: tuple[str, ...] = ()
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A forward pass that waits for its backward pass; on the last stage `found` is what it found."""
+
+    tape: tf.GradientTape
+    sources: list[Any]
+    sent: list[Any]
+    losses: list[Any]
+    found: Any
+
+
+class PipelineSteps:
+    """Runs shares through one stage of a built and compiled model.
+
+    Args:
+        stage: this rank's; its model is compiled.
+        exchange: with its neighbours.
+        ranks: that hold the same stage.
+        count: micro-batches of a share.
+        measured: by the last stage.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        exchange: Exchange,
+        ranks: Communicator,
+        count: int,
+        measured: Measured,
+    ) -> None:
+        self._stage = stage
+        self._exchange = exchange
+        self._ranks = ranks
+        self._count = count
+        self._names = list(measured.names)
+        self._share = tf.Variable(1.0, trainable=False)
+        self._schedule = all_forward_then_backward if measured.late else one_forward_one_backward
+        self._late: LateLosses | None = None
+        if stage.is_last and measured.late:
+            self._late = LateLosses(stage, ranks)
+        total = _none_asked if self._late is None else self._late.total
+        half = computed_in_half(stage.model)
+        self._step = Step(self._share, total, share_in_loss=True, half=half)
+        if stage.is_last:
+            make_exact(stage.model)
+        # "last" would be of the last micro-batch.
+        rules = [rule for rule in RULES if rule != LAST]
+        self._metrics = StepMetrics(metrics_of(stage.model), self._share, self._warn, rules)
+        self._passes = Passes(stage, self._names, self._late, self._metrics)
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares`, one after the other; return the running logs of this copy, on its first stage."""
+        logs: Logs = {}
+        for share in shares:
+            logs = self._train(share)
+        return self._metrics.logs(logs, {})
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`; the last stage holds them."""
+        parts = micro_batches(share, self._count)
+        with self._weighing(share):
+            found = self._forward(parts, self._passes.test)
+            if self._late is not None:
+                totals = self._late.settle(found)
+                for part, made in zip(parts, found, strict=True):
+                    self._share.assign(part.weight)
+                    self._passes.late_test(made, totals, part)
+        self._exchange.flush()
+        return self._metrics.logs({}, {})
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's output for the examples of `share` on the last stage, None on the others."""
+        outputs = self._forward(micro_batches(share, self._count), self._passes.predict)
+        self._exchange.flush()
+        if not self._stage.is_last:
+            return None
+        flat = [tf.nest.flatten(output) for output in outputs]
+        joined = [tf.concat(parts, axis=0) for parts in zip(*flat, strict=True)]
+        return tf.nest.pack_sequence_as(outputs[0], joined)
+
+    def finish(self) -> None:
+        """Nothing is in flight: each step returns when it is done."""
+
+    def _warn(self, text: str) -> None:
+        if self._ranks.rank() == 0:
+            warnings.warn(text, stacklevel=2)
+
+    def _forward(self, parts: Sequence[MicroBatch], run: Callable[..., Any]) -> list[Any]:
+        """Take part in forward passes without backward passes; return what the last stage found."""
+        everything = []
+        for number, part in enumerate(parts):
+            received = self._exchange.receive_forward(number, part.size)
+            self._share.assign(part.weight)
+            sent, _, found = run(received, part)
+            if not self._stage.is_last:
+                self._exchange.send_forward(sent, part.size)
+            everything.append(found)
+        return everything
+
+    # One training step.
+
+    def _train(self, share: Share) -> Logs:
+        stage = self._stage
+        parts = micro_batches(share, self._count)
+        last = len(parts) - 1
+        waiting: dict[int, _Open] = {}
+        totals: Any = None
+        total: list[Any] | None = None
+        logs = np.zeros(0)
+        with self._weighing(share):
+            for action in self._schedule(stage.index, stage.count, len(parts)):
+                number = action.micro_batch
+                if action.kind is Pass.FORWARD:
+                    waiting[number] = self._train_forward(number, parts[number])
+                    continue
+                if self._late is not None and totals is None:
+                    totals = self._late.settle([opened.found for opened in waiting.values()])
+                opened = waiting.pop(number)
+                if self._late is not None:
+                    opened = self._with_late_loss(opened, totals, parts[number])
+                if stage.is_last and number == last:
+                    # While an epoch runs, a number each; its end brings arrays, too.
+                    logs = np.array([float(np.mean(value)) for value in opened.found])
+                gradients, logs = self._train_backward(
+                    number, parts[number], opened, logs, number == last
+                )
+                if total is None:
+                    total = gradients
+                else:
+                    _add(total, gradients)
+                # They would stay while the next micro-batch makes its own.
+                del gradients, opened
+            self._apply(total or [])
+        self._exchange.flush()
+        self._take_over(share)
+        return dict(zip(self._names, logs, strict=True)) if not stage.index else {}
+
+    def _train_forward(self, number: int, part: MicroBatch) -> _Open:
+        received = self._exchange.receive_forward(number, part.size)
+        self._share.assign(part.weight)
+        sources = self._with_gradients(received)
+        with tf.GradientTape() as tape:
+            tape.watch(sources)
+            sent, losses, found = self._passes.train(received, part)
+        if not self._stage.is_last:
+            self._exchange.send_forward(sent, part.size)
+        places = [c.differentiable and not mask for c, mask in tensors_of(self._stage.sent)]
+        kept = [t for t, has_gradient in zip(sent, places, strict=True) if has_gradient]
+        return _Open(tape, sources, kept, losses, found)
+
+    def _with_late_loss(self, opened: _Open, totals: Any, part: MicroBatch) -> _Open:
+        """Compute the loss of a micro-batch that went forward, under its own tape."""
+        self._share.assign(part.weight)
+        with opened.tape:
+            loss, found = self._passes.late_train(opened.found, totals, part)
+        return replace(opened, losses=[loss], found=found)
+
+    def _train_backward(
+        self, number: int, part: MicroBatch, opened: _Open, logs: np.ndarray, with_logs: bool
+    ) -> tuple[list[Any], np.ndarray]:
+        """Return this stage's gradients of one micro-batch, and the running logs, which come with the last one."""
+        gradients: list[Any] = []
+        if not self._stage.is_last:
+            gradients, found = self._exchange.receive_backward(
+                number, part.size, len(self._names) if with_logs else 0
+            )
+            if with_logs:
+                logs = found + self._own_logs()
+        variables = [tf_variable(v) for v in self._stage.model.trainable_variables]
+        sources = opened.sources
+        found_gradients = opened.tape.gradient(
+            [*opened.sent, *opened.losses],
+            [*sources, *variables],
+            output_gradients=[*gradients, *(tf.ones_like(loss) for loss in opened.losses)],
+        )
+        if self._stage.index:
+            back = [
+                tf.zeros_like(source) if gradient is None else tf.convert_to_tensor(gradient)
+                for source, gradient in zip(sources, found_gradients, strict=False)
+            ]
+            self._exchange.send_backward(back, logs)
+        return found_gradients[len(sources) :], logs
+
+    def _apply(self, gradients: list[Any]) -> None:
+        """Update the weights; rows that were looked up by position are added up over the ranks."""
+        sparse = {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
+        runs = runs_of_all(sparse, self._ranks)
+        variables = self._stage.model.trainable_variables
+        once = frozenset(id(tf_variable(variables[place])) for place in runs)
+        with in_step(replace(self._step, once=once)):
+            self._passes.apply(gradients, runs)
+
+    def _own_logs(self) -> np.ndarray:
+        """What this stage, not the last, adds to the logs: its penalties belong to the loss."""
+        logs = np.zeros(len(self._names))
+        logs[self._names.index("loss")] = float(self._stage.model.get_metrics_result()["loss"])
+        return logs
+
+    def _with_gradients(self, received: list[Any]) -> list[Any]:
+        places = tensors_of(self._stage.received)
+        return [
+            tensor
+            for tensor, (crossing, mask) in zip(received, places, strict=True)
+            if crossing.differentiable and not mask
+        ]
+
+    @contextlib.contextmanager
+    def _weighing(self, share: Share) -> Iterator[None]:
+        """Weigh losses by the share; let an idle rank's filler leave no trace in this rank's state."""
+        metrics = self._stage.model.metrics
+        counted = read_state(metrics)
+        with in_step(self._step):
+            yield
+        if not share.examples:
+            write_state(metrics, counted)
+
+    def _take_over(self, share: Share) -> None:
+        """Give an idle rank the state of the same stage elsewhere."""
+        if share.global_examples < self._ranks.size():
+            model = self._stage.model
+            own = [*state_variables(model.metrics), *seed_variables(model)]
+            take_over(without(model.non_trainable_variables, own), not share.examples, self._ranks)
+
+
+def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
+    raise AssertionError("a loss divides by what was not known to be needed")
+
+
+def _add(total: list[Any], gradients: list[Any]) -> None:
+    """Add `gradients` to `total` and empty them, one by one: memory for one sum more is all it takes."""
+    for place, gradient in enumerate(gradients):
+        gradients[place] = None
+        if isinstance(gradient, tf.IndexedSlices):
+            total[place] = add_slices(total[place], gradient)
+        elif gradient is not None:
+            total[place] = total[place] + gradient

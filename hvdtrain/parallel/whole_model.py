@@ -1,0 +1,114 @@
+"""A model as it was before it was divided over ranks: what its file says of it, and where its variables are now.
+
+It is kept as a copy without values, made of the model's configuration: layers have the same names there. The copy has
+values only while a file is written or read, on rank 0 and in the memory of its host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals.deferred_variables import is_waiting, waiting_variables
+from hvdtrain.keras_internals.graph import release
+from hvdtrain.keras_internals.shards import shard_of
+from hvdtrain.keras_internals.variables import variable_name
+
+
+def make_part(part: keras.Model, whole: keras.Model) -> None:
+    """Let `part`, which one rank has of `whole`, know what it is of; nobody takes it for all.
+
+    Args:
+        part: the model itself, with split layers, or one stage of it.
+        whole: see `Unsplit`.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise UsageError(
+            "This rank has only a part of the model: save all of it with Trainer.save, which every rank calls, "
+            "with run_dir, or with Keras's ModelCheckpoint"
+        )
+
+    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    object.__setattr__(part, "hvdtrain_unsplit", Unsplit(whole))
+    for method in ("save", "save_weights", "export", "load_weights"):
+        object.__setattr__(part, method, refuse)
+
+
+def unsplit_of(model: keras.Model) -> Unsplit | None:
+    """Return what `model` is a part of; None: it is whole."""
+    return getattr(model, "hvdtrain_unsplit", None)
+
+
+class Unsplit:
+    """The whole of a model that is divided, or about to be.
+
+    Args:
+        model: before it is cut into stages; its layers may be split (they say what they were). Built; its
+            variables need no values.
+
+    Attributes:
+        variables: those of the model, in its order. The model's parts on this rank keep these objects.
+
+    Raises:
+        UsageError: a model that cannot be recreated from its configuration, so that no file of it would load.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.variables: list[Any] = list(model.variables)
+        try:
+            config, custom = model_files.model_config(model)
+            with waiting_variables():
+                self._copy = model_files.model_again(config, custom)
+        except Exception as error:  # Whatever a user's get_config and from_config may raise.
+            raise UsageError(
+                f"Model {model.name!r} cannot be recreated from its configuration, which saving a "
+                "model that is divided over ranks requires: give your own layers a get_config "
+                "and register them (keras.saving.register_keras_serializable). Keras says: "
+                f"{error}"
+            ) from error
+        shapes = [_whole_shape(v) for v in self.variables]
+        copied = [tuple(v.shape) for v in self._copy.variables]
+        if shapes != copied:
+            raise UsageError(
+                f"Model {model.name!r}, recreated from its configuration, has {len(copied)} "
+                f"variables of other shapes or order than its own {len(shapes)}: a file of it "
+                "would not load. Do the get_config methods of your own layers return all that "
+                "their constructors were given?"
+            )
+        for variable, copy in zip(self.variables, self._copy.variables, strict=True):
+            model_files.rename(copy, variable_name(variable))
+
+    @contextmanager
+    def whole(self, model: keras.Model) -> Iterator[keras.Model]:
+        """Yield the whole model, compiled as `model` but with a plain optimizer; all values are zero.
+
+        It lives in the memory of the host, until the block ends.
+        """
+        copy = self._copy
+        with tf.device("CPU:0"):
+            for variable in copy.variables:
+                if is_waiting(variable):
+                    model_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
+            optimizer = model_files.plain_optimizer(model.optimizer)
+            model_files.compile_like(copy, model, optimizer)
+            if model.optimizer.built:
+                optimizer.build(copy.trainable_variables)
+            try:
+                yield copy
+            finally:
+                copy.optimizer = None
+                for variable in copy.variables:
+                    release(variable)
+
+
+def _whole_shape(variable: Any) -> tuple[int, ...]:
+    shape = tuple(variable.shape)
+    shard = shard_of(variable)
+    return shape if shard is None else shard.whole_shape(shape)

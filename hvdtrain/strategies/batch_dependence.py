@@ -1,0 +1,108 @@
+"""Layers and losses that treat a part of a batch differently from the whole batch, as far as a model shows.
+
+Two kinds of Keras's layers do so by nature: those that normalise by the statistics of a batch, and those that draw
+random numbers. No way of adding up gradients makes them those of one worker, so they are named before training starts,
+and are off while the probe judges the rest of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+KNOWN = ("keras.", "hvdtrain.")
+"""Packages whose layers treat each example alone, except those named below."""
+RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
+"""Attributes by which layers draw; at 0 they do not. Image augmentation has none of them, and always draws."""
+
+
+def normalises(layer: Any) -> bool:
+    """Whether it normalises by the batch, on one worker or over all of them."""
+    return isinstance(layer, keras.layers.BatchNormalization)
+
+
+def has_generator(layer: Any) -> bool:
+    """Whether it is a layer of Keras's that may draw random numbers in training."""
+    generators = (getattr(layer, name, None) for name in ("seed_generator", "generator"))
+    return type(layer).__module__.startswith("keras.") and any(
+        isinstance(one, keras.random.SeedGenerator) for one in generators
+    )
+
+
+def warning_by_nature(model: keras.Model) -> str | None:
+    """Return a warning if a built model's result depends on the number of workers; None if it does not."""
+    layers = list(model._flatten_layers())
+    own = [f"{layer.name!r}" for layer in layers if normalises_by_share(layer)]
+    random = [f"{layer.name!r}" for layer in layers if draws(layer)]
+    said = []
+    if own:
+        said.append(
+            f"{some(own)}, which normalises by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
+            "normalises by all of it)"
+        )
+    if random:
+        said.append(f"{some(random)}, which draws different random numbers on each worker")
+    return (
+        f"Training depends on the number of workers because of f ff{'; and because of '.join(said)}"
+        if said
+        else None
+    )
+
+
+def normalises_by_share(layer: Any) -> bool:
+    """Whether it normalises by a part of the batch where it is given one."""
+    synchronized = getattr(layer, "hvdtrain_synchronized", False)
+    return normalises(layer) and layer.trainable and not synchronized
+
+
+def draws(layer: Any) -> bool:
+    """Whether it is a layer of Keras's that draws random numbers in training."""
+    rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
+    return has_generator(layer) and (not rates or any(rates))
+
+
+def some(names: list[str]) -> str:
+    """Return the first three of `names`, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = ()) -> str | None:
+    """Return a warning if a built model may train differently on parts of a batch; None if not.
+
+    For ways of training in which no rank can try a step before the first one: pipeline stages, of which none has all of
+    the model, and the replicas of tf.distribute.
+
+    Args:
+        model: all of it.
+        part: what a part is called, such as "a micro-batch".
+        own_losses: names of compiled losses that are not Keras's.
+    """
+    layers = list(model._flatten_layers())
+    found = {
+        f"normalises by {part}": filter(normalises_by_share, layers),
+        "draws random numbers for each": filter(draws, layers),
+        "takes a step for each": (
+            layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)
+        ),
+        "differs if it looks at several examples at once, or changes a state": filter(
+            _is_own, layers
+        ),
+    }
+    said = {what: [f"{layer.name!r}" for layer in own] for what, own in found.items()}
+    said["differs unless it is a mean of one value for each example"] = [
+        f"the loss {name!r}" for name in own_losses
+    ]
+    parts = [f"{some(names)} {what}" for what, names in said.items() if names]
+    if not parts:
+        return None
+    return (
+        f"Training uses {part} at a time, which may not give the result of the whole batch: "
+        f"{'; '.join(parts)}"
+    )
+
+
+def _is_own(layer: Any) -> bool:
+    return isinstance(layer, keras.layers.Lambda) or not type(layer).__module__.startswith(KNOWN)

@@ -1,0 +1,303 @@
+"""Decisions: does a step choose between two ways by numbers of a worker's own examples?
+
+A step that leaves out a batch whose loss is large, or clips a gradient that is, may add up on the few examples that
+the probe tries, and not on those that come later: each worker decides by its own part of the batch. Such a choice
+stands in the step's graph, where it is looked for while the first step is traced: from the gradients back to the data.
+Choices that Keras's layers make are theirs to get right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import hvdtrain
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.metric_calls import metrics_of
+from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.keras_internals.optimizers import gradients_taken
+from hvdtrain.keras_internals.variables import tf_variable
+
+LIMITS = ("Minimum", "Maximum", "ClipByValue")
+"""Operations whose result is one of their inputs."""
+FORMS = ("Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike")
+"""Operations whose result does not depend on the values of their inputs."""
+BODIES = {
+    "PartitionedCall": ("f",),
+    "StatefulPartitionedCall": ("f",),
+    "If": ("then_branch", "else_branch"),
+    "StatelessIf": ("then_branch", "else_branch"),
+}
+"""Operations that run other graphs, and the attributes that name these."""
+BRANCHES = ("If", "StatelessIf")
+"""Those whose first input says which graph runs."""
+PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+"""Operations that sum over examples, though their inputs may have the shape of their result."""
+
+_TENSORFLOW = Path(tf.__file__).parent
+_KERAS = Path(keras.__file__).parent
+_OPERATIONS_OF_KERAS = tuple(_KERAS / "src" / name for name in ("ops", "backend", "utils"))
+_OURS = Path(hvdtrain.__file__).parent
+
+Names = set[str]
+"""Of tensors of one graph."""
+
+
+def telling_decisions(
+    model: keras.Model, step: Callable[[Any], Any], tell: Callable[[str], None]
+) -> Callable[[Any], Any]:
+    """Return `step`, which calls `tell` with what is to be said of the first decision on the way to an update, if any.
+
+    That is while it is traced, and once for each update. Only the first trace is looked at: in a later one a share
+    may have one example, whose numbers look like those of a whole batch.
+
+    Raises:
+        UsageError: while it is traced: by such a decision the step applies gradients or not, and some workers would
+            wait for others.
+    """
+    traced = False
+
+    def look(pairs: list[tuple[Any, Any]]) -> bool:
+        where = first_decision([g for g, _ in pairs if g is not None], _own_state(model))
+        if where:
+            tell(_text(model, where))
+        return False  # The optimizer goes on to apply them.
+
+    def watched(data: Any) -> Any:
+        nonlocal traced
+        if traced or tf.executing_eagerly():  # There is no graph.
+            return step(data)
+        with contextlib.ExitStack() as stack:
+            for optimizer in optimizers_of(model):
+                stack.enter_context(gradients_taken(optimizer, look))
+            logs = step(data)
+        if where := first_parting(tf.compat.v1.get_default_graph(), _own_state(model)):
+            raise UsageError(_parting(model, where))
+        traced = True
+        return logs
+
+    return watched
+
+
+def first_decision(gradients: Sequence[Any], own_state: Iterable[tf.Variable] = ()) -> str:
+    """Return the line of code where the first decision on the way to `gradients` is made: "train.py:41: the code".
+
+    Empty: there is none.
+
+    Args:
+        gradients: tensors, IndexedSlices, or variables that hold some.
+        own_state: variables that each worker has for itself.
+    """
+    known = _handles(own_state)
+    dense = [g for g in gradients if tf.is_symbolic_tensor(g)]
+    # The slices of a lookup are those of single examples: nothing stands behind their sum.
+    slices = [g.values for g in gradients if isinstance(g, tf.IndexedSlices)]
+    waiting = [*dense, *(values for values in slices if tf.is_symbolic_tensor(values))]
+    while waiting:
+        graph = waiting[0].graph
+        values = [value for value in waiting if value.graph is graph]
+        reduced = [gradient for gradient in dense if gradient.graph is graph]
+        if line := _first(values, reduced, _own(graph, _fed(graph, known))):
+            return line
+        # A branch that applies gradients takes them from outside.
+        outside = {n: t for n, t in _captured(graph).items() if tf.is_symbolic_tensor(t)}
+        dense += [outside[name] for name in _behind(reduced) & outside.keys()]
+        waiting = [value for value in waiting if value.graph is not graph]
+        waiting += [outside[name] for name in _ancestors(values) & outside.keys()]
+    return ""
+
+
+def first_parting(graph: Any, own_state: Iterable[tf.Variable] = ()) -> str:
+    """Return the line of code where `graph` first communicates or not by numbers of a worker's own; "" if nowhere."""
+    return _first_parting(graph, _own(graph, _fed(graph, _handles(own_state))))
+
+
+def _first_parting(graph: Any, own: Names) -> str:
+    for op in graph.get_operations():
+        bodies = _bodies(op)
+        parts = op.type in BRANCHES and op.inputs[0].name in own
+        if parts and any(_communicates(body) for body, _ in bodies):
+            return _line_of_user(op)
+        for body, inputs in bodies:
+            if line := _first_parting(body, _own(body, _passed(inputs, body, own))):
+                return line
+    return ""
+
+
+def _communicates(graph: Any) -> bool:
+    return any(
+        op.type.startswith("Horovod") or any(_communicates(body) for body, _ in _bodies(op))
+        for op in graph.get_operations()
+    )
+
+
+def _own_state(model: keras.Model) -> list[tf.Variable]:
+    return [tf_variable(v) for metric in metrics_of(model) for v in metric.variables]
+
+
+def _handles(variables: Iterable[tf.Variable]) -> set[int]:
+    return {id(variable.handle) for variable in variables}
+
+
+def _captured(graph: Any) -> dict[str, Any]:
+    """Return what a graph takes from outside, by the name that it has inside."""
+    return {inside.name: outside for outside, inside in getattr(graph, "captures", ())}
+
+
+def _fed(graph: Any, known: set[int]) -> Names:
+    """Return what a graph is given that each worker has for itself: its arguments, and variables that are `known`."""
+    # What was computed before tracing is the same on all workers, and so are their variables.
+    captured = _captured(graph)
+    outer: dict[int, Names] = {}
+    found: Names = set()
+    for op in graph.get_operations():
+        if op.type != "Placeholder":
+            continue
+        tensor = op.outputs[0]
+        outside = captured.get(tensor.name)
+        if outside is None:
+            own = tensor.dtype != tf.resource
+        elif not tf.is_symbolic_tensor(outside):
+            own = id(outside) in known
+        else:
+            around = outside.graph
+            if id(around) not in outer:
+                outer[id(around)] = _own(around, _fed(around, known))
+            own = outside.name in outer[id(around)]
+        if own:
+            found.add(tensor.name)
+    return found
+
+
+def _own(graph: Any, fed: Names) -> Names:
+    """Return what depends on `fed`, and is not the same on all workers."""
+    found = set(fed)
+    for op in graph.get_operations():
+        # What Horovod returns, all workers have.
+        if op.type in FORMS or op.type.startswith("Horovod"):
+            continue
+        if not any(tensor.name in found for tensor in op.inputs):
+            continue
+        bodies = _bodies(op)
+        if not bodies or (op.type in BRANCHES and op.inputs[0].name in found):
+            found.update(tensor.name for tensor in op.outputs)
+        for body, inputs in bodies:
+            inner = _own(body, _passed(inputs, body, found))
+            results = zip(op.outputs, body.outputs, strict=False)
+            found.update(tensor.name for tensor, inside in results if inside.name in inner)
+    return found
+
+
+def _bodies(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
+    """Return the graphs that `op` runs, each with what it gives them."""
+    inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
+    names = [op.get_attr(attribute).name for attribute in BODIES.get(op.type, ())]
+    # Those of a loaded model may not be known here.
+    known = [function for name in names if (function := op.graph._get_function(name))]
+    return [(function.graph, inputs) for function in known]
+
+
+def _passed(inputs: Sequence[tf.Tensor], body: Any, names: Names) -> Names:
+    """Return the names inside a body of those of its `inputs` that are among `names`."""
+    pairs = zip(inputs, body.inputs, strict=False)
+    return {inside.name for given, inside in pairs if given.name in names}
+
+
+def _first(values: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], own: Names) -> str:
+    """Return what `first_decision` does, of one graph.
+
+    Args:
+        values: that lead to gradients.
+        reduced: those of them that are sums over the examples.
+        own: what each worker has for itself.
+    """
+    needed = _ancestors(values)
+    behind = _behind(reduced)
+    for op in values[0].graph.get_operations():  # In the order of the code.
+        used = [tensor for tensor in op.outputs if tensor.name in needed]
+        if not used or not any(tensor.name in own for tensor in used):
+            continue
+        for body, inputs in _bodies(op):
+            inner = [body.outputs[tensor.value_index] for tensor in used]
+            sums = [body.outputs[t.value_index] for t in used if t.name in behind]
+            if line := _first(inner, sums, _own(body, _passed(inputs, body, own))):
+                return line
+        alone = used[0].shape.num_elements() == 1 or used[0].name in behind
+        if alone and _decides(op) and (line := _line_of_user(op)):
+            return line
+    return ""
+
+
+def _decides(op: tf.Operation) -> bool:
+    if op.type in LIMITS:
+        return op.outputs[0].dtype.is_floating  # Others are places and lengths.
+    # What is given to a body was decided outside.
+    return op.outputs[0].dtype == tf.bool and op.type != "Placeholder"
+
+
+def _ancestors(values: Iterable[tf.Tensor]) -> Names:
+    found: Names = set()
+    waiting = list(values)
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name not in found:
+            found.add(tensor.name)
+            waiting += tensor.op.inputs
+    return found
+
+
+def _behind(reduced: Iterable[tf.Tensor]) -> Names:
+    """Return what lies between the sum over the examples and `reduced`."""
+    found: Names = set()
+    waiting = list(reduced)
+    while waiting:
+        tensor = waiting.pop()
+        if tensor.name in found:
+            continue
+        found.add(tensor.name)
+        alike = [given for given in tensor.op.inputs if given.shape == tensor.shape]
+        others = [given for given in tensor.op.inputs if given.shape != tensor.shape]
+        single = all(given.shape.num_elements() == 1 for given in others)
+        if single and tensor.shape.is_fully_defined() and tensor.op.type not in PRODUCTS:
+            waiting += alike
+    return found
+
+
+def _line_of_user(op: tf.Operation) -> str:
+    """Return where the code stands that made `op`; empty if it is Keras's or our own."""
+    for frame in reversed(op.traceback or ()):
+        path = Path(frame.filename)
+        if path.is_relative_to(_TENSORFLOW) or _is_under(path, _OPERATIONS_OF_KERAS):
+            continue
+        if _is_under(path, (_KERAS, _OURS)):
+            return ""
+        code = linecache.getline(frame.filename, frame.lineno).strip()
+        return f"{path.name}:{frame.lineno}: {code}"
+    return ""
+
+
+def _is_under(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _text(model: keras.Model, where: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} branches on values of a worker's own part "
+        f"of the batch, at {where!r}. One worker would decide on the whole batch; here each "
+        "worker decides for itself, and the result depends on the number of workers"
+    )
+
+
+def _parting(model: keras.Model, where: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} applies gradients or not depending on "
+        f"values of a worker's own part of the batch, at {where!r}: if workers decide "
+        "differently, some would wait for the others. Let it decide on a value that all of them "
+        "share, hvdtrain.keras.allreduce(number), or multiply the gradients by 0"
+    )

@@ -1,0 +1,351 @@
+"""The compiled training, test and prediction step of a model, on one rank's share of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.idle_ranks import take_over
+from hvdtrain.collectives.metrics import read_state, state_variables, write_state
+from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import in_clusters
+from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.metric_calls import Source, metrics_of
+from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, trains_by_keras
+from hvdtrain.keras_internals.optimizers import is_scaled
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    variable_name,
+    without,
+)
+from hvdtrain.strategies import batch_dependence
+from hvdtrain.strategies.data_dependence import telling_decisions
+from hvdtrain.strategies.losses import TotalOfRanks, make_exact
+from hvdtrain.strategies.probe import (
+    EXAMPLES,
+    Verdict,
+    counts_of,
+    in_one_line,
+    probe,
+    state_of,
+    unchanged,
+)
+from hvdtrain.strategies.state_logs import StateLogs
+from hvdtrain.strategies.stateful_updates import grown_together
+from hvdtrain.strategies.step_metrics import StepMetrics
+from hvdtrain.strategies.strategy import Logs
+
+
+def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[Any], Any]:
+    def sized(leaf: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(leaf, [*leading, *leaf.shape[len(leading) :]])
+
+    return lambda data: step(tf.nest.map_structure(sized, data))
+
+
+def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function that runs `step` on each slice of its data along the leading dimension.
+
+    Returns what the last one returned.
+    """
+
+    def steps(stacked: Any) -> Any:
+        count = tf.nest.flatten(stacked)[0].shape[0]
+        logs = step(tf.nest.map_structure(lambda leaf: leaf[0], stacked))
+        if tf.executing_eagerly():
+            for number in range(1, count):
+                logs = step(tf.nest.map_structure(lambda leaf, i=number: leaf[i], stacked))
+            return logs
+
+        def body(number: Any, _: Any) -> Any:
+            return number + 1, step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
+
+        # In turn: a collective's name must not be in flight twice.
+        _, logs = tf.while_loop(
+            lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
+        )
+        return logs
+
+    return steps
+
+
+class RankSteps:
+    """Runs a built and compiled model on shares, each weighted by its part of the global batch.
+
+    With one worker nothing is weighted: the steps are Keras's own.
+    """
+
+    def __init__(self, model: keras.Model, ranks: Communicator, workers: int) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._share = tf.Variable(1.0, trainable=False)
+        self._share_value = 1.0
+        self._probed = False
+        self._step: Step | None = None
+        self._summed: list[tf.Variable] = []
+        self._averaged: list[tf.Variable] = []
+        if workers > 1:
+            if (complaint := needs_whole_batch(model)) is not None:
+                raise UsageError(complaint)
+            make_exact(model)
+            self._step = Step(
+                self._share,
+                TotalOfRanks(self._ranks),
+                # With loss scaling every train_step passes its loss through scale_loss.
+                share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
+                half=computed_in_half(model),
+            )
+        train, test = model.train_step, model.test_step
+        if model.jit_compile:
+            train = in_clusters(train)
+        self._told: set[str] = set()
+        self._metrics = metrics_of(model)
+        self._train_metrics = StepMetrics(self._metrics, self._share, self._warn)
+        self._test_metrics = StepMetrics(self._metrics, self._share, self._warn)
+        self._train_logs = StateLogs(model, train, self._ranks)
+        self._test_logs = StateLogs(model, test, self._ranks)
+        self._train_sources: dict[str, Source] = {}
+        self._test_sources: dict[str, Source] = {}
+        if workers > 1:
+            train = telling_decisions(model, train, self._warn)
+            train = self._growing(self._train_metrics.over(train, self._train_sources))
+            test = self._test_metrics.over(test, self._test_sources)
+        self._train = self._compiled(train)
+        self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
+        self._test = self._compiled(test)
+        self._predict = self._compiled(model.predict_step)
+
+    def _growing(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return `step`, in which what the probe has found to grow by sums or means does so over the ranks."""
+        return lambda data: grown_together(
+            self._summed, self._averaged, self._ranks, lambda: step(data)
+        )
+
+    def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
+        """Compile `step`, whose data has this many leading dimensions in common."""
+        if self._model.run_eagerly:
+            return step
+        compiled: dict[tuple[int, ...], Callable[[Any], Any]] = {}
+
+        def run(data: Any) -> Any:
+            # A function for each number of examples, of which a share has few: Keras weighs the losses of
+            # several outputs by the number only if it is known while tracing.
+            leading = tuple(tf.nest.flatten(data)[0].shape[:dimensions])
+            if leading not in compiled:
+                compiled[leading] = tf.function(
+                    _of_size(step, leading), reduce_retracing=True, autograph=False
+                )
+            return compiled[leading](data)
+
+        return run
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares`, one after the other; return this rank's logs so far, as scalar tensors."""
+        if len(shares) == 1:
+            logs = self._run(self._train, shares[0])
+            if self._some_are_idle(shares[0]):
+                own = [*state_variables(self._metrics), *seed_variables(self._model)]
+                state = without(self._model.non_trainable_variables, own)
+                take_over(state, not shares[0].examples, self._ranks)
+        else:
+            data = [share.data for share in shares]
+            stacked = tf.nest.map_structure(lambda *leaves: tf.stack(leaves), *data)
+            logs = self._run(self._train_several, replace(shares[0], data=stacked))
+        return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
+
+    def probe(self, share: Share) -> None:
+        """Try, before the first step, whether what the ranks compute adds up to the whole batch. A collective.
+
+        Raises:
+            UsageError: on all ranks: it does not.
+        """
+        if self._step is None or self._probed:
+            return
+        self._probed = True
+        self._warn(batch_dependence.warning_by_nature(self._model))
+        data = self._some_examples(share)
+        # The states that belong to the rows of a batch are no variables of the model: they would be lost.
+        if data is None or keeps_rows(self._model):
+            why_not = "a worker has a single example" if data is None else "a layer is stateful"
+            self._warn(_could_not_be_tried(self._model, why_not))
+            return
+        mine = probe(self._model, data, self._step)
+        found = [Verdict(*each) for each in self._ranks.exchange(astuple(mine), "probe")]
+        once = set.intersection(*(set(each.once) for each in found))
+        variables = self._model.trainable_variables
+        looked_up = frozenset(id(tf_variable(variables[place])) for place in once)
+        self._step = replace(self._step, once=looked_up)
+        self._keep_in_step(found)
+        judged = [each for each in found if each.as_mean is not None]
+        if not judged:
+            why_not = next((each.why_not for each in found if each.why_not), "")
+            self._warn(why_not and _could_not_be_tried(self._model, why_not))
+            return
+        if all(each.as_mean for each in judged):
+            self._step = replace(self._step, checked=True)
+        elif all(each.as_sum for each in judged) and trains_by_keras(self._model):
+            self._step = replace(self._step, checked=True, loss_is_sum=True)
+        else:
+            raise UsageError(_does_not_add_up(self._model, judged))
+        if self._model.run_eagerly:
+            self._look_for_decisions(data)
+
+    def _look_for_decisions(self, data: Any) -> None:
+        """Trace the step of a model that runs eagerly: its decisions are seen in a graph only."""
+        step = telling_decisions(self._model, self._model.train_step, self._warn)
+        try:
+            with unchanged(self._model), in_step(self._step):
+                tf.function(step, autograph=False).get_concrete_function(data)
+        except UsageError:
+            raise
+        except Exception as error:
+            self._warn(_cannot_be_traced(self._model, in_one_line(error)))
+
+    def _keep_in_step(self, found: Sequence[Verdict]) -> None:
+        """See to what a step changes without a gradient, by what the ranks found of it."""
+        state = state_of(self._model)
+        summed = set.intersection(*(set(each.summed) for each in found))
+        averaged = set.intersection(*(set(each.averaged) for each in found))
+        changed = set.union(*({*each.summed, *each.averaged, *each.unclear} for each in found))
+        unclear = sorted(changed - summed - averaged)
+        self._summed = [state[place] for place in sorted(summed)]
+        self._averaged = [state[place] for place in sorted(averaged)]
+        counts = counts_of(self._model)
+        counted = set.intersection(*(set(each.counted) for each in found))
+        for metrics in (self._train_metrics, self._test_metrics):
+            metrics.count_as_sums([counts[place] for place in counted])
+        if unclear:
+            paths = {id(tf_variable(v)): variable_name(v) for v in self._model.variables}
+            names = [paths.get(id(state[place]), state[place].name) for place in unclear]
+            trained = {variable_name(v) for v in self._model.trainable_variables}
+            if by_hand := [name for name in names if name in trained]:
+                raise UsageError(_assigned(self._model, by_hand[0]))
+            self._warn(_averages(names))
+
+    def _some_examples(self, share: Share) -> Any:
+        """Return a few examples: this rank's, or where one has fewer, those of all. A collective.
+
+        None: there is but one.
+        """
+        data = tf.nest.map_structure(lambda leaf: leaf[: share.examples], share.data)
+        leaves = tf.nest.flatten(data)
+        shapes = [[leaf.dtype.name, *leaf.shape[1:]] for leaf in leaves]
+        everyone = self._ranks.exchange([share.examples, shapes], "probe_examples")
+        least = min(examples for examples, _ in everyone)
+        # Strings do not travel, and shards of the user's own may be of other lengths.
+        travel = all(theirs == shapes for _, theirs in everyone) and "string" not in str(shapes)
+        if least < EXAMPLES and travel:
+            gathered = [
+                self._ranks.allgather(leaf, f"hvdtrain_probe_{i}") for i, leaf in enumerate(leaves)
+            ]
+            # Each rank tries others of them.
+            sizes = [examples for examples, _ in everyone]
+            first, least = sum(sizes[: self._ranks.rank()]), sum(sizes)
+            gathered = [tf.roll(leaf, -first, axis=0) for leaf in gathered]
+            data = tf.nest.pack_sequence_as(data, gathered)
+        rows = min(EXAMPLES, least)
+        return tf.nest.map_structure(lambda leaf: leaf[:rows], data) if rows > 1 else None
+
+    def _warn(self, text: str | None) -> None:
+        if text and text not in self._told and self._ranks.rank() == 0:
+            self._told.add(text)
+            warnings.warn(text, stacklevel=2)
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`; return this rank's logs so far."""
+        logs = self._run(self._test, share)
+        return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
+        return self._predict(share.data)
+
+    def finish(self) -> None:
+        """Nothing is in flight: each step returns when it is done."""
+
+    def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        if self._step is None:
+            return step(share.data)
+        value = share.examples / share.global_examples
+        if value != self._share_value:
+            self._share.assign(value)
+            self._share_value = value
+        with in_step(self._step):
+            return step(share.data) if share.examples else self._run_idle(step, share)
+
+    def _some_are_idle(self, share: Share) -> bool:
+        too_few = share.some_idle or share.global_examples < self._ranks.size()
+        return self._step is not None and too_few
+
+    def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
+        """Take part in the collectives on a filler example, which no metric counts."""
+        counted = read_state(self._metrics)
+        logs = step(share.data)
+        write_state(self._metrics, counted)
+        return logs
+
+
+def _averages(names: Sequence[str]) -> str:
+    others = f" (and {len(names) - 1} others)" if len(names) > 1 else ""
+    return (
+        f"A step updates {names[0]!r}{others} by something other than a sum or mean over the "
+        "examples of its batch. Each worker uses its own part of the batch, and the values are "
+        "averaged at the end of each epoch: where training depends on them, it differs from "
+        "training on one worker"
+    )
+
+
+def _assigned(model: keras.Model, name: str) -> str:
+    return (
+        f"The train_step of {type(model).__name__} assigns to the weight {name!r} directly, by "
+        "something other than a sum or mean over the examples of its batch, of which each worker "
+        "has only a part: let it pass the gradients to self.optimizer.apply(gradients, "
+        "self.trainable_variables)"
+    )
+
+
+def _could_not_be_tried(model: keras.Model, why: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} could not be tested on parts of a batch: "
+        f"{why}. Several workers train like one only if its loss is a mean of one value per "
+        "example; each worker draws its own random numbers"
+    )
+
+
+def _cannot_be_traced(model: keras.Model, why: str) -> str:
+    return (
+        f"The training step of {type(model).__name__} runs eagerly and cannot be traced ({why}), "
+        "so it is unknown whether it branches on values of a worker's own part of the batch: if "
+        "it does, each worker decides for itself, and the result depends on the number of "
+        "workers"
+    )
+
+
+def _does_not_add_up(model: keras.Model, found: Sequence[Verdict]) -> str:
+    worst = max(found, key=lambda each: each.gap)
+    begin = (
+        "The gradients of the parts of a batch do not add up to those of the batch: that of "
+        f"{worst.worst!r} differs by {worst.gap:.0%}, and each worker has only a part of the "
+        "batch. "
+    )
+    if all(each.as_sum for each in found):
+        return begin + (
+            f"The train_step of {type(model).__name__} sums over the examples: let it take the "
+            "mean instead, so that the result does not depend on how many a worker has"
+        )
+    return begin + (
+        "The loss, or a layer, looks at several examples at once, or divides by something other "
+        "than their number: make the loss a mean of one value per example, or train on one "
+        "worker. With Trainer(probe=False) each worker uses its own part, and the result depends "
+        "on the number of workers"
+    )

@@ -1,0 +1,451 @@
+"""Training, test and prediction steps on several replicas of one process, through tf.distribute.
+
+Each replica runs the model's own step on its rows of the global batch, as a pure function (see
+keras_internals/replica_scope.py): out come gradients, new statistics, and by how much the metrics grow. Their mean
+or sum over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
+them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
+loss scaling, accumulation and moving averages of weights need nothing of their own.
+
+A batch that cannot be divided evenly, as the last one of an epoch, each replica computes whole: what they find is the
+same then, and is counted once. That is exact whatever the model does, and costs R times its share of one step. Shapes
+are static; each size of a batch has its own program.
+Exceptions by nature, as over ranks: BatchNormalization normalises over a replica's rows (over all with
+synchronized=True), and dropout draws other masks on each replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.metric_trials import EVEN_PARTS
+from hvdtrain.collectives.statistics import SEED_STRIDE
+from hvdtrain.collectives.step_context import Step, in_step
+from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals import replica_scope as replica_scope
+from hvdtrain.keras_internals.building import build_model
+from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
+from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
+from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients
+from hvdtrain.keras_internals.replica_scope import ReplicaScope
+from hvdtrain.keras_internals.variables import (
+    computed_in_half,
+    seed_variables,
+    tf_variable,
+    unique,
+)
+from hvdtrain.strategies import batch_dependence
+from hvdtrain.strategies.losses import make_exact
+from hvdtrain.strategies.step_metrics import SummedMetrics
+from hvdtrain.strategies.strategy import Logs
+
+STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
+"""Without this a TPU takes every dimension of its inputs for one that may change."""
+
+SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
+
+
+@dataclass
+class Found:
+    """Which variables a traced step changes; a program returns a tensor for each, in this order."""
+
+    trained: list[Any] = field(default_factory=list)
+    states: list[Any] = field(default_factory=list)
+    metrics: list[Any] = field(default_factory=list)
+
+
+class ReplicaSteps:
+    """Runs a built and compiled model on shares that each hold a whole global batch.
+
+    Args:
+        model: its variables are where the strategy keeps them; compiled and built.
+        strategy: of tf.distribute.
+        examples: in the largest global batch.
+        parameter_device: that holds all variables; replicas only read them. None: every replica has its own
+            copy of all variables of model and optimizer, and applies what all found to it.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        examples: int,
+        parameter_device: str | None,
+    ) -> None:
+        _require_own_collectives(model)
+        self._model = model
+        self._strategy = strategy
+        self._replicas = strategy.num_replicas_in_sync
+        if examples % self._replicas:
+            warnings.warn(
+                f"global_batch_size={examples} cannot be divided evenly between {self._replicas} replicas, so each "
+                "computes the whole batch, and they are no faster than one: use a multiple of "
+                f"{self._replicas}",
+                stacklevel=2,
+            )
+        self._device = parameter_device
+        self._on_replicas = parameter_device is None
+        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._summed = SummedMetrics(EVEN_PARTS)
+        complaint = needs_whole_batch(model)
+        if complaint is not None and self._replicas > 1:
+            raise UsageError(complaint)
+        if getattr(model, "optimizer", None) is not None and model.optimizer.built:
+            make_exact(model)
+            self._half = computed_in_half(model)
+            warning = batch_dependence.warning_of_parts(model, "each replica's part of a batch")
+            if warning is not None and self._replicas > 1 and self._divides(examples):
+                warnings.warn(warning, stacklevel=2)
+            if self._on_replicas:
+                replica_scope.update_on_each_replica(model.optimizer)
+
+    # What the Trainer calls.
+
+    def train(self, shares: Sequence[Share]) -> Logs:
+        """Train on `shares`, which hold equally many examples, in one call of TensorFlow."""
+        return self._run("train_step", shares)
+
+    def test(self, share: Share) -> Logs:
+        """Update the metrics from `share`."""
+        return self._run("test_step", [share])
+
+    def predict(self, share: Share) -> Any:
+        """Return the model's outputs for the examples of `share`, in their order."""
+        outputs = self._program("predict_step", [share])(self._parts([share]))
+        found = [
+            self._strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(outputs)
+        ]
+        whole = not self._divides(share.examples)
+        joined = [parts[0] if whole else tf.concat(parts, 0) for parts in found]
+        return tf.nest.pack_sequence_as(outputs, joined)
+
+    def finish(self) -> None:
+        """Nothing is in flight: each step returns when it is done."""
+
+    # From shares to what the programs take.
+
+    def _divides(self, examples: int) -> bool:
+        """Whether the replicas divide a batch between them; else each has all of it."""
+        return examples % self._replicas == 0
+
+    def _parts(self, shares: Sequence[Share]) -> Any:
+        """Return each replica's rows; of several shares (steps, rows, ...)."""
+        axis = 0 if len(shares) == 1 else 1
+        divides = self._divides(shares[0].examples)
+
+        def rows_of(*leaves: tf.Tensor) -> list[tf.Tensor]:
+            leaf = leaves[0] if len(leaves) == 1 else tf.stack(leaves)
+            return tf.split(leaf, self._replicas, axis) if divides else [leaf] * self._replicas
+
+        data = [share.data for share in shares]
+        with tf.device("CPU:0"):  # From there each device gets its own part.
+            flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
+
+        def of_replica(context: tf.distribute.experimental.ValueContext) -> Any:
+            replica = context.replica_id_in_sync_group
+            return tf.nest.pack_sequence_as(data[0], [leaf[replica] for leaf in flat])
+
+        return self._strategy.experimental_distribute_values_from_function(of_replica)
+
+    def _run(self, step: str, shares: Sequence[Share]) -> Logs:
+        return self._program(step, shares)(self._parts(shares))
+
+    # The programs. They are traced once for each size of a batch.
+
+    def _program(self, step: str, shares: Sequence[Share]) -> Callable[..., Any]:
+        key = (step, len(shares), shares[0].examples)
+        if key not in self._compiled:
+            # An object of its own, for TensorFlow counts traces by function and warns of many.
+            if step == "predict_step":
+                program = functools.partial(self._predictions)
+            else:
+                program = functools.partial(self._steps, step, len(shares), shares[0].examples)
+            if not self._model.run_eagerly:
+                program = tf.function(program, autograph=False)
+            self._compiled[key] = program
+        return self._compiled[key]
+
+    def _predictions(self, parts: Any) -> Any:
+        def predict(rows: Any) -> Any:
+            with ReplicaScope([], 1):
+                return self._model.predict_step(rows)
+
+        return self._strategy.run(predict, args=(parts,), options=STATIC_SHAPES)
+
+    def _steps(self, step: str, count: int, examples: int, parts: Any) -> Logs:
+        """`count` steps on `examples` each, one after the other."""
+        run = functools.partial(self._step, step, examples, parts)
+        if count == 1:
+            return run(None)
+        if tf.executing_eagerly():
+            return [run(number) for number in range(count)][-1]
+        logs = run(0)
+        _, logs = tf.while_loop(
+            lambda number, _: number < count,
+            lambda number, _: (number + 1, run(number)),
+            (tf.constant(1), logs),
+            parallel_iterations=1,
+        )
+        return logs
+
+    def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
+        """One step, seen from outside the replicas; `number` of the share if there are several."""
+        found, divides = Found(), self._divides(examples)
+        states = [tf_variable(v).read_value() for v in self._metric_variables()]
+
+        def replica(rows: Any, states: list[tf.Tensor], *number: Any) -> Any:
+            if number:
+                rows = tf.nest.map_structure(lambda leaf: leaf[number[0]], rows)
+            return self.on_replica(step, divides, rows, states, found, calls)
+
+        shared = (states,) if number is None else (states, number)
+        means, metrics = means_of(self._model), metrics_of(self._model)
+        with (
+            replica_scope.pure_steps(self._model),
+            watched(means) as calls,
+            watched(metrics) as updated,
+        ):
+            results = self._strategy.run(replica, (parts, *shared), options=STATIC_SHAPES)
+        if divides and self._replicas > 1:
+            self._summed.learn(updated.updates, examples // self._replicas)
+        if not self._on_replicas:
+            with tf.device(self._device):
+                gradients = self._reduced(self._together(divides), results["gradients"])
+                self._apply(gradients, self._reduced(SUM, results["states"]), found)
+        for variable, value in zip(
+            found.metrics, self._reduced(SUM, results["metrics"]), strict=True
+        ):
+            variable.assign(variable + value if _adds_up(variable) else value)
+        values = self._model.get_metrics_result()
+        logs = results["logs"]
+        if set(logs) == set(values):
+            return values
+        return {name: self._strategy.reduce(MEAN, value, axis=None) for name, value in logs.items()}
+
+    def on_replica(
+        self,
+        step: str,
+        divides: bool,
+        rows: Any,
+        states: list[tf.Tensor],
+        found: Found,
+        calls: Calls,
+    ) -> dict[str, Any]:
+        """Run the model's `step` on one replica's rows, inside `pure_steps`.
+
+        Where replicas have their own copies of the variables, what all of them found is applied to this one's.
+        Else nothing changes.
+
+        Args:
+            divides: whether `rows` are the replica's part of the batch, or all of it.
+            rows: (x, y, sample_weight), with the rows in the leading dimension.
+            states: of all metrics.
+            found: filled with the variables that the step changes.
+            calls: of the model's means, noted so far.
+
+        Returns:
+            gradients: of each of found.trained. (Unless applied.)
+            states: whose sum over the replicas is the new value of each of found.states. (Unless applied.)
+            metrics: whose sum is the growth, or the new value, of each of found.metrics.
+            logs: what the step returned.
+        """
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        mapping = [(v, _own_seed(v, replica)) for v in seed_variables(self._model)]
+        metrics = self._metric_variables()
+        mapping += [
+            (v, tf.zeros_like(state) if _adds_up(v) else state)
+            for v, state in zip(metrics, states, strict=True)
+        ]
+        replicas = self._replicas if divides else 1
+        # Losses ask the other replicas, as ranks do.
+        part = None if replicas == 1 else Step(1 / replicas, _total_of_replicas, share_in_loss=True)
+        with ReplicaScope(mapping, replicas) as scope, in_step(part):
+            logs = getattr(self._model, step)(rows)
+        if step == "train_step":
+            require_gradients(self._model, scope.handed_out)
+        scope.require_known([*self._model.variables, *metrics])
+        counted = {id(v) for v in metrics}
+        others = [v for v in unique(self._model.variables) if id(v) not in counted]
+        found.trained = [v for _, v in scope.handed_out]
+        found.states = [v for v in others if scope.update_of(v) is not None]
+        found.metrics = [v for v in metrics if scope.update_of(v) is not None]
+        is_first = tf.equal(replica, 0)
+        gradients = [gradient for gradient, _ in scope.handed_out]
+        new = [_part(v, scope.update_of(v), self._replicas, is_first) for v in found.states]
+        grown = [scope.update_of(v) for v in found.metrics]
+        if divides:
+            metric_parts = [
+                _metric_part(v, value, self._replicas, is_first)
+                for v, value in zip(found.metrics, grown, strict=True)
+            ]
+        else:  # All have found the same: the first one's counts.
+            gradients = [_of_first(gradient, is_first) for gradient in gradients]
+            weights = self._weights_of_means(calls, rows, scope)
+            metric_parts = [
+                _of_first(value * weights[id(v)] if id(v) in weights else value, is_first)
+                for v, value in zip(found.metrics, grown, strict=True)
+            ]
+        if self._on_replicas:
+            self._apply_everywhere(divides, gradients, new, found)
+        return {
+            **({} if self._on_replicas else {"gradients": gradients, "states": new}),
+            "metrics": metric_parts,
+            "logs": {n: tf.convert_to_tensor(value) for n, value in flat_logs(logs).items()},
+        }
+
+    def _together(self, divides: bool) -> tf.distribute.ReduceOp:
+        """How the replicas' gradients become one: Keras's own step has each one's part in the loss."""
+        return MEAN if divides and not trains_by_keras(self._model) else SUM
+
+    def _weights_of_means(self, calls: Calls, rows: Any, scope: ReplicaScope) -> dict[int, Any]:
+        """Return by what the states of means count that take a whole batch for one value, as of a loss.
+
+        A divided batch updates them once on each replica: this one must weigh as much.
+        """
+        single = tf.nest.flatten(rows)[0].shape[0] == 1
+        found: dict[int, Any] = {}
+        for mean, updates in calls.updates:
+            grown = scope.update_of(mean.count)
+            if not isinstance(mean, keras.metrics.MeanMetricWrapper):
+                weight = self._replicas if all(map(_is_scalar, updates)) else 1
+            elif single or grown is None:  # A mean over rows, as most.
+                continue
+            else:
+                weight = tf.where(tf.equal(grown, 1), tf.cast(self._replicas, grown.dtype), 1)
+            found |= {id(mean.total): weight, id(mean.count): weight}
+        return found
+
+    # What is done with what the replicas found.
+
+    def _apply_everywhere(
+        self, divides: bool, gradients: list[Any], states: list[Any], found: Found
+    ) -> None:
+        """On a replica: apply what all replicas found to this one's variables."""
+        context = tf.distribute.get_replica_context()
+        gradients = context.all_reduce(self._together(divides), gradients) if gradients else []
+        states = context.all_reduce(SUM, states) if states else []
+        self._apply(gradients, states, found)
+
+    def _apply(self, gradients: list[Any], states: list[Any], found: Found) -> None:
+        for variable, value in zip(found.states, states, strict=True):
+            variable.assign(value)
+        if gradients:
+            # Rounded as one process finds them, and too large where they are there: the loss scale moves alike.
+            rounded = [
+                tf.cast(tf.cast(g, tf.float16), g.dtype) if id(tf_variable(v)) in self._half else g
+                for g, v in zip(gradients, found.trained, strict=True)
+            ]
+            self._model.optimizer.apply_gradients(list(zip(rounded, found.trained, strict=True)))
+
+    def _reduced(self, operation: Any, values: list[Any]) -> list[Any]:
+        return [self._strategy.reduce(operation, value, axis=None) for value in values]
+
+    def _metric_variables(self) -> list[Any]:
+        return unique(v for metric in self._model.metrics for v in metric.variables)
+
+
+def _total_of_replicas(divisor: tf.Tensor) -> tf.Tensor:
+    return tf.distribute.get_replica_context().all_reduce(SUM, divisor)
+
+
+def _adds_up(variable: Any) -> bool:
+    return (variable.aggregation or "sum") == "sum"
+
+
+def _metric_part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -> tf.Tensor:
+    if _adds_up(variable):
+        return value
+    if variable.aggregation == "mean":
+        return value / tf.cast(replicas, value.dtype)
+    return _of_first(value, is_first)
+
+
+def _of_first(value: Any, is_first: tf.Tensor) -> Any:
+    if isinstance(value, tf.IndexedSlices):
+        values = _of_first(value.values, is_first)
+        return tf.IndexedSlices(values, value.indices, value.dense_shape)
+    return tf.where(is_first, value, tf.zeros_like(value))
+
+
+def _is_scalar(update: tuple[Any, Any]) -> bool:
+    """Whether a mean was updated with one number, without a weight."""
+    args, kwargs = update
+    given = dict(zip(("values", "sample_weight"), args, strict=False)) | kwargs
+    return (
+        given.get("sample_weight") is None and tf.convert_to_tensor(given["values"]).shape.rank == 0
+    )
+
+
+def _part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -> tf.Tensor:
+    """This replica's part of the new value: an average for numbers (moving statistics), else the first one's."""
+    value = tf.cast(value, tf_variable(variable).dtype)
+    if value.dtype.is_floating:
+        return value / tf.cast(replicas, value.dtype)
+    if value.dtype == tf.bool:
+        raise UsageError(
+            f"The step changes the variable {variable.path!r} of type bool, which several replicas cannot add "
+            "up: keep it as an integer, or use strategy='horovod'"
+        )
+    return _of_first(value, is_first)
+
+
+def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
+    """Return other random numbers for each replica; the first one keeps the seed."""
+    seed = tf_variable(variable).read_value()
+    offset = tf.cast(replica, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
+    offset = tf.bitwise.bitwise_and(offset, tf.constant(0x7FFFFFFF, tf.uint32))
+    return tf.bitwise.bitwise_xor(seed, tf.cast(offset, seed.dtype))
+
+
+def require_plain(optimizer: Any, strategy: str) -> None:
+    """Raise UsageError for an optimizer that Horovod reduces."""
+    if is_distributed(optimizer):
+        raise UsageError(
+            f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
+            "its ranks: give the Trainer the plain optimizer, without DistributedOptimizer"
+        )
+
+
+def _require_own_collectives(model: keras.Model) -> None:
+    for layer in model._flatten_layers():
+        if getattr(layer, "hvdtrain_synchronized", False):
+            raise UsageError(
+                f"Layer {layer.name!r} ({type(layer).__name__}) communicates through Horovod, and the replicas of one "
+                "process are not its ranks: use keras.layers.BatchNormalization(synchronized=True)"
+            )
+
+
+@contextlib.contextmanager
+def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Make variables that every replica of `strategy` has its own copy of, and updates by itself.
+
+    Those of metrics stay on the host: replicas tell by how much they grow.
+    """
+    plain = type(tf.Variable(0, trainable=False))
+
+    def create(next_creator: Callable[..., Any], **arguments: Any) -> Any:
+        if arguments.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            names = ("initial_value", "trainable", "name", "dtype", "shape")
+            with tf.device("CPU:0"):
+                return plain(**{name: arguments.get(name) for name in names})
+        arguments["aggregation"] = tf.VariableAggregation.NONE
+        arguments["synchronization"] = tf.VariableSynchronization.AUTO
+        return next_creator(**arguments)
+
+    with strategy.scope(), tf.variable_creator_scope(create):
+        yield
+
+
+def build(model: keras.Model, data: Any) -> int:
+    """Create all variables of a compiled model for symbolic `data`; return the examples of a global batch."""
+    build_model(model, data)
+    return int(tf.nest.flatten(data)[0].shape[0])

@@ -1,0 +1,134 @@
+"""The driver of an elastic job: a rank that fails is started again where it was, and its host stays."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.elastic import driver as elastic_driver
+from horovod.runner.elastic.discovery import FixedHosts
+
+from hvdtrain.start.elastic_driver import MOST_FAILURES, PatientDriver, PatientHosts
+
+SECONDS = 10
+
+
+class Rendezvous:
+    """Takes what the driver tells it."""
+
+    def init(self, slots: list[SlotInfo]) -> None:
+        self.slots = slots
+
+    def stop(self) -> None: ...
+
+
+class Job:
+    """An elastic job whose ranks are threads that end with the code they are given."""
+
+    def __init__(self, hosts: dict[str, int]) -> None:
+        self.found = FixedHosts(hosts)
+        self.driver = PatientDriver(Rendezvous(), self.found, 1, 8, timeout=SECONDS)
+        self.started: list[tuple[str, int]] = []
+        self.ends: dict[tuple[str, int], queue.Queue[int]] = {}
+
+    def run_rank(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+        place = (slot.hostname, slot.local_rank)
+        self.ends[place] = end = queue.Queue()
+        self.started.append(place)
+        while not any(event.is_set() for event in events):
+            try:
+                return end.get(timeout=0.01), time.time()
+            except queue.Empty:
+                pass
+        return 143, time.time()
+
+    def ranks(self) -> dict[int, tuple[str, int]]:
+        """Rank -> (host, local rank)."""
+        slots = [one for slots in self.driver.host_assignments.values() for one in slots]
+        return {one.rank: (one.hostname, one.local_rank) for one in slots}
+
+    def fail(self, *places: tuple[str, int]) -> None:
+        """These ranks fail; the others see it and are ready for the next round."""
+        round_before = self.driver._worker_registry.last_rendezvous()
+        others = set(self.ranks().values()) - {*places}
+        for place in places:
+            wait_for(lambda place=place: place in self.ends)
+            self.ends.pop(place).put(137)
+        for place in others:
+            threading.Thread(target=self.driver.record_ready, args=place, daemon=True).start()
+        wait_for(
+            lambda: (
+                self.driver.finished()
+                or self.driver._worker_registry.last_rendezvous() > round_before
+            )
+        )
+
+
+def wait_for(done: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
+    monkeypatch.setattr(elastic_driver, "HostManager", PatientHosts)
+    jobs = []
+
+    def begin(**hosts: int) -> Job:
+        jobs.append(job := Job(hosts))
+        job.driver.start(sum(hosts.values()), job.run_rank)
+        wait_for(lambda: len(job.started) == sum(hosts.values()))
+        return job
+
+    yield begin
+    for job in jobs:
+        job.driver.stop()
+
+
+def test_a_job_on_one_host_goes_on(start: Callable[..., Job]) -> None:
+    job = start(a=3)
+    job.fail(("a", 1))
+    wait_for(lambda: len(job.started) == 4)
+    assert job.started[-1] == ("a", 1)
+    assert not job.driver.finished()
+    # The eldest is rank 0, which has the state; each keeps its local rank, and with it its device.
+    assert job.ranks() == {0: ("a", 0), 1: ("a", 2), 2: ("a", 1)}
+    job.fail(("a", 0))
+    assert job.ranks() == {0: ("a", 2), 1: ("a", 1), 2: ("a", 0)}
+
+
+def test_a_host_whose_ranks_all_failed_comes_last(start: Callable[..., Job]) -> None:
+    job = start(a=2, b=2)
+    job.fail(("a", 0), ("a", 1))
+    wait_for(lambda: len(job.started) == 6)
+    assert sorted(job.started[-2:]) == [("a", 0), ("a", 1)]
+    assert job.ranks() == {0: ("b", 0), 1: ("b", 1), 2: ("a", 0), 3: ("a", 1)}
+
+
+def test_a_host_whose_ranks_keep_failing(
+    start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    job = start(a=1, b=2)
+    for _ in range(MOST_FAILURES):
+        job.fail(("b", 1))
+    wait_for(lambda: job.ranks() == {0: ("a", 0)})
+    assert not job.driver.finished()
+    said = capfdbinary.readouterr().err.decode()
+    assert said.count("local rank 1 of host b failed and is being restarted") == MOST_FAILURES - 1
+    assert "host b is left out: ranks failed there 3 times in a row" in said
+
+
+def test_the_only_host_keeps_failing(start: Callable[..., Job]) -> None:
+    job = start(a=2)
+    for _ in range(MOST_FAILURES):
+        assert not job.driver.finished()
+        job.fail(("a", 1))
+    wait_for(job.driver.finished)
+    assert job.driver.get_results().error_message == "no hosts are left for the ranks"

@@ -1,0 +1,69 @@
+"""Programs between the launcher and its ranks that are stopped."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.running import halted
+from hvdtrain.launch.running.halted import Halted
+
+# Each shell starts a sleep and waits for it; the second shell is a rank.
+TREE = "sh -c 'sleep 600; :' & HOROVOD_RANK=0 sh -c 'sleep 600; :' & wait"
+
+
+def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halted, "LOOK_SECONDS", 0.0)
+    command = subprocess.Popen(["sh", "-c", TREE], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while len(children := _children(command.pid)) < 2 or not all(map(_children, children)):
+            assert time.monotonic() < deadline
+        launcher, rank = children
+        watch = Halted(still=0.2)
+        os.kill(rank, signal.SIGSTOP)
+        _wait_until_stopped(rank)
+        assert watch.reason(command.pid) == ""
+        time.sleep(0.3)
+        assert watch.reason(command.pid) == ""
+        (sleep,) = _children(launcher)
+        os.kill(sleep, signal.SIGSTOP)
+        _wait_until_stopped(sleep)
+        assert watch.reason(command.pid) == ""
+        time.sleep(0.3)
+        assert watch.reason(command.pid).startswith(f"sleep (process {sleep}), which starts")
+        os.kill(sleep, signal.SIGCONT)
+        time.sleep(0.1)
+        assert watch.reason(command.pid) == ""
+    finally:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait()
+
+
+def test_after_a_pause_of_ours_everything_counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halted, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(halted, "PAUSE_SECONDS", 0.2)
+    command = subprocess.Popen(["sleep", "600"])
+    try:
+        os.kill(command.pid, signal.SIGSTOP)
+        _wait_until_stopped(command.pid)
+        watch = Halted(still=0.3)
+        watch.reason(command.pid)
+        time.sleep(0.4)
+        assert watch.reason(command.pid) == ""
+    finally:
+        command.kill()
+        command.wait()
+
+
+def _children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_until_stopped(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline
