@@ -25,12 +25,12 @@ from hvdtrain.strategy_names import (
     strategy_of,
 )
 from hvdtrain.tf_config import lost_server, read_tf_config
-from hvdtrain.worker.rank_environment import available_cores, rank_environment
-from hvdtrain.worker.scheduling import (
+from hvdtrain.worker.cpu_scheduling import (
     kernel_knows_slices,
     schedule_promptly,
     threads_of_this_process,
 )
+from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 GONE = "Horovod has not been initialized"
 """What Horovod says when it has ended, because another rank has, as well as before it starts."""

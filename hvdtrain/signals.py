@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
@@ -19,6 +19,13 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 def shell_code(returncode: int) -> int:
     """The exit code that a shell would report; Python reports a process that a signal ended as -signal."""
     return returncode if returncode >= 0 else EXIT_SIGNAL_BASE - returncode
+
+
+def heed_children() -> None:
+    """Restore SIGCHLD: where a parent ignores it (`trap '' CHLD`), the system forgets how children ended."""
+    with suppress(ValueError):  # Not in the main thread.
+        if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def listen_for_warnings() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import EngineError
-from hvdtrain.launch.running.bounded import run
+from hvdtrain.launch.running.timed_command import run
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 """Composes the argv that runs a script with its arguments on that many ranks."""

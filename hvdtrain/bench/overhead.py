@@ -72,7 +72,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
     """Return what trains by Keras's `fit`, on this rank's part of the data, and returns the seconds of a step."""
     import keras
 
-    from hvdtrain.bench.models import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, loss
     from hvdtrain.keras import DistributedOptimizer, broadcast_variables
 
     model = MODELS[name]()
@@ -96,7 +96,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     import keras
 
     import hvdtrain
-    from hvdtrain.bench.models import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, loss
 
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     global_batch_size = batch_size * me.size

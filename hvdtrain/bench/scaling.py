@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench.measurement import Launch, report, run_measurement, take_core
-from hvdtrain.launch.running.bounded import end_all
+from hvdtrain.launch.running.timed_command import end_all
 
 ROUNDS = 5
 SECONDS = 2.0
@@ -154,7 +154,7 @@ def _step(way: str, name: str, batch_size: int, rank: int, size: int) -> Callabl
     import numpy as np
     import tensorflow as tf
 
-    from hvdtrain.bench.models import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, loss
 
     keras.utils.set_random_seed(1)
     model = MODELS[name]()

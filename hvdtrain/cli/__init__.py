@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE
-from hvdtrain.inherited import heed_children, open_streams
+from hvdtrain.signals import heed_children
+from hvdtrain.standard_streams import open_streams
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem

@@ -18,16 +18,16 @@ from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
-from hvdtrain.bench.pipeline import measure_bubble, theory
+from hvdtrain.bench.pipeline_bubble import measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import measure_startup
-from hvdtrain.install.probe import version_of
-from hvdtrain.launch.command import this_site
-from hvdtrain.launch.engine import choose_controller, find_mpirun, installed_controllers
+from hvdtrain.install.build_environment import version_of
+from hvdtrain.launch.installed_horovod import choose_controller, find_mpirun, installed_controllers
+from hvdtrain.launch.launch_command import this_site
 from hvdtrain.launch.launchers import horovodrun
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import Program
-from hvdtrain.launch.running.bounded import ending_commands
+from hvdtrain.launch.rank_program import Program
+from hvdtrain.launch.running.timed_command import ending_commands
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 BATCH_SIZES = {"mnist": 64, "resnet20": 32, "mlp": 64}

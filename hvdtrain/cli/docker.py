@@ -13,11 +13,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain.cli.options import PATH
+from hvdtrain.cli.forwarded_options import RunPart, ThroughRun
+from hvdtrain.cli.launch_options import PATH
 from hvdtrain.cli.run import print_command, run
-from hvdtrain.cli.through_run import RunPart, ThroughRun
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.container.command import (
+from hvdtrain.launch.container.container_command import (
     CPU_IMAGE,
     GPU_IMAGE,
     SSH_PORT,
@@ -28,7 +28,7 @@ from hvdtrain.launch.container.command import (
     docker_argv,
     passed_names,
 )
-from hvdtrain.launch.container.engine import (
+from hvdtrain.launch.container.container_engine import (
     ContainerEngine,
     check_gpus,
     check_image,

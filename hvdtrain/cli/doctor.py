@@ -13,9 +13,9 @@ from pathlib import Path
 import click
 
 from hvdtrain import __version__
-from hvdtrain.cli.options import PATH
-from hvdtrain.doctor import horovod, machine, services, software
-from hvdtrain.doctor import hosts as other_hosts
+from hvdtrain.cli.launch_options import PATH
+from hvdtrain.doctor import horovod_checks, machine, services, software
+from hvdtrain.doctor import remote_hosts as other_hosts
 from hvdtrain.doctor.checks import (
     Check,
     Options,
@@ -29,10 +29,10 @@ from hvdtrain.doctor.checks import (
 )
 from hvdtrain.environment import EXIT_FAILURE
 from hvdtrain.launch.hosts import hosts_of, parse_hosts
-from hvdtrain.launch.running.bounded import ending_commands
+from hvdtrain.launch.running.timed_command import ending_commands
 
 _DAY_SECONDS = 86400.0
-PARTS = (software, machine, services, horovod, other_hosts)
+PARTS = (software, machine, services, horovod_checks, other_hosts)
 """What is checked, in the order in which it is shown."""
 
 
@@ -121,8 +121,8 @@ def _started(options: Options) -> Generator[tuple[Check, Future[Sequence[Result]
     if not options.hosts:
         return
     unwell = [skip("allreduce", "skipped until every host passes")]
-    not_now = Check(horovod.JOINT, "allreduce", lambda: unwell, options.quick)
-    yield from run_checks(horovod.joint_checks(options) if well else [not_now])
+    not_now = Check(horovod_checks.JOINT, "allreduce", lambda: unwell, options.quick)
+    yield from run_checks(horovod_checks.joint_checks(options) if well else [not_now])
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ def install_horovod(
     Python, TensorFlow, MPI, and CPU or GPU. After the installation an allreduce is tested over Gloo and MPI.
     """
     from hvdtrain.install import build
+    from hvdtrain.install.build_environment import missing_tools, survey
     from hvdtrain.install.cache import cache_folder
-    from hvdtrain.install.probe import missing_tools, survey
     from hvdtrain.install.recipe import recipe_for
     from hvdtrain.signals import leaving_on_signals
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.jobs import LOGS, Job, find_jobs, the_job
 from hvdtrain.launch.running.log_folder import is_running
-from hvdtrain.launch.slurm.jobs import follow_job
+from hvdtrain.launch.running_jobs import LOGS, Job, find_jobs, the_job
+from hvdtrain.launch.slurm.job_queue import follow_job
 
 POLL_SECONDS = 0.2
 

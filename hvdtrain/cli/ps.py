@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from hvdtrain.launch.jobs import Job, find_jobs
+from hvdtrain.launch.running_jobs import Job, find_jobs
 
 _COLUMNS = ("JOB", "KIND", "STATE", "RANKS", "PHASE", "STEP", "TIME", "COMMAND")
 

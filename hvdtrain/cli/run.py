@@ -14,8 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from hvdtrain.cli.concealment import conceal_secrets
-from hvdtrain.cli.config import (
+from hvdtrain.cli.config_option import (
     ConfiguredCommand,
     config_text,
     from_behind,
@@ -23,8 +22,9 @@ from hvdtrain.cli.config import (
     with_variables,
     without_outranked,
 )
-from hvdtrain.cli.misspelt import unread_variables
-from hvdtrain.cli.options import (
+from hvdtrain.cli.hidden_values import conceal_secrets
+from hvdtrain.cli.hints import unread_variables
+from hvdtrain.cli.launch_options import (
     PATH,
     GroupedOption,
     files_here,
@@ -32,15 +32,15 @@ from hvdtrain.cli.options import (
     strategy_options,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, check_started_once, this_site
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.launch_command import Prepared, check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
+from hvdtrain.launch.plan_validation import check_image, check_servers
 from hvdtrain.launch.planning import plan_of
-from hvdtrain.launch.rules import check_image, check_servers
 from hvdtrain.launch.running.session import Patience, View, run_launch
 from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
 from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
-from hvdtrain.launch.variables import EnvVar
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 

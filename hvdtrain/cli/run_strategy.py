@@ -9,9 +9,8 @@ import click
 from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, this_site
-from hvdtrain.launch.files import check_script
 from hvdtrain.launch.hosts import hosts_of
+from hvdtrain.launch.launch_command import Prepared, this_site
 from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
 from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
 from hvdtrain.launch.launchers.parameter_servers import (
@@ -20,11 +19,12 @@ from hvdtrain.launch.launchers.parameter_servers import (
     roomy,
 )
 from hvdtrain.launch.launchers.srun import choose_launcher
-from hvdtrain.launch.options import options_of
+from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import Program, program_of
-from hvdtrain.launch.rules import check_bounds, check_variables
+from hvdtrain.launch.plan_validation import check_bounds, check_variables
+from hvdtrain.launch.rank_program import Program, program_of
 from hvdtrain.launch.slurm.allocation import read_allocation
+from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
 # What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.

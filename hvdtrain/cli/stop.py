@@ -8,7 +8,7 @@ import time
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.jobs import Job, find_jobs, the_job
+from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 
 POLL_SECONDS = 0.2
 SECONDS = 45.0

@@ -13,7 +13,7 @@ import click
 
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.devices import tpu_here, visible_gpus
-from hvdtrain.launch.engine import installed_controllers
+from hvdtrain.launch.installed_horovod import installed_controllers
 from hvdtrain.strategy_names import (
     CENTRAL_STORAGE,
     HOROVOD,

@@ -13,20 +13,20 @@ from typing import Any
 
 import click
 
-from hvdtrain.cli.concealment import conceal_secrets, without_values
-from hvdtrain.cli.options import PATH
-from hvdtrain.cli.through_run import RunPart, ThroughRun
+from hvdtrain.cli.forwarded_options import RunPart, ThroughRun
+from hvdtrain.cli.hidden_values import conceal_secrets, without_values
+from hvdtrain.cli.launch_options import PATH
 from hvdtrain.environment import EXIT_INTERRUPTED
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.files import check_script
-from hvdtrain.launch.options import options_of
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import check_bounds, check_image, check_servers
+from hvdtrain.launch.plan_validation import check_bounds, check_image, check_servers
+from hvdtrain.launch.rank_program import program_of
 from hvdtrain.launch.secrets import variable_to_pass
-from hvdtrain.launch.slurm.jobs import follow_job, sbatch_argv, submit_job
+from hvdtrain.launch.slurm.job_queue import follow_job, sbatch_argv, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning, secret_words
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 FOLDER = Path(".hvdtrain/jobs")

@@ -56,7 +56,7 @@ class Communicator(ABC):
 
     Tensors may also be given as NumPy arrays or numbers. Collectives return tensors of the dtype that went in. Inside
     a tf.function use what they return: TensorFlow drops an operation that nothing needs, and the other ranks
-    would wait for it. They have no gradient that is of use: see parallel/collectives.py.
+    would wait for it. They have no gradient that is of use: see parallel/group_collectives.py.
     """
 
     @abstractmethod

@@ -9,11 +9,11 @@ from hvdtrain.data.arrays import validation_split
 from hvdtrain.data.files import from_files
 from hvdtrain.data.indexed import KnownSource
 from hvdtrain.data.make import make_source
-from hvdtrain.data.nested import Spec
-from hvdtrain.data.pipeline import is_batched
 from hvdtrain.data.prefetch import prefetch
 from hvdtrain.data.sharding import shard
 from hvdtrain.data.share import Part, Share, Source, split
+from hvdtrain.data.structures import Spec
+from hvdtrain.data.tf_data_graph import is_batched
 from hvdtrain.data.user_sharded import OwnSource
 
 __all__ = [

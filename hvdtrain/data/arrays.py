@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data import nested
+from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight
 from hvdtrain.data.indexed import KnownSource
 from hvdtrain.data.rows import Rows, in_rows, is_in_rows
@@ -31,29 +31,29 @@ class ArraySource(KnownSource):
 
     @property
     def element(self) -> Any:
-        return nested.as_given(nested.spec(self.data, self.reading.float_dtype), self.bare)
+        return structures.as_given(structures.spec(self.data, self.reading.float_dtype), self.bare)
 
     def sample(self) -> dict[str, list[float | str]]:
-        return nested.sample(self.data)
+        return structures.sample(self.data)
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         order = self.order(self.pass_length)
         for slot in self.slots(epoch, rank, size):
             rows = order.rows(slot.begin, slot.end)
             data = (
-                nested.read(nested.cut(self.data, rows.start, rows.stop))
+                structures.read(structures.cut(self.data, rows.start, rows.stop))
                 if isinstance(rows, slice)
-                else nested.take(self.data, rows)
+                else structures.take(self.data, rows)
             )
-            data = nested.cast_floats(data, self.reading.float_dtype)
-            yield slot.share(nested.as_given(data, self.bare))
+            data = structures.cast_floats(data, self.reading.float_dtype)
+            yield slot.share(structures.as_given(data, self.bare))
 
 
 def array_source(data: tuple, reading: Reading) -> ArraySource:
     """Check and convert (x[, y[, sample_weight]]) and make its source."""
     data = convert(data)
     _require_weights_like_labels(data)
-    count = nested.count_examples(data, "the data")
+    count = structures.count_examples(data, "the data")
     if count == 0:
         raise UsageError("the data is empty: its arrays have length 0.")
     # Now and not share by share, so that a class without a weight is an error on every rank,
@@ -98,11 +98,11 @@ def convert(data: tuple) -> tuple:
         UsageError: names the part that is no array.
     """
     given = data[:2] if len(data) == 3 else data
-    names = nested.part_names(data)
+    names = structures.part_names(data)
     parts = [_convert(tree, name) for name, tree in zip(names, given, strict=False)]
     if len(data) == 3:
-        weights = _filled(data[2], nested.count_examples(tuple(parts), "the data"))
-        parts.append(_convert(weights, nested.PARTS[2]))
+        weights = _filled(data[2], structures.count_examples(tuple(parts), "the data"))
+        parts.append(_convert(weights, structures.PARTS[2]))
     return tuple(parts)
 
 
@@ -110,7 +110,7 @@ def _require_weights_like_labels(data: tuple) -> None:
     """Raise UsageError unless sample weights are one array, or one for each of several arrays in y."""
     if len(data) < 3 or not isinstance(data[2], dict | list | tuple):
         return
-    labels, weights = ([name for name, _ in nested.named_leaves(part, "")] for part in data[1:])
+    labels, weights = ([name for name, _ in structures.named_leaves(part, "")] for part in data[1:])
     if len(labels) > 1 and sorted(labels) != sorted(weights):
         raise UsageError(
             f"sample_weight has {', '.join(weights)}, and y has {', '.join(labels)}: give weights, or None, for each "
@@ -146,14 +146,14 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
             "Pass validation_data instead."
         )
     data = convert(unpack(x, y, sample_weight))
-    count = nested.count_examples(data, "the data")
+    count = structures.count_examples(data, "the data")
     kept = int(count * (1.0 - fraction))
     if kept in (0, count):
         raise UsageError(
             f"validation_split {fraction} of {count} examples leaves nothing to "
             f"{'train on' if kept == 0 else 'validate with'}. Use more data or another fraction."
         )
-    return nested.cut(data, 0, kept), nested.cut(data, kept, count)
+    return structures.cut(data, 0, kept), structures.cut(data, kept, count)
 
 
 def is_arrays(value: Any) -> bool:

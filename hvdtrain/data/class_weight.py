@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data import nested
+from hvdtrain.data import structures
 from hvdtrain.data.rows import is_in_rows
 from hvdtrain.errors import UsageError
 
@@ -35,8 +35,8 @@ def apply_class_weight(
 
 def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str) -> Any:
     """The signature of an example (see `Source.element`) with its class's weight."""
-    if class_weight is not None and not nested.is_bare(element) and len(element) == 2:
-        return (*element, nested.Spec((), dtype))
+    if class_weight is not None and not structures.is_bare(element) and len(element) == 2:
+        return (*element, structures.Spec((), dtype))
     return element
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data import nested, tf_dataset
+from hvdtrain.data import structures, tf_dataset
 from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource
@@ -125,18 +125,20 @@ class FileSource(KnownSource):
         return tf.function(self.files.read)
 
     def sample(self) -> dict[str, list[float | str]]:
-        places = np.unique(np.linspace(0, len(self.files.paths) - 1, nested.SAMPLED).astype(int))
+        places = np.unique(
+            np.linspace(0, len(self.files.paths) - 1, structures.SAMPLED).astype(int)
+        )
         return {"the files": [_mark(self.files.paths[place]) for place in places]}
 
     def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        bare = nested.is_bare(self._given)
+        bare = structures.is_bare(self._given)
         batches = self._batches(epoch, rank, size)
         for slot, batch in zip(self.slots(epoch, rank, size), batches, strict=True):
-            data = nested.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
+            data = structures.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
             data = apply_class_weight(
                 data, self.reading.class_weight, self.reading.float_dtype, "the files"
             )
-            yield slot.share(nested.as_given(data, bare))
+            yield slot.share(structures.as_given(data, bare))
 
     def _batches(self, epoch: int, rank: int, size: int) -> Iterator[Any]:
         """What `read` makes of the rank's examples, a share at a time."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdtrain.data import nested
+from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource, Order
 from hvdtrain.data.share import Reading, Share, warn_of_joining
@@ -118,14 +118,14 @@ class ItemSource(KnownSource):
         first, _ = self.positions(epoch)
         compared = next(self._pieces(order, first, first + 1)).whole
         data = self._read([compared, *itertools.chain(*wanted)])
-        checksum: int | None = nested.checksum(next(data))
-        bare = nested.is_bare(self.given)
+        checksum: int | None = structures.checksum(next(data))
+        bare = structures.is_bare(self.given)
         for slot, pieces in zip(slots, wanted, strict=True):
-            rows = nested.concatenate(list(itertools.islice(data, len(pieces))))
+            rows = structures.concatenate(list(itertools.islice(data, len(pieces))))
             rows = apply_class_weight(
                 rows, reading.class_weight, reading.float_dtype, self.items.name
             )
-            yield slot.share(nested.as_given(rows, bare), checksum)
+            yield slot.share(structures.as_given(rows, bare), checksum)
             checksum = None
         next(data, None)  # Past its end, where the last on_epoch_end is called.
 
@@ -149,8 +149,8 @@ class ItemSource(KnownSource):
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
             data = self._data(index, next(found))
             for piece in same:
-                self._require_length(piece, nested.count_examples(data, self.items.name))
-                yield nested.cut(data, piece.begin, piece.end)
+                self._require_length(piece, structures.count_examples(data, self.items.name))
+                yield structures.cut(data, piece.begin, piece.end)
         self.items.dataset.on_epoch_end()
 
     def _require_length(self, piece: "_Piece", found: int) -> None:
@@ -164,7 +164,9 @@ class ItemSource(KnownSource):
 
     def _data(self, index: int, item: Any) -> tuple:
         where = f"item {index} of the {self.items.name}"
-        return nested.cast_floats(nested.read(as_data(item, where)), self.reading.float_dtype)
+        return structures.cast_floats(
+            structures.read(as_data(item, where)), self.reading.float_dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -189,8 +191,10 @@ def py_dataset_source(dataset: Any, reading: Reading) -> ItemSource | None:
         return None
     looked_at = [items[index] for index in sorted({0, min(1, count - 1), count - 1})]
     given = common_element(looked_at, items.name, reading.float_dtype)
-    lengths = [nested.count_examples(as_data(item, items.name), items.name) for item in looked_at]
-    if len(set(lengths[:-1])) > 1 or not 0 < lengths[-1] <= lengths[0] or nested.varies(given):
+    lengths = [
+        structures.count_examples(as_data(item, items.name), items.name) for item in looked_at
+    ]
+    if len(set(lengths[:-1])) > 1 or not 0 < lengths[-1] <= lengths[0] or structures.varies(given):
         return None
     return ItemSource(
         items=items,

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvdtrain.data.pipeline import POINT, batched_by_pipeline
 from hvdtrain.data.shard_point import ShardPoint, Window
+from hvdtrain.data.tf_data_graph import POINT, batched_by_pipeline
 from hvdtrain.errors import UsageError
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from hvdtrain.data import nested
+from hvdtrain.data import structures
 from hvdtrain.data.arrays import convert, unpack
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.shard_point import ShardPoint, Window
@@ -97,7 +97,7 @@ class StreamSource:
     @property
     def varies(self) -> bool:
         """Whether examples differ in length, so that batches cannot be joined or cut again."""
-        return nested.varies(self.element)
+        return structures.varies(self.element)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         check_workers(self.reading.global_batch_size, size)
@@ -120,11 +120,11 @@ class StreamSource:
     def _cut(self, number: int, part: Part) -> Iterator[Share]:
         """The rank's shares of global batches that it reads whole."""
         batches = self._batches(number)
-        bare = nested.is_bare(self.element)
+        bare = structures.is_bare(self.element)
         first = next(batches, None)
         if first is None:
             return
-        size = nested.count_examples(first, "")
+        size = structures.count_examples(first, "")
         batches = itertools.chain([first], batches)
         if self.varies or size == self.reading.global_batch_size:
             found = self._as_they_come(batches)
@@ -156,7 +156,7 @@ class StreamSource:
             window = window_of(step)
             return window.end - window.begin
 
-        bare = nested.is_bare(self.element)
+        bare = structures.is_bare(self.element)
         with point.read_as(part.index, part.count, self.reading.global_batch_size):
             step = 0
             for step, own in enumerate(global_batches(self._batches(number), rows), 1):
@@ -164,7 +164,7 @@ class StreamSource:
                 if own.examples != window.end - window.begin:
                     raise UsageError(f"{wrong}: fewer came out than went in.")
                 point.forget(step - 1)
-                data = nested.as_given(nested.concatenate(own.pieces), bare)
+                data = structures.as_given(structures.concatenate(own.pieces), bare)
                 yield Share(
                     data, window.examples, window.global_examples, window.begin, window.checksum
                 )
@@ -174,7 +174,7 @@ class StreamSource:
     def _as_they_come(self, batches: Iterator[tuple]) -> Iterator["GlobalBatch"]:
         short = 0
         for batch in batches:
-            examples = nested.count_examples(batch, "")
+            examples = structures.count_examples(batch, "")
             if examples > self.reading.global_batch_size:
                 other = "" if self.varies else ", or cut them to one size (Dataset.rebatch)"
                 raise UsageError(
@@ -218,8 +218,10 @@ class StreamSource:
     def _batches(self, number: int) -> Iterator[tuple]:
         for index, batch in enumerate(self.stream.open(number)):
             where = f"batch {index} of the {self.stream.name}"
-            data = nested.cast_floats(nested.read(as_data(batch, where)), self.reading.float_dtype)
-            if nested.count_examples(data, where):
+            data = structures.cast_floats(
+                structures.read(as_data(batch, where)), self.reading.float_dtype
+            )
+            if structures.count_examples(data, where):
                 yield apply_class_weight(
                     data, self.reading.class_weight, self.reading.float_dtype, where
                 )
@@ -237,17 +239,17 @@ class GlobalBatch:
         parts = []
         start = 0
         for piece in self.pieces:
-            stop = start + nested.count_examples(piece, "")
+            stop = start + structures.count_examples(piece, "")
             if start < end and begin < stop:
-                parts.append(nested.cut(piece, max(begin - start, 0), end - start))
+                parts.append(structures.cut(piece, max(begin - start, 0), end - start))
             start = stop
-        data = nested.as_given(nested.concatenate(parts), bare)
+        data = structures.as_given(structures.concatenate(parts), bare)
         return Share(data, examples, self.examples, begin, self.checksum())
 
     def checksum(self) -> int:
         value = 0
         for piece in self.pieces:
-            value = nested.checksum(piece, value)
+            value = structures.checksum(piece, value)
         return value
 
 
@@ -262,12 +264,12 @@ def global_batches(
     pieces: list[tuple] = []
     waiting = step = 0
     for batch in batches:
-        length = nested.count_examples(batch, "")
+        length = structures.count_examples(batch, "")
         begin = 0
         while begin < length:
             size = size_of(step)
             end = min(length, begin + size - waiting)
-            pieces.append(nested.cut(batch, begin, end))
+            pieces.append(structures.cut(batch, begin, end))
             waiting += end - begin
             begin = end
             if waiting == size:
@@ -280,9 +282,9 @@ def global_batches(
 def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
     # Checked here, on the whole batch, so that all ranks stop together and not only those whose
     # share is affected.
-    first = nested.spec(pieces[0])
+    first = structures.spec(pieces[0])
     for piece in pieces[1:]:
-        other = nested.spec(piece)
+        other = structures.spec(piece)
         if other != first:
             raise UsageError(
                 f"batches of one stream differ: one has examples of {describe(first)}, another of "
@@ -295,7 +297,7 @@ def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
 
 def describe(element: Any) -> str:
     """An element in one line, for messages."""
-    if isinstance(element, nested.Spec):
+    if isinstance(element, structures.Spec):
         return str(element)
     if isinstance(element, dict):
         return "{" + ", ".join(f"{k!r}: {describe(v)}" for k, v in element.items()) + "}"
@@ -306,7 +308,7 @@ def as_data(batch: Any, where: str) -> tuple:
     """One batch of a stream as a data tuple (x[, y[, sample_weight]]) of NumPy arrays."""
     if isinstance(batch, list):
         batch = tuple(batch)
-    if isinstance(batch, tuple) and len(batch) > len(nested.PARTS):
+    if isinstance(batch, tuple) and len(batch) > len(structures.PARTS):
         return convert(batch)
     if not isinstance(batch, tuple) and not isinstance(batch, dict) and not hasattr(batch, "shape"):
         raise UsageError(
@@ -325,7 +327,7 @@ def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
     for batch in itertools.islice(batches, LOOKED_AT):
         data = as_data(batch, f"the first batch of the {name}")
         bare = not isinstance(batch, list | tuple)
-        specs.append(nested.as_given(nested.spec(data, float_dtype), bare))
+        specs.append(structures.as_given(structures.spec(data, float_dtype), bare))
     if not specs:
         raise UsageError(f"the {name} is empty: it yielded no batch.")
-    return nested.common_spec(specs[0], specs[-1])
+    return structures.common_spec(specs[0], specs[-1])

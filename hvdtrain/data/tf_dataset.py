@@ -9,10 +9,10 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from hvdtrain.data import nested
-from hvdtrain.data.pipeline import as_tuple, find_point, is_batched
+from hvdtrain.data import structures
 from hvdtrain.data.share import Reading
 from hvdtrain.data.streams import Stream
+from hvdtrain.data.tf_data_graph import as_tuple, find_point, is_batched
 from hvdtrain.errors import UsageError
 
 FLOATS = ("float16", "float32", "float64")
@@ -63,7 +63,7 @@ def require_dense(dataset: Any, what: str) -> None:
     """Raise UsageError unless the elements are dense tensors of a known number of dimensions."""
     import tensorflow as tf
 
-    for name, leaf in nested.named_parts(as_tuple(dataset.element_spec)):
+    for name, leaf in structures.named_parts(as_tuple(dataset.element_spec)):
         if not isinstance(leaf, tf.TensorSpec):
             raise UsageError(
                 f"{what} gives a {type(leaf).__name__.removesuffix('Spec')} as {name}; only dense "
@@ -79,17 +79,17 @@ def require_dense(dataset: Any, what: str) -> None:
 def element_of(dataset: Any, float_dtype: str) -> Any:
     """One example's signature in a Dataset of batches, in the structure that it gives."""
 
-    def spec(leaf: Any) -> nested.Spec:
+    def spec(leaf: Any) -> structures.Spec:
         dtype = float_dtype if leaf.dtype.name in FLOATS else leaf.dtype.name
-        return nested.Spec(tuple(leaf.shape[1:]), dtype)
+        return structures.Spec(tuple(leaf.shape[1:]), dtype)
 
-    return nested.map_leaves(spec, dataset.element_spec)
+    return structures.map_leaves(spec, dataset.element_spec)
 
 
 def read(dataset: Any) -> Iterator[Any]:
     """Its elements, as NumPy arrays."""
     for element in dataset:
-        yield nested.map_leaves(lambda tensor: tensor.__array__(), element)
+        yield structures.map_leaves(lambda tensor: tensor.__array__(), element)
 
 
 def options_of(dataset: Any, threads: int | None) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import click
 
-from hvdtrain.launch.running.bounded import Ran
 from hvdtrain.launch.running.processes import COMMAND_SECONDS
+from hvdtrain.launch.running.timed_command import Ran
 
 Status = Literal["ok", "warn", "fail", "skip"]
 SCHEMA = 1

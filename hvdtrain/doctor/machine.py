@@ -17,9 +17,9 @@ from hvdtrain.doctor.checks import Check, Options, Result, fail, names_in, ok, w
 from hvdtrain.environment import LOG_DIR
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.devices import cgroup_quota
-from hvdtrain.launch.engine import find_mpirun, installed_controllers
-from hvdtrain.worker.delivery import deliver, withdraw
+from hvdtrain.launch.installed_horovod import find_mpirun, installed_controllers
 from hvdtrain.worker.rank_environment import available_cores
+from hvdtrain.worker.secret_files import deliver, withdraw
 
 GROUP = "Machine"
 MEGABYTE = 2**20

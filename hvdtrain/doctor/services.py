@@ -19,15 +19,15 @@ from hvdtrain.doctor.checks import (
     took_too_long,
     warn,
 )
-from hvdtrain.launch.container.command import EngineName
-from hvdtrain.launch.container.engine import (
+from hvdtrain.launch.container.container_command import EngineName
+from hvdtrain.launch.container.container_engine import (
     CDI_FOLDERS,
     GPU_FIX,
     ContainerEngine,
     Refused,
     ask_engine,
 )
-from hvdtrain.launch.running.bounded import Ran, run
+from hvdtrain.launch.running.timed_command import Ran, run
 
 PARTITIONS = "Slurm"
 PLUGINS = "srun --mpi"

@@ -22,7 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from hvdtrain.doctor.checks import Check, Options, Result, fail, ok, warn
 from hvdtrain.install.build import installed_key
-from hvdtrain.install.probe import Missing, TensorFlow, find_tensorflow, version_of
+from hvdtrain.install.build_environment import Missing, TensorFlow, find_tensorflow, version_of
 from hvdtrain.install.recipe import HOROVOD_VERSION
 
 GROUP = "Software"

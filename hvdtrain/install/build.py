@@ -15,9 +15,9 @@ import click
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import recipe, selftest
 from hvdtrain.install.cache import WheelCache, cache_folder
-from hvdtrain.install.progress import CommandFailed, run
+from hvdtrain.install.logged_command import CommandFailed, run
 from hvdtrain.install.recipe import Recipe, Workspace
-from hvdtrain.launch.running import bounded
+from hvdtrain.launch.running import timed_command
 
 
 def installed_key() -> str | None:
@@ -111,8 +111,8 @@ def test(wanted: Recipe, log: Path) -> None:
     """A real allreduce of two ranks over each controller that was built."""
     environment = selftest.environment(os.environ)
 
-    def tried(argv: list[str]) -> bounded.Ran:
-        said = bounded.run(argv, limit=selftest.TIMEOUT_SECONDS, environ=environment)
+    def tried(argv: list[str]) -> timed_command.Ran:
+        said = timed_command.run(argv, limit=selftest.TIMEOUT_SECONDS, environ=environment)
         if said is None:
             raise HvdtrainError(f"{argv[0]} is missing: pip has installed Horovod without it")
         with log.open("a") as file:

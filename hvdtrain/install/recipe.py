@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.install.probe import Survey
+from hvdtrain.install.build_environment import Survey
 
 HOROVOD_VERSION = "0.28.1"
 HOROVOD_SDIST = (

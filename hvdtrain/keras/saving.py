@@ -16,7 +16,7 @@ import numpy as np
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras_internals.files import optimizer_class_in
+from hvdtrain.keras_internals.keras_files import optimizer_class_in
 from hvdtrain.keras_internals.optimizers import is_distributed, optimizer_values_in_hdf5
 
 

@@ -15,7 +15,7 @@ from keras.src import backend, tree
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.models.functional import Functional
 
-from hvdtrain.keras_internals.losses import compiled_losses
+from hvdtrain.keras_internals.compiled_losses import compiled_losses
 
 Tensor = Any
 """A keras.KerasTensor: symbolic, identified by its id."""

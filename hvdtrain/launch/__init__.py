@@ -13,8 +13,8 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        """See `hvdtrain.launch.function.launch`."""
-        from hvdtrain.launch.function import launch
+        """See `hvdtrain.launch.launch_function.launch`."""
+        from hvdtrain.launch.launch_function import launch
 
         return launch(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
 
-from hvdtrain.launch.running.bounded import ask
+from hvdtrain.launch.running.timed_command import ask
 
 _CPUS = Path("/sys/devices/system/cpu")
 _TPU_NAME = "TPU_NAME"

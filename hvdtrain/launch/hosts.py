@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.files import read_text
+from hvdtrain.launch.user_files import read_text
 
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,9})", re.ASCII)

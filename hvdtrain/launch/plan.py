@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Literal
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
-from hvdtrain.launch.engine import Controller
+from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.options import option
-from hvdtrain.launch.program import Program
-from hvdtrain.launch.rules import check
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.installed_horovod import Controller
+from hvdtrain.launch.option_types import option
+from hvdtrain.launch.plan_validation import check
+from hvdtrain.launch.rank_program import Program
 from hvdtrain.rank_variables import CONTROLLER
 
 LogLevel = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]

@@ -9,15 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Site
 from hvdtrain.launch.devices import usable_cores, visible_gpus
-from hvdtrain.launch.engine import choose_controller, installed_controllers
 from hvdtrain.launch.hosts import hosts_of
+from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
+from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers.srun import choose_launcher, choose_srun_controller, used_hosts
-from hvdtrain.launch.options import options_of
+from hvdtrain.launch.option_types import options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import program_of
-from hvdtrain.launch.rules import ELASTIC, fitting_stall_times, is_given, unmet_need
+from hvdtrain.launch.plan_validation import ELASTIC, fitting_stall_times, is_given, unmet_need
+from hvdtrain.launch.rank_program import program_of
 from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.env_forwarding import EnvVar
 
 MASK = "***"
 

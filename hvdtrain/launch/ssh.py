@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hvdtrain.launch.running.bounded import ask
+from hvdtrain.launch.running.timed_command import ask
 
 BATCH = ("-o", "BatchMode=yes")
 """No question to the user: nobody answers it."""

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals import keras_files as model_files
 from hvdtrain.keras_internals.deferred_variables import is_waiting, waiting_variables
 from hvdtrain.keras_internals.graph import release
 from hvdtrain.keras_internals.shards import shard_of

@@ -30,21 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain import __version__
-from hvdtrain.descriptors import write_all
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
-from hvdtrain.launch.roles import host_environment
-from hvdtrain.launch.running.lines import Lines
-from hvdtrain.launch.running.lookout import as_json, mpi_daemons_of
+from hvdtrain.launch.parameter_server_roles import host_environment
+from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, end_launch
+from hvdtrain.launch.running.rank_monitor import as_json, mpi_daemons_of
 from hvdtrain.rank_variables import without_place
 from hvdtrain.signals import outlive_signals
-from hvdtrain.start.host_processes import HostProcesses
-from hvdtrain.start.host_watch import HostWatch
-from hvdtrain.worker.delivery import deliver, withdraw
+from hvdtrain.standard_streams import write_all
+from hvdtrain.start.parts.host_ranks import HostProcesses
+from hvdtrain.start.parts.rank_watch import HostWatch
 from hvdtrain.worker.rank_environment import available_cores
+from hvdtrain.worker.secret_files import deliver, withdraw
 
 SILENCE_SECONDS = 30.0
 """A supervisor that is silent for longer is gone or cut off; a shorter silence may be a slow network."""

@@ -34,8 +34,8 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.rank_steps import RankSteps
 from hvdtrain.strategies.runner import Runner
-from hvdtrain.strategies.state import State, WholeState, broadcast, broadcast_state
 from hvdtrain.strategies.strategy import Logs, ModelSource, Steps, Strategy
+from hvdtrain.strategies.training_state import State, WholeState, broadcast, broadcast_state
 
 
 class HorovodStrategy(Strategy):

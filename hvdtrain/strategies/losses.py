@@ -27,7 +27,7 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.losses import compiled_losses, loss_weights, mask_in_loss
+from hvdtrain.keras_internals.compiled_losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.overlay import overlay
 
 

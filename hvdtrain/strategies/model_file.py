@@ -13,7 +13,7 @@ from typing import Any
 import keras
 
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals import keras_files as model_files
 from hvdtrain.keras_internals.models import is_built
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import variable_name

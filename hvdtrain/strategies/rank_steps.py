@@ -16,8 +16,8 @@ from hvdtrain.collectives.metrics import read_state, state_variables, write_stat
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
 from hvdtrain.keras_internals.corrections import in_clusters
-from hvdtrain.keras_internals.losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Source, metrics_of
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_scaled

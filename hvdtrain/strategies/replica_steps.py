@@ -32,7 +32,7 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
-from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
 from hvdtrain.keras_internals.metric_calls import Calls, metrics_of, watched
 from hvdtrain.keras_internals.models import flat_logs, means_of, trains_by_keras
 from hvdtrain.keras_internals.optimizers import is_distributed, require_gradients

@@ -13,7 +13,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras import writers
 from hvdtrain.keras.writers import WRITERS
 from hvdtrain.keras_internals.models import overrides
-from hvdtrain.trainer.learning_rate import WarmUp
+from hvdtrain.trainer.learning_rate_scaling import WarmUp
 
 TRAIN_METHODS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 # Loaded when they are chosen, as strategies are.
 RUNNERS = {
-    "tensor": "hvdtrain.parallel.tensor.runner:SplitRunner",
-    "pipeline": "hvdtrain.parallel.pipeline.runner:StageRunner",
+    "tensor": "hvdtrain.parallel.tensor.split_runner:SplitRunner",
+    "pipeline": "hvdtrain.parallel.pipeline.stage_runner:StageRunner",
 }
 """What builds and runs a model with a layout."""
 
@@ -59,9 +59,9 @@ def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any
     """Return what Horovod's strategy is composed of, where that is not the default."""
     parts: dict[str, Any] = {}
     if layout is not None or shard_optimizer:
-        parts["state"] = _load("hvdtrain.parallel.saving:DividedState")
+        parts["state"] = _load("hvdtrain.parallel.whole_file:DividedState")
     if shard_optimizer:
-        parts["wrap"] = _load("hvdtrain.parallel.zero.optimizer:shard")
+        parts["wrap"] = _load("hvdtrain.parallel.zero.sharded_optimizer:shard")
     if layout is not None:
         from hvdtrain.parallel.layout import as_layout
 

@@ -32,7 +32,7 @@ from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.runtime import engine_errors
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
-from hvdtrain.trainer.learning_rate import Ramp, WarmUp, scale_learning_rate
+from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir

@@ -1,3 +1,3 @@
-from hvdtrain.worker.program import main
+from hvdtrain.worker.run_script import main
 
 main()

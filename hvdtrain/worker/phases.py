@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.worker.heartbeat import Phase, beat, current, in_phase
-from hvdtrain.worker.imports import Hooks
+from hvdtrain.worker.import_hooks import Hooks
 
 COLLECTIVES = tuple(
     f"horovod_{kind}"

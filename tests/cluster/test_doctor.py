@@ -137,7 +137,7 @@ def test_an_allreduce_over_good_hosts(hosts: dict[str, NamespaceHost], tmp_path:
     code = (
         "import os\n"
         "from hvdtrain.doctor.checks import Options\n"
-        "from hvdtrain.doctor.horovod import joint_checks\n"
+        "from hvdtrain.doctor.horovod_checks import joint_checks\n"
         "options = Options(os.environ, hosts=('node1', 'node2'), interfaces=('eth0',))\n"
         "for check in joint_checks(options):\n"
         "    for finding in check.look():\n"
@@ -165,7 +165,7 @@ def test_a_closed_port(hosts: dict[str, NamespaceHost], tmp_path: Path) -> None:
     code = (
         "import os\n"
         "from hvdtrain.doctor.checks import Options\n"
-        "from hvdtrain.doctor.hosts import check_host\n"
+        "from hvdtrain.doctor.remote_hosts import check_host\n"
         "print(check_host('node2', Options(os.environ, ssh_port=2222), 20)[-1])"
     )
     done = subprocess.run(

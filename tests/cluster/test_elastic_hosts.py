@@ -24,7 +24,7 @@ STAY = (
     + """
 import json
 from horovod.common.elastic import notification_manager
-from hvdtrain.worker.warning import warned
+from hvdtrain.worker.preemption_notice import warned
 notification_manager.init()
 name = os.environ["HOROVOD_HOSTNAME"]
 with open(f"{name}.part", "w") as file:

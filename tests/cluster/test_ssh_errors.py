@@ -16,7 +16,7 @@ WITH_CONFIG = 'mount --bind "$0" /etc/ssh/ssh_config && exec "$@"'
 DOCTOR = """
 import os
 from hvdtrain.doctor.checks import Options
-from hvdtrain.doctor.hosts import check_host
+from hvdtrain.doctor.remote_hosts import check_host
 for result in check_host("node2", Options(os.environ), 20):
     print(result.name, result.status, result.seen, result.fix, sep="|")
 """

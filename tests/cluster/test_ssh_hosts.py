@@ -207,7 +207,7 @@ STAY = (
     RANK
     + """
 import json
-from hvdtrain.worker.warning import warned
+from hvdtrain.worker.preemption_notice import warned
 def tell(name, value):
     with open(f"{name}.part.{rank}", "w") as file:
         json.dump(value, file)

@@ -26,7 +26,7 @@ def ranks_left():
     for process in glob.glob("/proc/[0-9]*"):
         try:
             command = open(f"{process}/cmdline", "rb").read()
-            if b"hvdtrain.worker.function" in command and os.readlink(f"{process}/cwd") == os.getcwd():
+            if b"hvdtrain.worker.function_rank" in command and os.readlink(f"{process}/cwd") == os.getcwd():
                 found.append(process)
         except OSError:
             pass

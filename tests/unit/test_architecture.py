@@ -16,10 +16,9 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if not path.is_symlink())
 TRAIN = {"keras", "keras_internals", "collectives", "data", "trainer", "runtime"}
 LAUNCH = {"launch"}
 GROUND = {
-    "descriptors",
     "environment",
     "errors",
-    "inherited",
+    "standard_streams",
     "signals",
     "rank_variables",
     "strategy_names",
@@ -62,7 +61,7 @@ MAY_CALL_HOROVOD = {
     "keras/differentiable.py",
     "runtime.py",
     "install/selftest.py",
-    "bench/pipeline.py",
+    "bench/pipeline_bubble.py",
     "bench/scaling.py",
 }
 HEAVY = {"tensorflow", "keras", "horovod", "numpy", "mpi4py"}
@@ -159,8 +158,8 @@ def replaced_in_horovod(path: Path) -> set[str]:
 def test_what_is_replaced_in_horovod_stands_in_one_file() -> None:
     """That of the launcher; a rank replaces how its notification service listens."""
     found = {str(p.relative_to(PACKAGE)): names for p in FILES if (names := replaced_in_horovod(p))}
-    assert found.keys() == {"start/horovods.py", "worker/notifications.py"}
-    assert found["worker/notifications.py"] == {"network.find_port"}
+    assert found.keys() == {"start/parts/horovod_patches.py", "worker/elastic_notifications.py"}
+    assert found["worker/elastic_notifications.py"] == {"network.find_port"}
 
 
 def test_the_launch_wing_loads_nothing_heavy() -> None:

@@ -4,7 +4,7 @@ import time
 
 import keras
 
-from hvdtrain.bench.models import mlp
+from hvdtrain.bench.networks import mlp
 from hvdtrain.bench.overhead import EPOCHS, dataset, examples, seconds_of_step
 
 

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.cli.concealment import without_values
+from hvdtrain.cli.hidden_values import without_values
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,8 +29,8 @@ def test_values_are_taken_out_before_the_script_only() -> None:
 def test_the_command_starts_again_with_the_value_in_its_environment() -> None:
     code = (
         "import os, sys\n"
-        "from hvdtrain.cli.concealment import conceal_secrets\n"
-        "from hvdtrain.launch.variables import parse_variable\n"
+        "from hvdtrain.cli.hidden_values import conceal_secrets\n"
+        "from hvdtrain.launch.env_forwarding import parse_variable\n"
         "given = [parse_variable(text) for text in sys.argv[2::2]]\n"
         "conceal_secrets(given, ())\n"
         "print(open('/proc/self/cmdline').read().split(chr(0))[3:-1], os.environ['A_KEY'])\n"

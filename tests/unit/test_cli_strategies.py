@@ -54,15 +54,15 @@ def dry_run(*args: str) -> list[str]:
         (["--strategy", "tpu"], "env HVDTRAIN_STRATEGY=tpu"),
         (["--strategy", "TPUStrategy", "-np", "8"], "env HVDTRAIN_STRATEGY=tpu HVDTRAIN_REPLICAS=8"),
         ([*STORAGE, "--grace-seconds", "5"], "env HVDTRAIN_STRATEGY=central-storage"),
-        ([*SERVERS], "hvdtrain.start.parameter_servers --workers 2 --ps 1"),
+        ([*SERVERS], "hvdtrain.start.run_parameter_servers --workers 2 --ps 1"),
         (
             [*SERVERS[:2], "--ps", "2", "-H", "a:2,b:2", "-p", "33", "--start-timeout", "9"],
-            "hvdtrain.start.parameter_servers --workers 2 --ps 2 --hosts a:2,b:2 --ssh-port 33 "
+            "hvdtrain.start.run_parameter_servers --workers 2 --ps 2 --hosts a:2,b:2 --ssh-port 33 "
             "--start-timeout 9",
         ),
         (
             [*SERVERS, "--hostfile", "hostfile"],
-            "hvdtrain.start.parameter_servers --workers 2 --ps 1 --hosts a:2,b:1 --start-timeout 32",
+            "hvdtrain.start.run_parameter_servers --workers 2 --ps 1 --hosts a:2,b:1 --start-timeout 32",
         ),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data import Spec, make_source, split, validation_split
-from hvdtrain.data.nested import concatenate, sample
+from hvdtrain.data.structures import concatenate, sample
 from hvdtrain.errors import UsageError
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from test_data_streams import OnRanks, stream
 
 from hvdtrain.data import Spec
-from hvdtrain.data.nested import concatenate
+from hvdtrain.data.structures import concatenate
 from hvdtrain.errors import UsageError
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.worker.delivery import deliver, delivered, withdraw
+from hvdtrain.worker.secret_files import deliver, delivered, withdraw
 
 
 def test_from_delivery_to_withdrawal(tmp_path: Path) -> None:

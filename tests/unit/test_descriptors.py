@@ -4,7 +4,7 @@ import os
 import threading
 import time
 
-from hvdtrain.descriptors import write_all
+from hvdtrain.standard_streams import write_all
 
 
 def test_a_slow_reader_of_a_descriptor_that_does_not_wait() -> None:

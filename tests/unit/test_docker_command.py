@@ -13,8 +13,13 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.launch.container.command import Container, Machine, docker_argv, passed_names
-from hvdtrain.launch.container.engine import ContainerEngine, ask_engine, check_gpus
+from hvdtrain.launch.container.container_command import (
+    Container,
+    Machine,
+    docker_argv,
+    passed_names,
+)
+from hvdtrain.launch.container.container_engine import ContainerEngine, ask_engine, check_gpus
 
 MACHINE = Machine(
     engine="docker", rootless=False, uid=1000, gid=100, folder=Path("/home/ann/digits")

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from fake_programs import path_with
 
-from hvdtrain.doctor import host_probe, hosts
+from hvdtrain.doctor import host_probe, remote_hosts
 from hvdtrain.doctor.checks import Options, Result
-from hvdtrain.doctor.hosts import ask, check_host, check_ssh
-from hvdtrain.launch.running.bounded import run
+from hvdtrain.doctor.remote_hosts import ask, check_host, check_ssh
+from hvdtrain.launch.running.timed_command import run
 
 # Runs the last argument, the command line for the other host, with our standard input.
 HERE = 'PATH=/usr/bin:/bin; for command; do :; done; exec /bin/sh -c "exec $command"'
@@ -31,7 +31,7 @@ ADDRESS = {"eth0": "127.0.0.1"}
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Result]]:
     """look(ssh's lines, ...) -> findings of a host named node1, which is not this machine."""
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.9.9.9")
-    monkeypatch.setattr(hosts, "is_here", lambda host: False)
+    monkeypatch.setattr(remote_hosts, "is_here", lambda host: False)
     monkeypatch.setattr(host_probe, "interfaces", lambda: ADDRESS)
 
     def findings(
@@ -278,11 +278,11 @@ def test_clock(
 )
 def test_clock_is_judged_by_what_the_question_took(theirs: float, status: str) -> None:
     """Read at some time between 100 and 102: what it can be ahead or behind at least is what counts."""
-    assert hosts.check_clock(theirs, 100.0, 102.0).status == status
+    assert remote_hosts.check_clock(theirs, 100.0, 102.0).status == status
 
 
 def test_the_report_reaches_open_ports_only() -> None:
-    with hosts.listening(["127.0.0.1"]) as ((address, port),), socket.socket() as closed:
+    with remote_hosts.listening(["127.0.0.1"]) as ((address, port),), socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         question = {"addresses": [[address, port]], "folder": "/"}
         assert host_probe.report(question)["reached"] == ["127.0.0.1"]
@@ -298,7 +298,7 @@ def test_the_report_runs_alone_as_a_text_on_standard_input() -> None:
     argv = [sys.executable, "-I", "-S", "-", question]
     said = run(argv, limit=20, environ={"PATH": "/bin"}, stdin=text)
     assert said is not None
-    answer = hosts.answer_of(said)
+    answer = remote_hosts.answer_of(said)
     assert isinstance(answer, Mapping), said.stderr
     assert answer["versions"]["tensorflow-cpu"] is None
     assert answer["interfaces"]["lo"] == "127.0.0.1"

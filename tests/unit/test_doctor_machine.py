@@ -29,7 +29,7 @@ from hvdtrain.doctor.machine import (
 from hvdtrain.doctor.services import check_containers, check_slurm
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.devices import cgroup_quota, physical_cores
-from hvdtrain.launch.running import bounded
+from hvdtrain.launch.running import timed_command
 
 
 def statuses(results: Any) -> list[str]:
@@ -281,7 +281,7 @@ def test_docker_and_podman_that_hang_and_cannot_be_asked_to_end(
 ) -> None:
     """What a check says of them comes before its own time is over, which would be a failure."""
     # All waits are a third of their length.
-    monkeypatch.setattr(bounded, "COMMAND_SECONDS", bounded.COMMAND_SECONDS / 3)
+    monkeypatch.setattr(timed_command, "COMMAND_SECONDS", timed_command.COMMAND_SECONDS / 3)
     monkeypatch.setattr(doctor_checks, "_SPARE_SECONDS", doctor_checks._SPARE_SECONDS / 3)
     deaf = "trap '' TERM; while :; do /bin/sleep 1; done"
     environ = path_with(tmp_path, {"docker": deaf, "podman": deaf})

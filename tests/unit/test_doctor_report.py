@@ -21,7 +21,7 @@ from fake_programs import path_with
 
 from hvdtrain.cli import doctor as command
 from hvdtrain.cli import main
-from hvdtrain.doctor import checks, horovod
+from hvdtrain.doctor import checks, horovod_checks
 from hvdtrain.doctor.checks import (
     Check,
     Options,
@@ -35,7 +35,7 @@ from hvdtrain.doctor.checks import (
     summary,
     warn,
 )
-from hvdtrain.launch.running.bounded import Ran, end_all, run
+from hvdtrain.launch.running.timed_command import Ran, end_all, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -239,7 +239,7 @@ def test_hosts_and_their_joint_allreduce(monkeypatch: pytest.MonkeyPatch) -> Non
 
     joint = check(lambda: [ok("joint", "2 ranks")], "joint", "All hosts")
     monkeypatch.setattr(command, "PARTS", [SimpleNamespace(checks=hosts)])
-    monkeypatch.setattr(horovod, "joint_checks", lambda options: [joint])
+    monkeypatch.setattr(horovod_checks, "joint_checks", lambda options: [joint])
     assert "2 ranks" in call("-H", "a:4,b", "--ssh-port", "2222").stdout
     assert (seen[0].hosts, seen[0].ssh_port) == (("a", "b"), 2222)
     states["b"] = fail("ssh", "closed", "open it")
@@ -252,7 +252,9 @@ def test_hostfile(findings: list[Result], monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "hosts").write_text("node1 slots=4 # first\n\nnode2 slots=2\n")
     joint = check(lambda: [ok("joint", "x")], "joint", "All hosts")
     seen: list[Options] = []
-    monkeypatch.setattr(horovod, "joint_checks", lambda options: (seen.append(options), [joint])[1])
+    monkeypatch.setattr(
+        horovod_checks, "joint_checks", lambda options: (seen.append(options), [joint])[1]
+    )
     assert call("--hostfile", str(tmp_path / "hosts")).exit_code == 0
     assert seen[0].hosts == ("node1", "node2")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from fake_programs import path_with
 
-from hvdtrain.doctor import horovod, software
+from hvdtrain.doctor import horovod_checks, software
 from hvdtrain.doctor.checks import Result
-from hvdtrain.doctor.horovod import (
+from hvdtrain.doctor.horovod_checks import (
     Build,
     allreduce_result,
     check_loading,
@@ -25,8 +25,8 @@ from hvdtrain.doctor.horovod import (
 )
 from hvdtrain.doctor.software import check_backend
 from hvdtrain.install import selftest
-from hvdtrain.install.probe import Missing, TensorFlow
-from hvdtrain.launch.running.bounded import Ran
+from hvdtrain.install.build_environment import Missing, TensorFlow
+from hvdtrain.launch.running.timed_command import Ran
 
 
 def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> Ran:
@@ -198,13 +198,13 @@ def test_settings_with_which_keras_does_not_load(keras_json: Path) -> None:
 
 
 SMI = 'echo "NVIDIA H100, 570.1"; echo "NVIDIA H100, 570.1"'
-TWO = [horovod.Gpu("NVIDIA H100", "570.1")] * 2
+TWO = [horovod_checks.Gpu("NVIDIA H100", "570.1")] * 2
 CUDA = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=2)
 CPU = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=False, gpus=0)
 
 
 def test_gpus_are_listed(tmp_path: Path) -> None:
-    assert horovod.list_gpus(path_with(tmp_path, {"nvidia-smi": SMI}), 10) == TWO
+    assert horovod_checks.list_gpus(path_with(tmp_path, {"nvidia-smi": SMI}), 10) == TWO
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_gpus_are_listed(tmp_path: Path) -> None:
 )
 def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path: Path) -> None:
     environ = path_with(tmp_path, {"nvidia-smi": smi} if smi else {})
-    finding = horovod.list_gpus(environ, 1)
+    finding = horovod_checks.list_gpus(environ, 1)
     assert isinstance(finding, Result)
     assert finding.status == status
     assert seen in finding.seen
@@ -233,42 +233,44 @@ def test_nvidia_smi(smi: str | None, status: str, seen: str, fix: str, tmp_path:
     ],
 )
 def test_driver(visible: int, seen: str) -> None:
-    assert horovod.check_driver(TWO, visible) == Result("NVIDIA driver", "ok", seen)
+    assert horovod_checks.check_driver(TWO, visible) == Result("NVIDIA driver", "ok", seen)
 
 
 def test_gpus_that_are_all_hidden(tmp_path: Path) -> None:
     """Then nothing else is asked of them."""
     environ = {**path_with(tmp_path, {"nvidia-smi": SMI}), "CUDA_VISIBLE_DEVICES": "-1"}
-    (driver,) = horovod.check_gpus(CUDA, environ, 10)
+    (driver,) = horovod_checks.check_gpus(CUDA, environ, 10)
     assert (driver.status, driver.fix) == ("warn", "unset CUDA_VISIBLE_DEVICES")
 
 
 def test_tensorflow_sees_fewer_gpus_than_there_are() -> None:
     one = Build(mpi=True, gloo=True, nccl=True, tensorflow_cuda=True, gpus=1)
-    finding = horovod.check_tensorflow_gpus(2, one)
+    finding = horovod_checks.check_tensorflow_gpus(2, one)
     assert (finding.status, finding.seen) == ("fail", "1 of 2")
     assert "hvdtrain[gpu]" in finding.fix
-    assert horovod.check_tensorflow_gpus(2, CUDA).status == "ok"
-    assert horovod.check_tensorflow_gpus(2, CPU).status == "warn"
+    assert horovod_checks.check_tensorflow_gpus(2, CUDA).status == "ok"
+    assert horovod_checks.check_tensorflow_gpus(2, CPU).status == "warn"
 
 
 def test_nccl() -> None:
     without = Build(mpi=True, gloo=True, nccl=False, tensorflow_cuda=True, gpus=2)
-    finding = horovod.check_nccl(2, without, {}, 1)
+    finding = horovod_checks.check_nccl(2, without, {}, 1)
     assert (finding.status, finding.fix) == ("fail", "hvdtrain install-horovod --gpu")
-    assert horovod.check_nccl(2, CPU, {}, 1).status == "skip"
+    assert horovod_checks.check_nccl(2, CPU, {}, 1).status == "skip"
     good = ran(stdout='@hvdtrain-engine {"version": "2.27.3"}\n')
-    assert horovod.nccl_result(good, 2, 1) == Result(horovod.NCCL, "ok", "2 of 2, NCCL 2.27.3")
-    assert "NCCL_P2P_DISABLE=1" in horovod.nccl_result(ran(None), 2, 1).fix
+    assert horovod_checks.nccl_result(good, 2, 1) == Result(
+        horovod_checks.NCCL, "ok", "2 of 2, NCCL 2.27.3"
+    )
+    assert "NCCL_P2P_DISABLE=1" in horovod_checks.nccl_result(ran(None), 2, 1).fix
     broken = ran(stdout='@hvdtrain-engine {"error": "NCCL: unhandled system error"}\n')
-    assert horovod.nccl_result(broken, 2, 1).seen == "NCCL: unhandled system error"
+    assert horovod_checks.nccl_result(broken, 2, 1).seen == "NCCL: unhandled system error"
 
 
 def test_no_nccl_library(tmp_path: Path) -> None:
     answer = nccl(2, str(tmp_path / "libnccl.so.2"))
     assert "cannot open shared object" in answer["error"]
     said = ran(stdout=f'@hvdtrain-engine {{"error": "{answer["error"]}"}}\n')
-    assert "pip install nvidia-nccl-cu12" in horovod.nccl_result(said, 2, 1).fix
+    assert "pip install nvidia-nccl-cu12" in horovod_checks.nccl_result(said, 2, 1).fix
     assert readable(22703) == "2.27.3"
 
 
@@ -302,8 +304,8 @@ def test_horovod_that_hangs_or_loads() -> None:
 @pytest.mark.parametrize(("built", "status"), [(["mpi", "gloo"], "warn"), (["mpi"], "fail")])
 def test_no_mpirun(built: list[Any], status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Horovod with MPI in an environment without mpirun, in PATH or beside Python: a launch takes Gloo if it can."""
-    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(built))
-    monkeypatch.setattr(horovod, "find_mpirun", lambda path: None)
+    monkeypatch.setattr(horovod_checks, "installed_controllers", lambda: frozenset(built))
+    monkeypatch.setattr(horovod_checks, "find_mpirun", lambda path: None)
     finding = check_local_allreduce("mpi", {"PATH": "/nowhere"}, 1)
     assert finding.status == status
     assert "no mpirun in PATH" in finding.seen
@@ -312,7 +314,7 @@ def test_no_mpirun(built: list[Any], status: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_controller_that_was_not_built_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(["gloo"]))
+    monkeypatch.setattr(horovod_checks, "installed_controllers", lambda: frozenset(["gloo"]))
     assert check_local_allreduce("mpi", {}, 1).status == "skip"
 
 
@@ -326,8 +328,8 @@ def test_an_allreduce_has_the_environment_that_a_job_would_have(
         asked.update(rest, argv=argv)
         return ran(0, stdout=f"{selftest.PASSED}\n")
 
-    monkeypatch.setattr(horovod, "installed_controllers", lambda: frozenset(["gloo"]))
-    monkeypatch.setattr(horovod, "run", stand_in)
+    monkeypatch.setattr(horovod_checks, "installed_controllers", lambda: frozenset(["gloo"]))
+    monkeypatch.setattr(horovod_checks, "run", stand_in)
     user = {"HVDTRAIN_ENV": "NOT_SET", "HOROVOD_CPU_OPERATIONS": "mpi", "HVDTRAIN_AUTOTUNE": "1"}
     other_kind = {"HVDTRAIN_CONTAINER": "image.sif", "HVDTRAIN_STRATEGY": "tpu"}
     assert check_local_allreduce("gloo", {**user, **other_kind}, 60).status == "ok"
@@ -341,7 +343,7 @@ def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.Monkey
         raise OSError(-2, "Name or service not known")
 
     monkeypatch.setattr("socket.gethostbyname", unknown)
-    monkeypatch.setattr(horovod, "runs_over_mpi", lambda environ: True)
+    monkeypatch.setattr(horovod_checks, "runs_over_mpi", lambda environ: True)
     assert check_local_allreduce("gloo", {}, 1).status == "skip"
 
 

@@ -13,7 +13,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic import driver as elastic_driver
 from horovod.runner.elastic.discovery import FixedHosts
 
-from hvdtrain.start.elastic_driver import MOST_FAILURES, PatientDriver, PatientHosts
+from hvdtrain.start.parts.elastic_driver import MOST_FAILURES, PatientDriver, PatientHosts
 
 SECONDS = 10
 

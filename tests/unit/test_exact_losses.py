@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdtrain.collectives.step_context import Step, Total, in_step
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.losses import needs_whole_batch
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
 from hvdtrain.strategies import losses
 from hvdtrain.strategies.losses import make_exact
 

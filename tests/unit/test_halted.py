@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running import halted
-from hvdtrain.launch.running.halted import Halted
+from hvdtrain.launch.running import stopped_programs
+from hvdtrain.launch.running.stopped_programs import Halted
 
 # Each shell starts a sleep and waits for it; the second shell is a rank.
 TREE = "sh -c 'sleep 600; :' & HOROVOD_RANK=0 sh -c 'sleep 600; :' & wait"
 
 
 def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halted, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stopped_programs, "LOOK_SECONDS", 0.0)
     command = subprocess.Popen(["sh", "-c", TREE], start_new_session=True)
     try:
         deadline = time.monotonic() + 20
@@ -44,8 +44,8 @@ def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.Monke
 
 
 def test_after_a_pause_of_ours_everything_counts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halted, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(halted, "PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(stopped_programs, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(stopped_programs, "PAUSE_SECONDS", 0.2)
     command = subprocess.Popen(["sleep", "600"])
     try:
         os.kill(command.pid, signal.SIGSTOP)

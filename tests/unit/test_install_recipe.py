@@ -8,8 +8,8 @@ import pytest
 
 from hvdtrain.install import build, recipe, selftest
 from hvdtrain.install.build import key_of_direct_url
-from hvdtrain.install.probe import Cuda, Mpi, Survey, TensorFlow
-from hvdtrain.install.progress import CommandFailed
+from hvdtrain.install.build_environment import Cuda, Mpi, Survey, TensorFlow
+from hvdtrain.install.logged_command import CommandFailed
 from hvdtrain.install.recipe import Recipe, Workspace
 
 WORKSPACE = Workspace(Path("/work space"))

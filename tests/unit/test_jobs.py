@@ -16,8 +16,8 @@ from hvdtrain.cli import logs as logs_module
 from hvdtrain.cli import ps as ps_module
 from hvdtrain.cli.logs import logs
 from hvdtrain.cli.ps import ps
-from hvdtrain.launch.jobs import Job, _is_launcher
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
+from hvdtrain.launch.running_jobs import Job, _is_launcher
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.install import build, probe, recipe
-from hvdtrain.launch.running.bounded import Ran, ask, ending_commands, run
+from hvdtrain.install import build, build_environment, recipe
+from hvdtrain.launch.running.timed_command import Ran, ask, ending_commands, run
 from hvdtrain.signals import leaving_on_signals
 
 
@@ -99,8 +99,8 @@ def test_an_installation_ends_with_its_terminal(monkeypatch: pytest.MonkeyPatch)
             ended.append("the build")
         return True
 
-    monkeypatch.setattr(probe, "survey", lambda **_: object())
-    monkeypatch.setattr(probe, "missing_tools", lambda *_: [])
+    monkeypatch.setattr(build_environment, "survey", lambda **_: object())
+    monkeypatch.setattr(build_environment, "missing_tools", lambda *_: [])
     monkeypatch.setattr(recipe, "recipe_for", lambda found: object())
     monkeypatch.setattr(build, "install", install)
     result = CliRunner().invoke(main, ["install-horovod"])

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdtrain.cli import main
-from hvdtrain.cli.options import GroupedOption
+from hvdtrain.cli.forwarded_options import RunPart
+from hvdtrain.cli.launch_options import GroupedOption
 from hvdtrain.cli.run import run
-from hvdtrain.cli.through_run import RunPart
 
 GOLDEN = Path(__file__).parent / "golden"
 THROUGH = ["submit", "docker"]

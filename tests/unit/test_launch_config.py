@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.cli import main
-from hvdtrain.launch import files
-from hvdtrain.launch.config import HOROVOD_SECTIONS
+from hvdtrain.launch import user_files
+from hvdtrain.launch.config_files import HOROVOD_SECTIONS
+from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.options import Option, options_of
+from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.rules import CONDITIONS
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.plan_validation import CONDITIONS
 
 HOROVOD_LAYOUT = """\
 controller: mpi
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read(folder: Path) -> None:
 def test_a_pipe_is_read_to_its_end_and_not_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "PIPE_SECONDS", 0.5)
+    monkeypatch.setattr(user_files, "PIPE_SECONDS", 0.5)
     pipe = folder / "pipe"
     os.mkfifo(pipe)
     result = call("--config", "pipe", "train.py")
@@ -187,7 +187,10 @@ def test_a_pipe_is_read_to_its_end_and_not_waited_for(
     # The shell's <(command), which takes its time and writes more than a pipe holds.
     slow = f"(echo np: 3; sleep 0.2; seq -f '# %.0f' 20000) > {pipe}"
     with subprocess.Popen(["sh", "-c", slow]):
-        assert files.read_text(pipe, "configuration").splitlines()[::20000] == ["np: 3", "# 20000"]
+        assert user_files.read_text(pipe, "configuration").splitlines()[::20000] == [
+            "np: 3",
+            "# 20000",
+        ]
 
 
 def test_the_arguments_are_for_the_script_of_the_file(folder: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 import hvdtrain
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.launch.running import exchange as exchange_module
-from hvdtrain.launch.running.exchange import Exchange
-from hvdtrain.worker.sealed import FUNCTION, Caller, caller_of, seal, unseal
+from hvdtrain.launch.running import function_server as exchange_module
+from hvdtrain.launch.running.function_server import Exchange
+from hvdtrain.worker.signed_messages import FUNCTION, Caller, caller_of, seal, unseal
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])

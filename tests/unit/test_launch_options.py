@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.launchers.horovodrun import horovodrun_options
-from hvdtrain.launch.options import GROUPS, options_of
+from hvdtrain.launch.option_types import GROUPS, options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import Program
+from hvdtrain.launch.rank_program import Program
 
 TWO_HOSTS = (Host("a", 2), Host("b", 2))
 STALL = ("--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "50")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running.members import ALONE, Members
+from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
-from hvdtrain.launch.running.process import Ending
-from hvdtrain.worker.failure import Failure, from_line, is_secondary
+from hvdtrain.launch.running.process_names import ALONE, Members
+from hvdtrain.worker.failure_report import Failure, from_line, is_secondary
 
 LOGS = "\nlogs of all ranks: logs"
 KILLED = "mpirun noticed that process rank 1 with PID 0 on node n exited on signal 9 (Killed)."

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from terminal import Terminal
 
-from hvdtrain.launch.running.members import ALONE, Members
-from hvdtrain.launch.running.noise import is_noise, without_stamp
+from hvdtrain.launch.running.log_filter import is_noise, without_stamp
 from hvdtrain.launch.running.output import Output
-from hvdtrain.launch.running.sinks import LogFiles, write_all
-from hvdtrain.worker.failure import LONGEST_TEXT, Failure, from_line
+from hvdtrain.launch.running.output_writers import LogFiles, write_all
+from hvdtrain.launch.running.process_names import ALONE, Members
+from hvdtrain.worker.failure_report import LONGEST_TEXT, Failure, from_line
 
 
 def test_rank_0_looks_as_if_it_ran_alone(tmp_path: Path) -> None:

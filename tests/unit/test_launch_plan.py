@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from hvdtrain.errors import EngineError, UsageError
-from hvdtrain.launch.command import Site
-from hvdtrain.launch.engine import built_controllers, choose_controller
+from hvdtrain.launch.env_forwarding import EnvVar, parse_variable
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.installed_horovod import built_controllers, choose_controller
+from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers.horovodrun import prepare
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import Program
-from hvdtrain.launch.variables import EnvVar, parse_variable
+from hvdtrain.launch.rank_program import Program
 
-STAND_IN = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun"]
+STAND_IN = [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod"]
 SITE = Site({"PATH": "/bin"}, horovodrun="/venv/bin/horovodrun", mpirun="/bin/mpirun")
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.launch.running.process import Ending, run_process
+from hvdtrain.launch.running.command_runner import Ending, run_process
+from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import processes_of
-from hvdtrain.launch.running.streams import Stream
 
 
 class Seen:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.program import Program, program_of, rank_command
+from hvdtrain.launch.rank_program import Program, program_of, rank_command
 
 REPOSITORY = Path(__file__).parents[2]
 OWN = Path(sys.executable)

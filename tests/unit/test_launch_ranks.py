@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running import lookout
-from hvdtrain.launch.running.lookout import topmost
+from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import parse_status, state_of
-from hvdtrain.start import host_watch
-from hvdtrain.start.host_watch import HostWatch
+from hvdtrain.launch.running.rank_monitor import topmost
+from hvdtrain.start.parts import rank_watch
+from hvdtrain.start.parts.rank_watch import HostWatch
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -75,7 +75,7 @@ def test_a_warning_waits_for_the_rank_and_spares_its_children(tmp_path: Path) ->
 
 def test_a_warning_that_stands_costs_one_search_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
-    monkeypatch.setattr(lookout, "processes_of", lambda mark: searches.append(mark) or [])
+    monkeypatch.setattr(rank_monitor, "processes_of", lambda mark: searches.append(mark) or [])
     watch = HostWatch("none")
     watch.warn()
     before = len(searches)
@@ -90,7 +90,7 @@ def test_a_stopped_rank_of_an_elastic_job_is_ended(
     elastic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart two ranks may have begun with the same number; each has a place of its own."""
-    monkeypatch.setattr(host_watch, "STILL_SECONDS", 0.2)
+    monkeypatch.setattr(rank_watch, "STILL_SECONDS", 0.2)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "1"}
     if elastic:

@@ -8,7 +8,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host, parse_hosts
-from hvdtrain.launch.roles import (
+from hvdtrain.launch.parameter_server_roles import (
     CHIEF,
     Role,
     cast,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.launch.env_forwarding import into_container, travelling
 from hvdtrain.launch.secrets import MASK, looks_secret, masked
-from hvdtrain.launch.variables import into_container, travelling
 
 
 def test_only_the_named_set_and_what_was_asked_for_travels() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.running.session import Patience, View, run_launch
-from hvdtrain.worker.failure import Failure
+from hvdtrain.worker.failure_report import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
 OTHERS_GO_ON = """
@@ -40,7 +40,7 @@ REPOSITORY = Path(__file__).parents[2]
 LAUNCH = """
 import sys
 from pathlib import Path
-from hvdtrain.launch.running.members import ALONE
+from hvdtrain.launch.running.process_names import ALONE
 from hvdtrain.launch.running.session import Patience, View, run_launch
 sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), Patience(), members=ALONE))
 """

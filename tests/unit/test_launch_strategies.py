@@ -9,15 +9,15 @@ import pytest
 from fake_programs import path_with
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Site
 from hvdtrain.launch.devices import tpu_here, visible_gpus
+from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers import one_process, parameter_servers
 from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
 from hvdtrain.launch.launchers.parameter_servers import ServerPlan, number_of_workers, roomy
-from hvdtrain.launch.program import Program
-from hvdtrain.launch.running.members import ALONE
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.rank_program import Program
+from hvdtrain.launch.running.process_names import ALONE
 
 PROGRAM = Program(Path("train.py"), ("--epochs", "3"))
 ENV = (EnvVar("A", "b c"), EnvVar("API_KEY"))
@@ -51,7 +51,7 @@ def test_servers_on_this_machine() -> None:
             sys.executable,
             "-P",
             "-m",
-            "hvdtrain.start.parameter_servers",
+            "hvdtrain.start.run_parameter_servers",
             "--workers",
             "3",
             "--ps",
@@ -74,7 +74,7 @@ def test_servers_on_hosts_with_all_options() -> None:
         start_timeout=9,
     )
     assert parameter_servers.prepare(plan, Site({})).typed == [
-        *("env", "A=b c", sys.executable, "-P", "-m", "hvdtrain.start.parameter_servers"),
+        *("env", "A=b c", sys.executable, "-P", "-m", "hvdtrain.start.run_parameter_servers"),
         *("--workers", "3", "--ps", "1", "--hosts", "a:2,b:2", "--ssh-port", "22"),
         *("--ssh-identity-file", "key", "--start-timeout", "9", "--env", "A", "--env", "API_KEY"),
         *("--srun", "--", *WORKER),

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from terminal import Terminal
 
 from hvdtrain.environment import TERMINAL
-from hvdtrain.launch.running.lines import LONGEST, Lines
-from hvdtrain.launch.running.streams import TagReader
-from hvdtrain.start.marks import atoms, marked
-from hvdtrain.worker.failure import LONGEST_LINE
-from hvdtrain.worker.frames import Unframer, frame
+from hvdtrain.launch.running.line_splitter import LONGEST, Lines
+from hvdtrain.launch.running.output_parser import TagReader
+from hvdtrain.start.parts.output_tags import atoms, marked
+from hvdtrain.worker.failure_report import LONGEST_LINE
+from hvdtrain.worker.output_frames import Unframer, frame
 
 REPOSITORY = Path(__file__).parents[2]
 # Text like tags and line ends, and any bytes.

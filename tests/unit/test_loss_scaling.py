@@ -17,7 +17,7 @@ from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.keras.optimizer import distribute
-from hvdtrain.parallel.zero.optimizer import shard
+from hvdtrain.parallel.zero.sharded_optimizer import shard
 
 OF_RANKS = np.array(
     [

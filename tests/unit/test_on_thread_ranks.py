@@ -19,17 +19,17 @@ from hvdtrain.collectives.replicas import check_replicas
 from hvdtrain.collectives.statistics import average_statistics
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
-from hvdtrain.data import Part, Share, nested
+from hvdtrain.data import Part, Share, structures
 from hvdtrain.errors import ReplicaError, UsageError
 from hvdtrain.keras.optimizer import distribute
 from hvdtrain.keras.sync_batch_norm import combine_moments
 from hvdtrain.keras_internals.variables import seed_variables
-from hvdtrain.parallel.collectives import sum_parts
-from hvdtrain.parallel.zero.optimizer import shard
-from hvdtrain.parallel.zero.state import gathered_state
+from hvdtrain.parallel.group_collectives import sum_parts
+from hvdtrain.parallel.zero.plain_state import gathered_state
+from hvdtrain.parallel.zero.sharded_optimizer import shard
 from hvdtrain.strategies.gather import gather_predictions
 from hvdtrain.strategies.horovod import HorovodStrategy
-from hvdtrain.strategies.state import shared_state
+from hvdtrain.strategies.training_state import shared_state
 from hvdtrain.trainer.setup import symbolic_data
 
 RANKS = 3
@@ -297,7 +297,7 @@ def test_ranks_share_all_but_their_seeds() -> None:
         strategy.part = Part(rank, RANKS)
         model = network()
         model.compile(strategy.distribute(keras.optimizers.Adam()), "mse")
-        strategy.prepare(model, symbolic_data(nested.spec((X, X[:, :3])), 2), "training")
+        strategy.prepare(model, symbolic_data(structures.spec((X, X[:, :3])), 2), "training")
         return model
 
     models = [prepared(rank) for rank in range(RANKS)]

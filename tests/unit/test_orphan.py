@@ -9,13 +9,13 @@ import threading
 import time
 from pathlib import Path
 
-from hvdtrain.worker.orphan import ancestors, watch
+from hvdtrain.worker.launcher_watch import ancestors, watch
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def test_ancestors() -> None:
-    code = "from hvdtrain.worker.orphan import ancestors; print(*ancestors())"
+    code = "from hvdtrain.worker.launcher_watch import ancestors; print(*ancestors())"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

@@ -19,7 +19,7 @@ from keras import layers
 
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
-from hvdtrain.keras_internals import files as model_files
+from hvdtrain.keras_internals import keras_files as model_files
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 from hvdtrain.parallel.gather_scatter import (
     Entry,
@@ -29,8 +29,8 @@ from hvdtrain.parallel.gather_scatter import (
     misfit,
     whole_of,
 )
-from hvdtrain.parallel.saving import DividedState
 from hvdtrain.parallel.state_layout import COMMON, SLOTS, WEIGHTS, Sender, pieces_of
+from hvdtrain.parallel.whole_file import DividedState
 from hvdtrain.parallel.whole_model import Unsplit, make_part
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.model_file import read_model, write_model

@@ -24,7 +24,7 @@ from hvdtrain.keras_internals.remote_variables import (
 from hvdtrain.strategies.parameter_server import ParameterServer
 from hvdtrain.strategies.parameter_server.async_steps import ServerSteps
 from hvdtrain.strategies.parameter_server.connection import Watch, wait_for_all
-from hvdtrain.strategies.parameter_server.placement import Item, part_sizes, plan
+from hvdtrain.strategies.parameter_server.variable_placement import Item, part_sizes, plan
 from hvdtrain.tf_config import TfConfig
 
 CONFIG = TfConfig("a:1", ("b:2",), ("c:3", "d:4"), "chief", 0)

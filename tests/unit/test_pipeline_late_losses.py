@@ -19,8 +19,8 @@ from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.data import Share
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.models import metric_names
-from hvdtrain.parallel.pipeline.exchange import Exchange
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
+from hvdtrain.parallel.pipeline.stage_messages import Exchange
 from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import cut
 

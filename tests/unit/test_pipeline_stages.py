@@ -15,8 +15,8 @@ from keras import layers
 
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.compiled_losses import own_losses
 from hvdtrain.keras_internals.deferred_variables import initialize, is_waiting, waiting_variables
-from hvdtrain.keras_internals.losses import own_losses
 from hvdtrain.parallel.pipeline.micro_batch import micro_batches
 from hvdtrain.parallel.pipeline.stages import SLACK, balanced, cut
 from hvdtrain.parallel.pipeline.transport import stall_limit

@@ -19,7 +19,7 @@ cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 import hvdtrain
 from hvdtrain.errors import UsageError
-from hvdtrain.parallel.placement import place
+from hvdtrain.parallel.layer_placement import place
 
 layers = keras.layers
 seen = {}

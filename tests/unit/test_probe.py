@@ -19,7 +19,7 @@ from hvdtrain.keras_internals.models import trains_by_keras
 from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.probe import DRAWS, WAITS, Verdict, probe, state_of
-from hvdtrain.strategies.state import shared_state
+from hvdtrain.strategies.training_state import shared_state
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 4)).astype("float32")

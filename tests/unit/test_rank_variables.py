@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import check_started_once
+from hvdtrain.launch.launch_command import check_started_once
 from hvdtrain.rank_variables import (
     is_of_launch,
     is_one_host,
@@ -79,4 +79,4 @@ def test_the_variables_stand_in_one_file() -> None:
         for path in PACKAGE.rglob("*.py")
         if named.search(path.read_text())
     }
-    assert found <= {"rank_variables.py", "launch/slurm/task.py", "start/task.py"}
+    assert found <= {"rank_variables.py", "launch/slurm/task_variables.py", "start/slurm_task.py"}

@@ -25,7 +25,7 @@ from horovod.runner.http.http_client import put_data_into_kvstore
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.start.rendezvous import (
+from hvdtrain.start.parts.rendezvous import (
     Rendezvous,
     WorkerNotifier,
     elastic_handler,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.runtime import engine_environment
-from hvdtrain.worker.scheduling import (
+from hvdtrain.worker.cpu_scheduling import (
     SLICE_NANOSECONDS,
     kernel_knows_slices,
     schedule_promptly,

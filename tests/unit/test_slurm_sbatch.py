@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.cli import main
 from hvdtrain.errors import HvdtrainError, UsageError
-from hvdtrain.launch.slurm.jobs import follow_job, read_states, submit_job
+from hvdtrain.launch.slurm.job_queue import follow_job, read_states, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -258,7 +258,7 @@ def test_the_tasks_of_an_array() -> None:
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for programs that play Slurm; nothing else of Slurm is in PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr("hvdtrain.launch.slurm.jobs.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("hvdtrain.launch.slurm.job_queue.POLL_SECONDS", 0.01)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return tmp_path
@@ -305,7 +305,7 @@ def test_a_job_is_followed_over_its_restart(
 
 
 def test_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.launch.slurm.jobs.SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("hvdtrain.launch.slurm.job_queue.SILENCE_SECONDS", 0.05)
     play(slurm, "scontrol", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
     with pytest.raises(HvdtrainError, match=r"no longer answers about job 7.*: slurm_load_jobs"):
         follow_job("7", None, print)  # type: ignore[arg-type]

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 
 from hvdtrain.cli import main
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Site
+from hvdtrain.launch.env_forwarding import EnvVar, into_tasks
 from hvdtrain.launch.hosts import Host, parse_hosts
+from hvdtrain.launch.launch_command import Site
 from hvdtrain.launch.launchers.srun import (
     choose_launcher,
     choose_srun_controller,
@@ -24,9 +25,8 @@ from hvdtrain.launch.launchers.srun import (
     used_hosts,
 )
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import Program
+from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.slurm.allocation import Allocation
-from hvdtrain.launch.variables import EnvVar, into_tasks
 
 
 @pytest.fixture
@@ -132,12 +132,12 @@ def test_the_whole_command(script: Path) -> None:
     assert launch.argv == list(launch.words)
     assert shlex.join(launch.typed) == (
         "env 'DATA=/a b' HVDTRAIN_FORWARD=DATA,API_KEY "
-        f"{sys.executable} -P -m hvdtrain.start.srun "
+        f"{sys.executable} -P -m hvdtrain.start.run_srun "
         "-np 4 --gloo -H n1:2,n2:2 --start-timeout 32 --fusion-threshold-mb 64 "
         "--stall-check-warning-time-seconds 20 --stall-check-shutdown-time-seconds 50 "
         "srun --nodes=2 --ntasks=4 --ntasks-per-node=2 --nodelist=n1,n2 --distribution=block "
         f"--immediate=300 --mpi=none {COMMON} "
-        "python3 -P -m hvdtrain.start.task python3 -P -m hvdtrain.worker train.py --epochs 3"
+        "python3 -P -m hvdtrain.start.slurm_task python3 -P -m hvdtrain.worker train.py --epochs 3"
     )
 
 
@@ -146,18 +146,18 @@ def test_the_whole_command(script: Path) -> None:
     [
         (
             "/images/train.sif",
-            f"{sys.executable} -P -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            f"{sys.executable} -P -m hvdtrain.start.slurm_task apptainer exec --nv --bind /data --pwd /data "
             "/images/train.sif python3 -P -m hvdtrain.worker train.py",
         ),
         (
             "docker://ghcr.io/a/b:1",
-            f"{sys.executable} -P -m hvdtrain.start.task apptainer exec --nv --bind /data --pwd /data "
+            f"{sys.executable} -P -m hvdtrain.start.slurm_task apptainer exec --nv --bind /data --pwd /data "
             "docker://ghcr.io/a/b:1 python3 -P -m hvdtrain.worker train.py",
         ),
         (
             "nvcr.io#nvidia/tensorflow:25.02",
             "--container-image=nvcr.io#nvidia/tensorflow:25.02 --container-mounts=/data:/data "
-            "--container-workdir=/data python3 -P -m hvdtrain.start.task python3 -P -m hvdtrain.worker train.py",
+            "--container-workdir=/data python3 -P -m hvdtrain.start.slurm_task python3 -P -m hvdtrain.worker train.py",
         ),
     ],
 )
@@ -232,8 +232,8 @@ SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
 @pytest.mark.parametrize(
     ("environ", "options", "expected"),
     [
-        (JOB, "", "hvdtrain.start.srun -np 4 --gloo -H n1:2,n2:2 "),
-        (JOB, "--controller mpi", "hvdtrain.start.srun -np 4 --mpi -H n1:2,n2:2 "),
+        (JOB, "", "hvdtrain.start.run_srun -np 4 --gloo -H n1:2,n2:2 "),
+        (JOB, "--controller mpi", "hvdtrain.start.run_srun -np 4 --mpi -H n1:2,n2:2 "),
         (JOB, "-np 3", "srun --nodes=2 --ntasks=3 --nodelist=n1,n1,n2 "),
         # All on this node.
         (JOB, "-np 2 --controller gloo", "horovodrun -np 2 --gloo --stall"),
@@ -243,8 +243,8 @@ SINGLE = JOB | ALONE | {"SLURM_JOB_CPUS_PER_NODE": "2"}
         (JOB, "--container x.sif", "apptainer exec --nv "),
         (SINGLE, "--controller gloo", "horovodrun -np 2 --gloo --stall"),
         (SINGLE, "-np 3 --controller gloo", "horovodrun -np 3 --gloo --stall"),
-        (SINGLE, "--launcher srun", "hvdtrain.start.srun -np 2 --gloo -H n1:2 "),
-        (SINGLE | {"SLURMD_NODENAME": ""}, "", "hvdtrain.start.srun -np 2 --gloo -H n1:2 "),
+        (SINGLE, "--launcher srun", "hvdtrain.start.run_srun -np 2 --gloo -H n1:2 "),
+        (SINGLE | {"SLURMD_NODENAME": ""}, "", "hvdtrain.start.run_srun -np 2 --gloo -H n1:2 "),
         (
             JOB,
             "--min-np 2 -np 2 -H a:1,b:1",
@@ -267,7 +267,7 @@ def test_run_in_a_job(
     monkeypatch.setattr(
         "hvdtrain.launch.planning.installed_controllers", lambda: frozenset({"mpi", "gloo"})
     )
-    monkeypatch.setattr("hvdtrain.launch.command.find_mpirun", lambda: "/usr/bin/mpirun")
+    monkeypatch.setattr("hvdtrain.launch.launch_command.find_mpirun", lambda: "/usr/bin/mpirun")
     result = CliRunner().invoke(main, ["run", "--dry-run", *options.split(), "train.py"])
     assert result.exit_code == 0, result.output
     assert expected in result.stdout

@@ -1,4 +1,4 @@
-"""hvdtrain.start.srun with a program that plays srun: what it is given, and how it ends."""
+"""hvdtrain.start.run_srun with a program that plays srun: what it is given, and how it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EngineError
-from hvdtrain.start.srun import rendezvous_address
+from hvdtrain.start.run_srun import rendezvous_address
 
 SRUN = """\
 #!{python}
@@ -40,7 +40,7 @@ def start(folder: Path, options: str, ticks: int, **environment: str) -> Started
     program = folder / "srun"
     program.write_text(SRUN.format(python=sys.executable))
     program.chmod(0o755)
-    argv = [sys.executable, "-P", "-m", "hvdtrain.start.srun", *options.split()]
+    argv = [sys.executable, "-P", "-m", "hvdtrain.start.run_srun", *options.split()]
     return subprocess.Popen(
         [*argv, str(program), str(ticks), "--nodes=2"],
         cwd=folder,
@@ -140,7 +140,7 @@ def test_a_signal_before_srun_is_there_goes_on_to_it() -> None:
 
 def test_no_srun(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "hvdtrain.start.srun", "-np", "1", "--gloo", "-H", "a:1", "no-srun"],
+        [sys.executable, "-P", "-m", "hvdtrain.start.run_srun", "-np", "1", "--gloo", "-H", "a:1", "no-srun"],
         capture_output=True,
         text=True,
     )  # fmt: skip
@@ -151,7 +151,7 @@ def test_no_srun(tmp_path: Path) -> None:
 
 
 def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "hvdtrain.start.srun", "true"]
+    argv = [sys.executable, "-P", "-m", "hvdtrain.start.run_srun", "true"]
     environ = {**os.environ, "HVDTRAIN_FORWARD": "ABSENT"}
     ran = subprocess.run(
         argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60

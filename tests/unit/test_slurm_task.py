@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from hvdtrain.environment import RANK_CORES
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.addresses import interface_towards
-from hvdtrain.launch.running.streams import TagReader
-from hvdtrain.launch.slurm.task import task_environment
-from hvdtrain.start.marks import LONGEST_PIECE, marked
+from hvdtrain.launch.running.output_parser import TagReader
+from hvdtrain.launch.slurm.task_variables import task_environment
+from hvdtrain.start.parts.output_tags import LONGEST_PIECE, marked
 from hvdtrain.worker.rank_environment import rank_environment
 
 
@@ -137,7 +137,7 @@ def run_task(
     code: str, program: str = sys.executable, **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
-        [sys.executable, "-P", "-m", "hvdtrain.start.task", program, "-c", code],
+        [sys.executable, "-P", "-m", "hvdtrain.start.slurm_task", program, "-c", code],
         env={**os.environ, "PYTHONUNBUFFERED": "", **task(3, 1, 1, "2,2"), **environment},
         capture_output=True,
         timeout=60,

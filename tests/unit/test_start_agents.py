@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.start import agents as agents_module
 from hvdtrain.start.agent import Greeting, free_ports
-from hvdtrain.start.agents import Agents
+from hvdtrain.start.parts import agents as agents_module
+from hvdtrain.start.parts.agents import Agents
 
 REPOSITORY = Path(__file__).parents[2]
 # One that takes a second of silence for the supervisor's end.

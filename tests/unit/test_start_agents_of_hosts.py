@@ -14,8 +14,8 @@ import pytest
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.processes import processes_of
 from hvdtrain.start.agent import Greeting, own_report
-from hvdtrain.start.agents import Agents, Answers, Reach, agent_argv, greet
-from hvdtrain.worker.delivery import delivered
+from hvdtrain.start.parts.agents import Agents, Answers, Reach, agent_argv, greet
+from hvdtrain.worker.secret_files import delivered
 
 # The last argument is the remote command; the one before it the host.
 SSH = """#!/bin/sh

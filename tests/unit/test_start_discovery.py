@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.start import discovery
-from hvdtrain.start.discovery import DiscoveryScript
+from hvdtrain.start.parts import host_discovery
+from hvdtrain.start.parts.host_discovery import DiscoveryScript
 
 
 def test_hosts_and_slots(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_hosts_and_slots(tmp_path: Path) -> None:
 def test_a_script_that_fails(
     command: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(discovery, "DISCOVERY_SECONDS", 0.7)
+    monkeypatch.setattr(host_discovery, "DISCOVERY_SECONDS", 0.7)
     with pytest.raises(SystemExit):
         DiscoveryScript(command, 1).find_available_hosts_and_slots()
     assert capfd.readouterr().err == f"hvdtrain: --host-discovery-script {command} {said}\n"

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.start import elastic_hosts
-from hvdtrain.start.agents import Agents, Reach
-from hvdtrain.start.elastic_hosts import ElasticAgents, ElasticHosts
+from hvdtrain.start.parts import elastic_hosts
+from hvdtrain.start.parts.agents import Agents, Reach
+from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts
 
 
 class Slow(Agents):

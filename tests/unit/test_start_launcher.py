@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.start import launcher
-from hvdtrain.start.launcher import exit_code_of, in_command_line, launch_ranks
+from hvdtrain.start.parts import horovod_launcher
+from hvdtrain.start.parts.horovod_launcher import exit_code_of, in_command_line, launch_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def test_without_ssh_other_hosts_are_out_of_reach(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(launcher, "_remote_hosts", lambda parsed: ["a", "b"])
+    monkeypatch.setattr(horovod_launcher, "_remote_hosts", lambda parsed: ["a", "b"])
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
     assert launch_ranks(["-np", "2", "-H", "a:1,b:1", "python"]) == 1
     assert capfd.readouterr().err.startswith(
@@ -58,7 +58,7 @@ def test_what_goes_by_the_ranks_command(controller: str, monkeypatch: pytest.Mon
     shown = [name for name in names if in_command_line(arguments, asked, name)]
     by_name = ["WANTED", "WANTED_KEY", "TF_TOKEN", "TF_WANTED"] if controller == "mpi" else []
     assert sorted(shown) == sorted(["PATH", "PYTHONHASHSEED", "NCCL_DEBUG", *by_name])
-    brought = set(names) & launcher._brought(arguments, asked).keys()
+    brought = set(names) & horovod_launcher._brought(arguments, asked).keys()
     hidden = {"WANTED", "WANTED_KEY", "TF_TOKEN", "TF_WANTED"}
     assert brought == (hidden if controller == "gloo" else set())
 
@@ -78,7 +78,7 @@ def test_ranks_of_this_host_inherit_what_is_set(monkeypatch: pytest.MonkeyPatch)
 REPLACED = """
 import argparse, json, os, sys
 from hvdtrain.start import horovods
-from hvdtrain.start.horovods import *
+from hvdtrain.start.parts.horovod_patches import *
 from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import env, safe_shell_exec
 from horovod.runner.util.remote import get_remote_command
@@ -118,7 +118,7 @@ print(json.dumps({
 def test_a_machine_without_ssh_and_a_home_folder_to_write_in(
     controller: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-P", "-m", "hvdtrain.start.horovodrun", controller]
+    command = [sys.executable, "-P", "-m", "hvdtrain.start.run_horovod", controller]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # Nor need there be an ssh, as in many a container.
     for name in ("sh", "bash", "env", "echo"):
@@ -189,7 +189,7 @@ raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
 
 def test_what_every_helper_of_gloo_loads_is_light() -> None:
     """Each rank over Gloo has a helper process, which loads the program that started it."""
-    code = "import sys, hvdtrain.start.horovodrun; print(*sys.modules)"
+    code = "import sys, hvdtrain.start.run_horovod; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -198,5 +198,5 @@ def test_what_every_helper_of_gloo_loads_is_light() -> None:
         check=True,
     )
     loaded = {name for name in done.stdout.split() if name.startswith(("hvdtrain", "horovod"))}
-    own = {"hvdtrain.start", "hvdtrain.start.horovodrun"}
+    own = {"hvdtrain.start", "hvdtrain.start.run_horovod"}
     assert loaded == {"hvdtrain", "hvdtrain.environment", "hvdtrain.signals", *own}

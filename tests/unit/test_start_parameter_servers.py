@@ -21,9 +21,10 @@ import pytest
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
 from hvdtrain.launch.running.processes import Pipes, processes_of
-from hvdtrain.start import host_processes, parameter_servers
-from hvdtrain.start.host_processes import STOPPED, HostProcesses
-from hvdtrain.start.parameter_servers import Launch, Layout, layout_of
+from hvdtrain.start import run_parameter_servers
+from hvdtrain.start.parts import host_ranks
+from hvdtrain.start.parts.host_ranks import STOPPED, HostProcesses
+from hvdtrain.start.run_parameter_servers import Launch, Layout, layout_of
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 60
@@ -229,7 +230,7 @@ def test_a_chief_that_is_killed(begin: Begin) -> None:
 
 
 def test_a_stopped_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_processes, "STILL_SECONDS", 0.3)
+    monkeypatch.setattr(host_ranks, "STILL_SECONDS", 0.3)
     ended: list[object] = []
     processes = HostProcesses(Pipes(), lambda **news: ended.append(news["ended"]))
     for number in range(2):
@@ -258,8 +259,8 @@ def test_who_was_stopped_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(parameter_servers, "CHIEF_SECONDS", 0.1)
-    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.1)
+    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: STOPPED if order["kind"] == kind else None)
     assert Launch(layout_of(options), options, agents, []).run() == code  # type: ignore[arg-type]
     assert capfd.readouterr().err.startswith(f"hvdtrain: {said}")
@@ -281,7 +282,7 @@ def test_ctrl_c_ends_all(begin: Begin) -> None:
 
 
 def test_a_warning_reaches_the_chief_alone(begin: Begin) -> None:
-    from_worker = "from hvdtrain.worker.warning import warned\n"
+    from_worker = "from hvdtrain.worker.preemption_notice import warned\n"
     run = begin(
         FOR_EVER.replace("time.sleep(600)", f"{from_worker}while not warned(): time.sleep(0.05)")
     )
@@ -317,7 +318,7 @@ def test_the_printed_command_alone(begin: Begin, tmp_path: Path, number: int, co
     """Pasted into a shell it ends as cleanly: nobody else looks after its processes."""
     run = begin(FOR_EVER, "--dry-run")
     command = shlex.split(run.end()[1])
-    assert command[1:4] == ["-P", "-m", "hvdtrain.start.parameter_servers"]
+    assert command[1:4] == ["-P", "-m", "hvdtrain.start.run_parameter_servers"]
     path = f"{tmp_path / 'site'}{os.pathsep}{REPOSITORY}"
     process = subprocess.Popen(
         command,
@@ -342,7 +343,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        received = parameter_servers._record_signals()
+        received = run_parameter_servers._record_signals()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
@@ -354,7 +355,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 def test_a_variable_that_is_asked_for_must_be_set(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--workers", "1", "--ps", "1", "--env", "PATH", "--env", "NO_KEY", "--", "python"]
     with pytest.raises(SystemExit) as end:
-        parameter_servers._options(words)
+        run_parameter_servers._options(words)
     assert end.value.code == 2
     assert capfd.readouterr().err.startswith("hvdtrain: --env NO_KEY: not set here, so")
 
@@ -365,12 +366,12 @@ def test_without_ssh_other_hosts_are_out_of_reach(
     """Before anything is started here."""
     words = ["--workers", "1", "--ps", "1", "--hosts", "192.0.2.1:1,192.0.2.2:1", "--", "python"]
     monkeypatch.setattr(sys, "argv", ["", *words])
-    monkeypatch.setattr(parameter_servers, "_record_signals", list)
-    monkeypatch.setattr(parameter_servers, "Agents", None)
+    monkeypatch.setattr(run_parameter_servers, "_record_signals", list)
+    monkeypatch.setattr(run_parameter_servers, "Agents", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
     with pytest.raises(SystemExit) as end:
-        parameter_servers.main()
+        run_parameter_servers.main()
     assert end.value.code == 1
     assert capfd.readouterr().err.startswith(
         "hvdtrain: ssh, which reaches the other hosts, is not in"
@@ -389,7 +390,7 @@ class NoAgents:
 
     def order(self, host: str, **order: object) -> None:
         if "folder" in order:
-            own = {"hvdtrain": parameter_servers.__version__, "python": sys.version.split()[0]}
+            own = {"hvdtrain": run_parameter_servers.__version__, "python": sys.version.split()[0]}
             self.told.append({"report": own | {"interfaces": {}}, "ports": [1, 2, 3]})
             return
         self.orders.append(order)
@@ -414,9 +415,9 @@ class NoAgents:
 def test_a_worker_that_fails_again_and_again_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(parameter_servers, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(parameter_servers, "CHIEF_SECONDS", 0.1)
-    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    monkeypatch.setattr(run_parameter_servers, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.1)
+    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
     layout: Layout = layout_of(options)
     agents = NoAgents(lambda order: 9 if order["kind"] == "worker" else None)
     assert Launch(layout, options, agents, []).run() == 1  # type: ignore[arg-type]
@@ -431,7 +432,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_run(
 def test_a_chief_that_fails_with_a_server(
     first: int, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
     now = time.monotonic()
 
     def end(order: dict[str, object]) -> None:
@@ -449,15 +450,15 @@ def test_a_chief_that_fails_with_a_server(
 
 
 def test_a_chief_that_fails_alone() -> None:
-    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: 5 if order["kind"] == "chief" else None)
     assert Launch(layout_of(options), options, agents, []).run() == 5  # type: ignore[arg-type]
 
 
 def test_a_chief_that_goes_on_without_a_server_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parameter_servers.CHIEF_SECONDS <= 15, "30 s for everything"
-    monkeypatch.setattr(parameter_servers, "CHIEF_SECONDS", 0.3)
-    options = parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    assert run_parameter_servers.CHIEF_SECONDS <= 15, "30 s for everything"
+    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.3)
+    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: 137 if order["kind"] == "ps" else None)
     started = time.monotonic()
     assert Launch(layout_of(options), options, agents, []).run() == 1  # type: ignore[arg-type]

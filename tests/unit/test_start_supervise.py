@@ -15,7 +15,7 @@ CODE = """
 import os, signal, sys, time
 from hvdtrain.signals import listen_for_warnings
 from hvdtrain.start import supervise
-from hvdtrain.start.agents import Agents
+from hvdtrain.start.parts.agents import Agents
 supervise.ENDING_SECONDS = 1.0
 listen_for_warnings()
 class Told(Agents):

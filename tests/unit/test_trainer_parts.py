@@ -26,7 +26,7 @@ from hvdtrain.errors import EngineError, ReplicaError, UsageError
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
-from hvdtrain.trainer.learning_rate import Ramp, WarmUp, scale_learning_rate
+from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (

@@ -22,7 +22,7 @@ def run_script(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
 def test_a_rank_says_so_and_remembers(tmp_path: Path) -> None:
     done = run_script(
         tmp_path,
-        "import os, signal\nfrom hvdtrain.worker.warning import warned\nprint(warned())\n"
+        "import os, signal\nfrom hvdtrain.worker.preemption_notice import warned\nprint(warned())\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\nprint(warned())\n",
     )
     assert (done.returncode, done.stdout) == (0, "False\nTrue\n")

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.running.lookout import Lookout, RankStatus, as_json, from_json
 from hvdtrain.launch.running.processes import processes_of, signal_launch
+from hvdtrain.launch.running.rank_monitor import Lookout, RankStatus, as_json, from_json
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.environment import LAUNCH_ID, TERMINAL
-from hvdtrain.worker.failure import Failure, from_line
+from hvdtrain.worker.failure_report import Failure, from_line
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from hvdtrain.errors import UsageError, did_you_mean
-from hvdtrain.launch.command import Prepared, Site
+from hvdtrain.launch.launch_command import Prepared, Site
 from hvdtrain.launch.plan import LaunchPlan
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """horovodrun, on this machine and over ssh: the plan as its options.
 
 Horovod's own launcher is what runs, in a process that knows what Horovod was built with and which variables may travel:
-`hvdtrain.start.horovodrun` takes horovodrun's arguments, and starts the ranks four seconds sooner. Horovod puts some
+`hvdtrain.start.run_horovod` takes horovodrun's arguments, and starts the ranks four seconds sooner. Horovod puts some
 values as they are into a line for a shell: those are quoted here, so that the shell gives back what the plan says;
 `rules` refuses what cannot be quoted.
 """
@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.environment import HASH_SEED
-from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
-from hvdtrain.launch.options import Option, options_of
+from hvdtrain.launch.launch_command import Prepared, Site, forward, rank_settings
+from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import rank_command
-from hvdtrain.launch.rules import mpi_words
+from hvdtrain.launch.plan_validation import mpi_words
+from hvdtrain.launch.rank_program import rank_command
 
-_STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.horovodrun")
+_STAND_IN = (sys.executable, "-P", "-m", "hvdtrain.start.run_horovod")
 _WAITS = (
     "when pasted, horovodrun waits for a second host unless given --network-interfaces; "
     "hvdtrain run does not"

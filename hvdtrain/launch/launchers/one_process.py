@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, Site, values_of
 from hvdtrain.launch.devices import tpu_here, visible_gpus
-from hvdtrain.launch.program import Program, rank_command
-from hvdtrain.launch.running.members import ALONE
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.launch_command import Prepared, Site, values_of
+from hvdtrain.launch.rank_program import Program, rank_command
+from hvdtrain.launch.running.process_names import ALONE
 from hvdtrain.rank_variables import is_place
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, Site, values_of
+from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.launch_command import Prepared, Site, values_of
 from hvdtrain.launch.launchers.horovodrun import start_timeout
-from hvdtrain.launch.program import Program, rank_command
-from hvdtrain.launch.roles import cast, place
-from hvdtrain.launch.rules import check_servers
-from hvdtrain.launch.running.members import Members
-from hvdtrain.launch.variables import EnvVar
+from hvdtrain.launch.parameter_server_roles import cast, place
+from hvdtrain.launch.plan_validation import check_servers
+from hvdtrain.launch.rank_program import Program, rank_command
+from hvdtrain.launch.running.process_names import Members
 from hvdtrain.strategy_names import PARAMETER_SERVER
 
 
@@ -55,7 +55,7 @@ class ServerPlan:
 
 
 def prepare(plan: ServerPlan, site: Site) -> Prepared:
-    """`[env NAME=VALUE...] python -m hvdtrain.start.parameter_servers OPTIONS -- COMMAND`."""
+    """`[env NAME=VALUE...] python -m hvdtrain.start.run_parameter_servers OPTIONS -- COMMAND`."""
     options: list[tuple[str, object]] = [
         ("--workers", plan.workers),
         ("--ps", plan.servers),
@@ -67,7 +67,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
     ]
     return Prepared(
         words=(
-            *(sys.executable, "-P", "-m", "hvdtrain.start.parameter_servers"),
+            *(sys.executable, "-P", "-m", "hvdtrain.start.run_parameter_servers"),
             *(word for name, value in options if value is not None for word in (name, str(value))),
             *(["--srun"] if plan.by_srun else []),
             "--",

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hvdtrain.errors import UsageError
-from hvdtrain.launch.command import Prepared, Site, forward, rank_settings
-from hvdtrain.launch.engine import Controller
 from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.installed_horovod import Controller
+from hvdtrain.launch.launch_command import Prepared, Site, forward, rank_settings
 from hvdtrain.launch.launchers.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.program import rank_command
+from hvdtrain.launch.rank_program import rank_command
 from hvdtrain.launch.slurm.allocation import Allocation
 
 STEP_SECONDS = 300
@@ -26,17 +26,17 @@ _PYTHON_OF_IMAGE = "python3"
 
 
 def prepare(plan: LaunchPlan, site: Site) -> Prepared:
-    """`python -m hvdtrain.start.srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
+    """`python -m hvdtrain.start.run_srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
 
-    `hvdtrain.start.srun` takes what horovodrun takes, so that all its options mean the same here. Over Gloo the ranks
-    meet at it, so that srun alone could not start them.
+    `hvdtrain.start.run_srun` takes what horovodrun takes, so that all its options mean the same here. Over Gloo
+    the ranks meet at it, so that srun alone could not start them.
     """
     assert site.allocation is not None
     if site.image is not None:
         plan = replace(plan, program=replace(plan.program, python=_PYTHON_OF_IMAGE))
     return Prepared(
         words=(
-            *(sys.executable, "-P", "-m", "hvdtrain.start.srun"),
+            *(sys.executable, "-P", "-m", "hvdtrain.start.run_srun"),
             *horovodrun_options(plan),
             *srun_argv(plan, site.allocation),
             *_task_command(plan, site),
@@ -51,7 +51,7 @@ def _task_command(plan: LaunchPlan, site: Site) -> list[str]:
     Apptainer runs images that are files `*.sif` or have a scheme in front (`docker://...`); all others are for the
     pyxis plugin of srun, which takes image names and `*.sqsh`.
     """
-    worker, start = rank_command(plan.program), ("-P", "-m", "hvdtrain.start.task")
+    worker, start = rank_command(plan.program), ("-P", "-m", "hvdtrain.start.slurm_task")
     image, folder = site.image, site.folder
     if image is not None and (image.endswith(".sif") or "://" in image):
         bind = ["--bind", folder, "--pwd", folder]
@@ -76,7 +76,7 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
         *_cores(hosts, allocation),
         *(["--overlap"] if allocation.in_step else []),
         f"--immediate={plan.start_timeout or STEP_SECONDS}",
-        # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.srun does.
+        # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.run_srun does.
         f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
         "--export=ALL",
         "--input=0",  # Rank 0 reads what the launch is given.

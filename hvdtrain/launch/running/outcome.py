@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE
-from hvdtrain.launch.running.members import RANKS, Members, ranks_in_words
-from hvdtrain.launch.running.process import Ending
+from hvdtrain.launch.running.command_runner import Ending
+from hvdtrain.launch.running.process_names import RANKS, Members, ranks_in_words
 from hvdtrain.launch.ssh_errors import ssh_error_in
 from hvdtrain.signals import shell_code
-from hvdtrain.worker.failure import Failure
+from hvdtrain.worker.failure_report import Failure
 
 # What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
 # horovodrun over Gloo, srun.

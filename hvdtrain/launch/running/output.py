@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain.launch.running.lines import LONGEST, Line, Lines
+from hvdtrain.launch.running.line_splitter import LONGEST, Line, Lines
+from hvdtrain.launch.running.log_filter import Echoes, is_noise, may_be_noise
 from hvdtrain.launch.running.log_folder import running_in
-from hvdtrain.launch.running.members import RANKS, Members
-from hvdtrain.launch.running.noise import Echoes, is_noise, may_be_noise
-from hvdtrain.launch.running.sinks import LogFiles, Screen
-from hvdtrain.launch.running.streams import Piece, PlainReader, Stream, TagReader
-from hvdtrain.worker.failure import LONGEST_LINE, MARKER, Failure, encoded, from_line
+from hvdtrain.launch.running.output_parser import Piece, PlainReader, Stream, TagReader
+from hvdtrain.launch.running.output_writers import LogFiles, Screen
+from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encoded, from_line
 
 _MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from hvdtrain.launch.running.lookout import RankStatus
+from hvdtrain.launch.running.rank_monitor import RankStatus
 
 NAME = "status.json"
 WRITE_SECONDS = 5.0

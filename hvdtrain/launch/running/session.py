@@ -21,16 +21,16 @@ from hvdtrain.environment import (
     LOG_DIR,
     TERMINAL,
 )
-from hvdtrain.launch.running.halted import Halted
+from hvdtrain.launch.running.command_runner import run_process
 from hvdtrain.launch.running.log_folder import make_log_dir
-from hvdtrain.launch.running.lookout import from_json
-from hvdtrain.launch.running.members import RANKS, Members
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
-from hvdtrain.launch.running.process import run_process
+from hvdtrain.launch.running.output_parser import Stream
+from hvdtrain.launch.running.output_writers import bytes_of
+from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.launch.running.rank_monitor import from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
-from hvdtrain.launch.running.sinks import bytes_of
-from hvdtrain.launch.running.streams import Stream
+from hvdtrain.launch.running.stopped_programs import Halted
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
 # Wrong use and the user's own signal; what nobody reads any more ends like the latter.

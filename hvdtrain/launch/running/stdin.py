@@ -13,7 +13,7 @@ import sys
 import threading
 from contextlib import suppress
 
-from hvdtrain.descriptors import write_all
+from hvdtrain.standard_streams import write_all
 
 _STDIN = 0
 _BACKGROUND_SECONDS = 0.5

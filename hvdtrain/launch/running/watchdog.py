@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdtrain.launch.running.lookout import RankStatus
-from hvdtrain.launch.running.members import ranks_in_words
+from hvdtrain.launch.running.process_names import ranks_in_words
+from hvdtrain.launch.running.rank_monitor import RankStatus
 
 STILL_SECONDS = 20.0
 """A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""

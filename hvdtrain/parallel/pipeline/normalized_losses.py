@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.keras_internals.losses import compiled_losses
+from hvdtrain.keras_internals.compiled_losses import compiled_losses
 from hvdtrain.parallel.pipeline.stages import Stage
 
 

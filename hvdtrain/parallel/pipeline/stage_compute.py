@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from hvdtrain.collectives.sparse import Run
 from hvdtrain.keras_internals import graph as graph_internals
-from hvdtrain.parallel.pipeline.exchange import tensors_of
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
 from hvdtrain.parallel.pipeline.normalized_losses import LateLosses, Made
+from hvdtrain.parallel.pipeline.stage_messages import tensors_of
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.step_metrics import StepMetrics
 

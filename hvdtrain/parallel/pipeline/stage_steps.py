@@ -31,7 +31,6 @@ from hvdtrain.keras_internals.variables import (
     tf_variable,
     without,
 )
-from hvdtrain.parallel.pipeline.exchange import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch, micro_batches
 from hvdtrain.parallel.pipeline.normalized_losses import LateLosses
 from hvdtrain.parallel.pipeline.schedule import (
@@ -40,6 +39,7 @@ from hvdtrain.parallel.pipeline.schedule import (
     one_forward_one_backward,
 )
 from hvdtrain.parallel.pipeline.stage_compute import Passes
+from hvdtrain.parallel.pipeline.stage_messages import Exchange, tensors_of
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.losses import make_exact
 from hvdtrain.strategies.step_metrics import StepMetrics

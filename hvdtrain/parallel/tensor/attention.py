@@ -11,7 +11,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.graph import give_mask, mask_of
 from hvdtrain.keras_internals.overlay import adopt_names
-from hvdtrain.parallel.collectives import copy_to_parts, gather_parts
+from hvdtrain.parallel.group_collectives import copy_to_parts, gather_parts
 from hvdtrain.parallel.tensor.dense import RowParallelEinsumDense
 from hvdtrain.parallel.tensor.dropout import PartDropout
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize

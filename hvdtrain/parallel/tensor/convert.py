@@ -21,7 +21,7 @@ from hvdtrain.parallel.tensor.attention import (
 )
 from hvdtrain.parallel.tensor.dense import ColumnParallelDense, RowParallelDense
 from hvdtrain.parallel.tensor.dropout import PartDropout
-from hvdtrain.parallel.tensor.elementwise import is_elementwise_activation
+from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise_activation
 from hvdtrain.parallel.tensor.embedding import (
     ColumnParallelEmbedding,
     VocabularyParallelEmbedding,

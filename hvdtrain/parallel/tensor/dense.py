@@ -10,13 +10,13 @@ from keras import ops
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
-from hvdtrain.parallel.collectives import (
+from hvdtrain.parallel.group_collectives import (
     copy_to_parts,
     gather_parts,
     sum_parts,
     take_part,
 )
-from hvdtrain.parallel.tensor.elementwise import is_elementwise_activation
+from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise_activation
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 

@@ -11,7 +11,7 @@ from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred_variables import waiting_variables
 from hvdtrain.keras_internals.overlay import adopt_names
-from hvdtrain.parallel.collectives import gather_parts, sum_parts
+from hvdtrain.parallel.group_collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from hvdtrain.keras_internals.graph import Call, Functional, calls_of, functional_of
-from hvdtrain.parallel.tensor.elementwise import is_elementwise
+from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise
 
 
 @dataclass(frozen=True)

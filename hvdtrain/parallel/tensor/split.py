@@ -17,7 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.deferred_variables import initialize, keep_part
 from hvdtrain.keras_internals.shards import Shard
 from hvdtrain.keras_internals.variables import variable_name
-from hvdtrain.parallel.collectives import sum_parts
+from hvdtrain.parallel.group_collectives import sum_parts
 
 _numbers = itertools.count()
 

@@ -1,5 +1,5 @@
 """Asynchronous training: one chief directs, workers compute steps, parameter servers hold the variables."""
 
-from hvdtrain.strategies.parameter_server.strategy import ParameterServer
+from hvdtrain.strategies.parameter_server.asynchronous import ParameterServer
 
 __all__ = ["ParameterServer"]

@@ -21,7 +21,7 @@ from hvdtrain.environment import EXIT_FAILURE, TERMINAL
 from hvdtrain.errors import EngineError
 from hvdtrain.keras_internals.remote_variables import kept_variables
 from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
-from hvdtrain.worker.failure import Failure
+from hvdtrain.worker.failure_report import Failure
 
 START_SECONDS = 300.0
 """Workers and servers must listen by then."""

@@ -128,7 +128,7 @@ def small() -> keras.Model:
 
 def case_alltoall_of_four_stages() -> dict[str, Any]:
     """Where there is no mpi4py: a stage in the middle talks in two sets at once."""
-    with mock.patch("hvdtrain.parallel.pipeline.runner.make_transport", AlltoallTransport):
+    with mock.patch("hvdtrain.parallel.pipeline.stage_runner.make_transport", AlltoallTransport):
         return apart(
             small,
             momentum,

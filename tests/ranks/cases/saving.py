@@ -19,7 +19,7 @@ from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.gather_scatter import gather
 from hvdtrain.parallel.layout import Layout
-from hvdtrain.parallel.saving import DividedState
+from hvdtrain.parallel.whole_file import DividedState
 
 FOLDER = Path(os.environ["FOLDER"])
 BATCH, EXAMPLES, TOKENS = 8, 30, 18

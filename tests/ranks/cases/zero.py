@@ -22,7 +22,7 @@ import hvdtrain
 import hvdtrain.keras as hvd
 from hvdtrain.errors import UsageError
 from hvdtrain.parallel.zero import ShardedOptimizer, gathered_state, scatter_state, state_names
-from hvdtrain.parallel.zero import optimizer as sharding
+from hvdtrain.parallel.zero import sharded_optimizer as sharding
 
 # The weights of these small models, too, arrive in several groups.
 mock.patch.object(sharding, "GATHERED_BYTES", 90).start()

@@ -1,0 +1,140 @@
+"""The pipeline's bubble: s stages of one core each against one stage on one core, in the same micro-batches.
+
+With m micro-batches and stages of equal work, 1F1B takes (m + s - 1) / m of what s cores would take that never
+wait: of the step of one core, divided by s. That one core runs the same program with a single stage.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
+
+ROUNDS = 3
+SECONDS = 0.7
+"""Aim of one timed round."""
+
+
+def measure_bubble(
+    counts: Sequence[int],
+    stages: int,
+    width: int,
+    batch_size: int,
+    passes: int,
+    launch: Launch,
+) -> Iterator[dict[int, Comparison]]:
+    """Yield, for each pass and number of micro-batches, the seconds of a step: ideal, and measured.
+
+    Args:
+        counts: numbers of micro-batches.
+        stages: of the pipeline, with four dense layers each.
+        width: of the layers.
+        batch_size: examples of a step.
+        passes: how many.
+        launch: see measurement.Launch.
+
+    Raises:
+        EngineError: a measurement failed.
+    """
+    options = {
+        "counts": list(counts),
+        "layers": 4 * stages,
+        "width": width,
+        "batch_size": batch_size,
+    }
+
+    def seconds(ranks: int) -> list[float]:
+        found = run_measurement(launch, ranks, Path(__file__), options)
+        return [statistics.median(rounds) for rounds in found["seconds"]]
+
+    for _ in range(passes):
+        alone, together = seconds(1), seconds(stages)
+        yield {
+            count: Comparison(alone[number] / stages, together[number])
+            for number, count in enumerate(counts)
+        }
+
+
+def theory(micro_batches: int, stages: int) -> float:
+    """The ratio for stages of equal work between which messages take no time."""
+    return (micro_batches + stages - 1) / micro_batches
+
+
+def time_stage(
+    counts: Sequence[int], layers: int, width: int, batch_size: int
+) -> dict[str, list[list[float]]] | None:
+    """Time the steps of one stage; rank 0 returns the seconds of each round, for each number of micro-batches."""
+    from hvdtrain.collectives.mesh import Mesh
+    from hvdtrain.rank_variables import size_of
+    from hvdtrain.runtime import init, load_horovod
+
+    stages = size_of(os.environ)
+    rank = init(mesh=Mesh(pipeline=stages))
+    take_core(rank.local_rank)
+    seconds = [
+        _time(_step(stages, count, layers, width, batch_size), load_horovod()) for count in counts
+    ]
+    return {"seconds": seconds} if rank.is_first else None
+
+
+def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> Callable[[], Any]:
+    """Return a function that trains one step."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from hvdtrain import Layout, Mesh, Trainer
+    from hvdtrain.data import Share
+    from hvdtrain.parallel.pipeline.stage_runner import StageRunner
+    from hvdtrain.parallel.whole_file import DividedState
+    from hvdtrain.strategies.horovod import HorovodStrategy
+
+    def make() -> keras.Model:
+        dense = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
+        return keras.Sequential([keras.layers.Input((width,)), *dense])
+
+    layout = Layout(Mesh(pipeline=stages), micro_batches=count)
+    trainer = Trainer(
+        make,
+        keras.optimizers.SGD(1e-3),
+        "mse",
+        global_batch_size=batch_size,
+        strategy=HorovodStrategy(layout.mesh, partial(StageRunner, layout), DividedState),
+        guard=False,
+    )
+    x = np.random.default_rng(0).random((batch_size, width), "float32")
+    trainer.fit(x, x, verbose=0)
+    steps = trainer.steps
+    assert steps is not None
+    share = Share((tf.constant(x), tf.constant(x)), batch_size, batch_size, 0, None)
+    return lambda: steps.train([share])
+
+
+def _time(step: Callable[[], Any], hvd: Any) -> list[float]:
+    """Warm up, then return the seconds of a step in each round; all ranks take the same steps."""
+    import tensorflow as tf
+
+    step()
+    begin = time.perf_counter()
+    step()
+    wanted = max(2, round(SECONDS / (time.perf_counter() - begin)))
+    count = int(hvd.broadcast(tf.constant(wanted), 0, name="bench_steps"))
+    found = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        found.append((time.perf_counter() - begin) / count)
+    # The last stage is done first, and takes Horovod with it when it ends.
+    hvd.allreduce(tf.constant(0.0), name="bench_end")
+    return found
+
+
+if __name__ == "__main__":
+    report(time_stage)

@@ -1,0 +1,43 @@
+"""Keep `--env API_KEY=value` out of this process's own command line, which everybody can read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.secrets import looks_secret
+
+
+def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> None:
+    """Start this command again with the secret values in its environment, if its command line has
+    any; then it does not return.
+
+    Args:
+        variables: as the user gave them.
+        arguments: the training script's own at the end of the command line, which stay as they are.
+    """
+    secrets = {
+        one.name: one.value
+        for one in variables
+        if one.value is not None and looks_secret(one.name, one.value)
+    }
+    shown = without_values(sys.orig_argv, secrets, len(arguments))
+    if shown != sys.orig_argv:
+        os.execve(sys.executable, [sys.executable, *shown[1:]], {**os.environ, **secrets})
+
+
+def without_values(argv: Sequence[str], secrets: Iterable[str], trailing: int) -> list[str]:
+    """`argv` with `--env NAME` in place of `--env NAME=VALUE` for the names in `secrets`; the last
+    `trailing` arguments are not looked at."""
+    names, end = set(secrets), len(argv) - trailing
+    shown = list(argv)
+    for at, argument in enumerate(argv[:end]):
+        flag, equals, rest = argument.partition("=")
+        text = rest if flag == "--env" and equals else argument
+        name = text.partition("=")[0]
+        given = text is rest or (at > 0 and argv[at - 1] == "--env")
+        if given and name in names:
+            shown[at] = f"--env={name}" if text is rest else name
+    return shown

@@ -1,0 +1,62 @@
+"""Hints for options that only other launchers have, and for variables HVDTRAIN_* that nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import click
+
+from hvdtrain.environment import SECRET_WORD
+from hvdtrain.launch.env_forwarding import OWN_NAMES
+
+_PREFIX = "HVDTRAIN_"
+# Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.
+_OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_SSH_PORT"}
+
+# Options of torchrun, accelerate and mpirun without a counterpart of the same form. Those that mean the same as one of
+# ours are names of it (see `hvdtrain.launch.option_types.Option.aliases`).
+_HOSTS = "-H NAME:SLOTS,... names the hosts; in Slurm, hvdtrain submit --nodes N asks for them"
+_ONCE = "leave it out: hvdtrain run is called once, on one host, and the workers find each other"
+_INSTEAD = {
+    **dict.fromkeys(("nnodes", "num_machines"), _HOSTS),
+    **dict.fromkeys(
+        (
+            *("node_rank", "machine_rank", "master_addr", "master_port", "standalone"),
+            *("main_process_ip", "main_process_port", "rdzv_id", "rdzv_endpoint", "rdzv_backend"),
+        ),
+        _ONCE,
+    ),
+    **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run detects it"),
+    "mixed_precision": "set it in the script: hvdtrain.Trainer(..., precision=...)",
+    # Where it is no name of -np.
+    "gpus": "--gpus-per-node N asks Slurm for GPUs, -np N for workers",
+    "x": "--env NAME=VALUE, or --env NAME",
+}
+
+
+def instead(option: str) -> str:
+    """What to use instead of another launcher's option; empty if it is not one."""
+    return _INSTEAD.get(option.lstrip("-").replace("-", "_"), "")
+
+
+def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
+    """A message for each environment variable that looks like one of hvdtrain's, but is not.
+
+    Args:
+        command: whose options can be set by variables.
+        names: of the environment.
+    """
+    known = OWN_NAMES | _OF_SETUP
+    for option in command.params:
+        known |= {name for name in option.envvar or () if name.startswith(_PREFIX)}
+    unread = {name for name in names if name.startswith(_PREFIX)} - known
+    unread -= {name for name in unread if name.startswith(SECRET_WORD)}
+    return [f"{name} is set, but nothing reads it.{_hint(name, known)}" for name in sorted(unread)]
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    # Their common beginning would make all of them alike.
+    ends = [one.removeprefix(_PREFIX) for one in known]
+    close = get_close_matches(name.removeprefix(_PREFIX), sorted(ends), n=1)
+    return f" Did you mean {_PREFIX}{close[0]}?" if close else ""

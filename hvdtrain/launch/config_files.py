@@ -1,0 +1,189 @@
+"""Configuration files: YAML with the options' own names as keys, or in Horovod's layout.
+
+    script: train.py
+    arguments: [--epochs, 5]
+    np: 8
+    hosts: {node1: 4, node2: 4}
+    fusion-threshold-mb: 64       # or fusion_threshold_mb
+
+The sections of `horovodrun --config-file` (params, autotune, timeline, stall_check,
+library_options, logging) may stand beside these. An unknown key is an error; horovodrun
+ignores it. Paths are relative to the file's folder; in Horovod's sections to the working folder, as
+horovodrun has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError, did_you_mean
+from hvdtrain.launch.user_files import read_text
+
+_TUNING = ("fusion_threshold_mb", "cycle_time_ms", "cache_capacity")
+_TOPOLOGY = ("hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce")
+_LIBRARIES = ("mpi_threads_disable", "num_nccl_streams", "thread_affinity", "gloo_timeout_seconds")
+_SEARCH = (
+    "log_file",
+    "warmup_samples",
+    "steps_per_sample",
+    "bayes_opt_max_samples",
+    "gaussian_process_noise",
+)
+# Section of Horovod's layout -> key -> field of the plan.
+HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
+    "params": {name: name for name in (*_TUNING, *_TOPOLOGY)},
+    "autotune": {"enabled": "autotune", **{name: f"autotune_{name}" for name in _SEARCH}},
+    "timeline": {"filename": "timeline_filename", "mark_cycles": "timeline_mark_cycles"},
+    "stall_check": {
+        "enabled": "stall_check",
+        "warning_time_seconds": "stall_warning_seconds",
+        "shutdown_time_seconds": "stall_shutdown_seconds",
+    },
+    "library_options": {name: name for name in _LIBRARIES},
+    "logging": {"level": "log_level", "with_timestamp": "log_with_timestamp"},
+}
+# Texts for the script and the environment: 1.10 is not to become 1.1, nor no a truth value.
+_AS_WRITTEN = {"arguments", "env"}
+_TEXT = "tag:yaml.org,2002:str"
+# A section's switch, and whether Horovod heeds the rest of the section when it is not given.
+_SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One value of a configuration file.
+
+    Attributes:
+        key: as it is written there, with its section in front: `autotune.log_file`.
+        value: as YAML gives it; never None.
+    """
+
+    key: str
+    value: Any
+
+
+def read_config(path: Path, fields: Mapping[str, str]) -> dict[str, Entry]:
+    """The entries of a file by field. A key without value is as if it was not there.
+
+    Args:
+        fields: the field of every name that a key may have, written with `-`.
+
+    Raises:
+        UsageError: the file cannot be read, has unknown keys, or sets something twice.
+    """
+    found: dict[str, Entry] = {}
+    for field, entry in _entries(path, _load(path), fields):
+        if field in found:
+            raise UsageError(
+                f"{path}: {found[field].key} and {entry.key} are the same option: use only one"
+            )
+        found[field] = entry
+    return {field: entry for field, entry in found.items() if entry.value is not None}
+
+
+def _entries(
+    path: Path, content: Mapping[str, Any], fields: Mapping[str, str]
+) -> Iterator[tuple[str, Entry]]:
+    sections = {name.replace("_", "-"): name for name in HOROVOD_SECTIONS}
+    for key, value in content.items():
+        name = key.replace("_", "-")
+        if name in sections and (isinstance(value, dict) or name not in fields):
+            yield from _section_entries(path, key, sections[name], value)
+        elif name in fields:
+            yield fields[name], Entry(key, value)
+        else:
+            hint = did_you_mean(name, [*fields, *sections])
+            raise UsageError(f"{path}: there is no option {key!r}.{hint}")
+
+
+def _section_entries(
+    path: Path, key: str, section: str, content: Any
+) -> Iterator[tuple[str, Entry]]:
+    """The entries of a section in Horovod's layout."""
+    if content is None:
+        return
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: {key} is a section: put its keys below it, indented")
+    known = HOROVOD_SECTIONS[section]
+    for name in content:
+        if name not in known:
+            raise UsageError(
+                f"{path}: there is no key {name!r} in {key}.{did_you_mean(name, known)}"
+            )
+    switch, otherwise = _SWITCHES.get(section, ("", True))
+    # As in Horovod: what a section says has no effect when the section is switched off.
+    active = bool(content.get(switch, otherwise)) or not switch
+    for name, value in content.items():
+        if active or name == switch:
+            yield known[name], Entry(f"{key}.{name}", value)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The file's mapping."""
+    import yaml  # Only who has a configuration file waits for it.
+
+    text = read_text(path, "configuration")
+    try:
+        for event in yaml.parse(text, yaml.SafeLoader):
+            if "\0" in getattr(event, "value", ""):
+                line = event.start_mark.line + 1
+                raise UsageError(f"{path}, line {line}: a string cannot contain a NUL byte")
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise UsageError(f"{path}: expected one option per line, such as np: 4")
+        _take_keys(path, root)
+        for key, node in root.value:
+            if key.value in _AS_WRITTEN:
+                _take_as_written(node)
+        content: dict[str, Any] = loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise UsageError(f"the configuration {path} is not valid YAML: {_place(error)}") from error
+    except UsageError:
+        raise
+    except ValueError as error:  # PyYAML reads 2024-13-45 as a date.
+        raise UsageError(
+            f"cannot read the configuration {path}: {error}: put strings in quotes"
+        ) from error
+    except RecursionError as error:
+        raise UsageError(f"the configuration {path} is nested too deeply") from error
+    return content
+
+
+def _take_keys(path: Path, node: Any) -> None:
+    """Names of options, hosts and variables are strings (even `ON`), each given once.
+
+    PyYAML would take the last of two equal keys, silently.
+    """
+    seen: set[str] = set()
+    for key, value in node.value:
+        if not isinstance(key.value, str):
+            raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key must be a single word")
+        if key.value in seen:
+            raise UsageError(f"{path}: {key.value!r} is given twice: give it once")
+        seen.add(key.value)
+        key.tag = _TEXT
+        if value.id == "mapping":
+            _take_keys(path, value)
+
+
+def _take_as_written(node: Any) -> None:
+    """Make texts of a list's items or a mapping's values (not of missing ones)."""
+    if node.id == "scalar":
+        return
+    for item in node.value:
+        value = item[1] if node.id == "mapping" else item
+        if value.id == "scalar" and not value.tag.endswith(":null"):
+            value.tag = _TEXT
+
+
+def _place(error: Any) -> str:
+    """PyYAML's message, on one line."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+    return where + " ".join(str(problem or error).split())

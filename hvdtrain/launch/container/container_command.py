@@ -1,0 +1,253 @@
+"""A launch in a container -> the `docker run` or `podman run` that does it. Pure functions.
+
+The container runs `hvdtrain run` on this machine's GPUs; where the job has several hosts, each of
+the others runs a container that only has an ssh server (`docker_argv` with the command `sshd`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.env_forwarding import into_container, is_name
+from hvdtrain.launch.plan_validation import check_image
+
+EngineName = Literal["docker", "podman"]
+CPU_IMAGE = "hvdtrain:cpu"
+GPU_IMAGE = "hvdtrain:gpu"
+SSH_PORT = 2222
+SSH_KEYS = "/run/hvdtrain/ssh"
+"""Where the images look for the keys of a job."""
+SSHD = ("sshd",)
+"""The images' word for: an ssh server for the other hosts of a job."""
+
+_STACK_BYTES = 64 * 2**20
+"""NVIDIA's figure for training in containers."""
+_OF_A_PATH = ("/", ".", "~")
+_GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
+
+
+LABEL = "hvdtrain"
+"""By which `hvdtrain ps` knows its containers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the command depends on, of the machine that it runs on.
+
+    Attributes:
+        engine: what runs containers.
+        rootless: whether the engine runs as an ordinary user.
+        uid, gid: of the user.
+        folder: the current folder, absolute.
+        terminal: whether standard input and output are a terminal.
+        rdma: whether it has InfiniBand or RoCE devices.
+        selinux: whether SELinux is enforcing.
+        locks_memory: whether the engine may lift the limit of locked memory.
+    """
+
+    engine: EngineName
+    rootless: bool
+    uid: int
+    gid: int
+    folder: Path
+    terminal: bool = False
+    rdma: bool = False
+    selinux: bool = False
+    locks_memory: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """One container to run. Raises UsageError for what cannot work.
+
+    Attributes:
+        image: its image, made from docker/Dockerfile.cpu or .gpu, or on top of one.
+        command: what runs in it.
+        gpus: `none`, `all`, how many, or `device=0,2`.
+        several_hosts: whether ranks on other hosts take part: it gets the machine's network.
+        ssh_port: where the job's ssh servers listen, if it has several hosts.
+        ssh_keys: folder with the job's keys, read-only in the container.
+        shm_size: of its own /dev/shm, such as `8g`; None shares the machine's.
+        user: `UID[:GID]`; None is the user.
+        volumes: `FOLDER[:INSIDE[:OPTIONS]]`, beside the current folder.
+        env: names of the variables that it gets from the environment.
+        extra: more arguments for the engine.
+    """
+
+    image: str
+    command: tuple[str, ...]
+    gpus: str = "none"
+    several_hosts: bool = False
+    ssh_port: int = SSH_PORT
+    ssh_keys: Path | None = None
+    shm_size: str | None = None
+    user: str | None = None
+    volumes: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_image(self.image)
+        if not _GPUS.fullmatch(self.gpus):
+            raise UsageError(f"--gpus {self.gpus}: expected all, none, a number, or device=0,2")
+        if not 1024 <= self.ssh_port <= 65535:
+            raise UsageError(
+                f"--ssh-port {self.ssh_port}: the containers' ssh server runs without root, so "
+                "choose a port from 1024 to 65535"
+            )
+        for name in self.env:
+            check_name(name)
+        if self.several_hosts and self.ssh_keys is None:
+            raise UsageError(
+                "containers on several hosts reach each other by ssh and need keys: name their "
+                "folder with --ssh-keys (id_ed25519, authorized_keys, known_hosts, as in ~/.ssh; "
+                "the same on all hosts)"
+            )
+        if self.ssh_keys is not None and not self.ssh_keys.is_dir():
+            raise UsageError(f"--ssh-keys: there is no folder {self.ssh_keys}")
+        for volume in self.volumes:
+            source = volume.partition(":")[0]
+            if not source:
+                raise UsageError(
+                    f"--volume {volume!r}: give a folder, such as /data or /data:/inside"
+                )
+            if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
+                raise UsageError(f"--volume {volume}: there is no {source}")
+
+
+def docker_argv(container: Container, machine: Machine) -> list[str]:
+    """The complete command. Values of environment variables are not in it: names only."""
+    return [
+        *(machine.engine, "run", "--rm", "--label", LABEL),
+        # Podman's --init needs a program that is often not installed; the image brings its own.
+        *(["--init"] if machine.engine == "docker" else []),
+        *(["--interactive", "--tty"] if machine.terminal else []),
+        *_gpus(container.gpus, machine.engine),
+        *_memory(container, machine),
+        *_network(container, machine),
+        *_user(container, machine),
+        *_files(container, machine),
+        *(word for name in container.env for word in ("--env", name)),
+        *container.extra,
+        container.image,
+        *container.command,
+    ]
+
+
+def _gpus(gpus: str, engine: EngineName) -> list[str]:
+    if gpus == "none":
+        return []
+    devices = gpus.removeprefix("device=")
+    if engine == "docker":
+        # Docker reads the value as CSV: without quotes in it a comma would end it.
+        return ["--gpus", f'"{gpus}"' if "," in gpus else gpus]
+    if devices == gpus and gpus != "all":
+        devices = ",".join(map(str, range(int(gpus))))
+    return [w for one in devices.split(",") for w in ("--device", f"nvidia.com/gpu={one}")]
+
+
+def _memory(container: Container, machine: Machine) -> list[str]:
+    """Shared memory and limits: NCCL, MPI and Gloo exchange data through /dev/shm, and lock it."""
+    shared = ["--shm-size", container.shm_size] if container.shm_size else ["--ipc=host"]
+    locked = ["--ulimit", "memlock=-1:-1"] if machine.locks_memory else []
+    return [*shared, *locked, "--ulimit", f"stack={_STACK_BYTES}:{_STACK_BYTES}"]
+
+
+def _network(container: Container, machine: Machine) -> list[str]:
+    if not container.several_hosts:
+        return []
+    rdma = ["--device", "/dev/infiniband", "--cap-add", "IPC_LOCK"] if machine.rdma else []
+    return [
+        "--network=host",
+        *rdma,
+        *("--env", f"HVDTRAIN_SSH_PORT={container.ssh_port}"),
+    ]
+
+
+def _user(container: Container, machine: Machine) -> list[str]:
+    """What is written belongs to the user."""
+    if container.user is not None:
+        return ["--user", container.user]
+    if machine.rootless and machine.engine == "docker":
+        return ["--user", "0:0"]  # which is the user, outside.
+    keep = ["--userns=keep-id"] if machine.rootless else []
+    return [*keep, "--user", f"{machine.uid}:{machine.gid}"]
+
+
+def _files(container: Container, machine: Machine) -> list[str]:
+    volumes = [_same_place(machine.folder), *container.volumes]
+    if container.ssh_keys is not None:
+        volumes.append(f"{container.ssh_keys.absolute()}:{SSH_KEYS}:ro")
+    return [
+        *(word for volume in volumes for word in ("--volume", _with_place(volume))),
+        *("--workdir", str(machine.folder)),
+        # Files of the user's own do not have the label that SELinux wants for containers.
+        *(["--security-opt", "label=disable"] if machine.selinux else []),
+    ]
+
+
+def _same_place(folder: Path) -> str:
+    if ":" in str(folder):
+        raise UsageError(f"{folder} has a colon in its name, which no container engine can mount")
+    return str(folder)
+
+
+def _with_place(volume: str) -> str:
+    """A volume without a place in the container is at the same place there.
+
+    The engine gets a whole path: it takes another word for a volume's name, and knows no `~`.
+    """
+    source, colon, place = volume.partition(":")
+    if colon:
+        return f"{_whole(source)}:{place}" if volume.startswith(_OF_A_PATH) else volume
+    return f"{_whole(source)}:{_whole(source)}"
+
+
+def _whole(folder: str) -> Path:
+    try:
+        return Path(folder).expanduser().absolute()
+    except RuntimeError:  # ~ of a user that there is not.
+        return Path(folder).absolute()
+
+
+def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
+    """Names of the variables passed to the container: those of the libraries, and those asked for.
+
+    Raises UsageError if one that was asked for is not set.
+    """
+    asked = tuple(asked)
+    for name in asked:
+        check_name(name)
+        if name not in environ:
+            raise UsageError(f"--env {name}: not set in this environment")
+    return into_container(environ, asked)
+
+
+def check_name(name: str) -> None:
+    """Raises UsageError unless it is a name, without a value."""
+    if not is_name(name):
+        raise UsageError(
+            f"--env {name.partition('=')[0]}: give only the name, and set the value in the "
+            "environment: everybody on this machine could read it in the command"
+        )
+
+
+def check_reachable(paths: Iterable[Path], container: Container, machine: Machine) -> None:
+    """Raises UsageError if one of the paths, as seen from here, is not in the container.
+
+    Only the current folder and the volumes are.
+    """
+    places = [machine.folder.resolve()]
+    places += [_whole(volume.partition(":")[0]).resolve() for volume in container.volumes]
+    for path in paths:
+        whole = (machine.folder / path.expanduser()).resolve()
+        if not any(whole.is_relative_to(place) for place in places):
+            raise UsageError(
+                f"{path} is not visible in the container, which mounts only {machine.folder}: "
+                f"start from a folder that contains it, or add --volume {whole.parent}"
+            )

@@ -1,0 +1,149 @@
+"""What a launcher is told, and what it answers: where the launch starts, and the command that starts its processes.
+
+What is printed is what runs. Only the first words may differ: a program of hvdtrain's may stand in for the one that a
+user has, and takes the very same arguments.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hvdtrain.environment import FORWARD
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.installed_horovod import find_mpirun
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.launch.slurm.allocation import Allocation
+from hvdtrain.rank_variables import CONTROLLER, size_variable
+from hvdtrain.strategy_names import HOROVOD, STRATEGY
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a launch starts.
+
+    Attributes:
+        environ: of the process that starts it.
+        folder: the current one, absolute.
+        horovodrun: how to call the horovodrun of this Python.
+        mpirun: the mpirun to use, absolute; None if there is none.
+        mpi_prefix: the folder in which it is installed, if it is Open MPI 4; else empty.
+        names: of this machine.
+        allocation: the nodes of the Slurm job that this is in, if it is to be used.
+        image: that the ranks are to run in, by a launcher that can.
+    """
+
+    environ: Mapping[str, str] = field(repr=False)
+    folder: str = "."
+    horovodrun: str = "horovodrun"
+    mpirun: str | None = None
+    mpi_prefix: str = ""
+    names: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
+    allocation: Allocation | None = None
+    image: str | None = None
+
+
+def this_site(allocation: Allocation | None = None, image: str | None = None) -> Site:
+    """Where this process is."""
+    own = Path(sys.executable).with_name("horovodrun")
+    found = shutil.which("horovodrun")
+    elsewhere = own.exists() and not (found and Path(found).samefile(own))
+    mpirun = find_mpirun()
+    prefix = Path(mpirun).parent.parent if mpirun else None
+    return Site(
+        environ=dict(os.environ),
+        folder=str(Path.cwd()),
+        horovodrun=str(own) if elsewhere else "horovodrun",
+        mpirun=mpirun,
+        mpi_prefix=str(prefix) if prefix and (prefix / "bin" / "orted").exists() else "",
+        names=Site.names | {os.uname().nodename},
+        allocation=allocation,
+        image=image,
+    )
+
+
+def check_started_once(environ: Mapping[str, str]) -> None:
+    """Raises UsageError in one of several processes of another launch."""
+    name = size_variable(environ)
+    if name:
+        size = environ[name]
+        raise UsageError(
+            f"hvdtrain run was started as one of {size} processes of another launch "
+            f"({name}={size}): start it once, without mpirun or horovodrun and not from a worker; "
+            "it starts the workers itself"
+        )
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A launch that is ready to start.
+
+    Attributes:
+        words: the command, as a user would type it.
+        settings: variables to set for it beside those that there are; None takes one away.
+        stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
+        for_stand_in: variables for `stand_in` alone, without which the command does the same.
+        lacks: what a user who pastes the command must know, one line each.
+        members: what its processes are called.
+        elastic: whether the other ranks continue when one fails.
+    """
+
+    words: tuple[str, ...]
+    settings: Mapping[str, str | None] = field(default_factory=dict)
+    stand_in: tuple[str, ...] = ()
+    for_stand_in: Mapping[str, str] = field(default_factory=dict)
+    lacks: tuple[str, ...] = ()
+    members: Members = RANKS
+    elastic: bool = False
+
+    @property
+    def argv(self) -> list[str]:
+        """What is started."""
+        return [*self.stand_in, *self.words[1:]] if self.stand_in else list(self.words)
+
+    @property
+    def typed(self) -> list[str]:
+        """The command as a user can type it, which sets the variables as well."""
+        return self.with_settings(self.words)
+
+    def with_settings(self, argv: Sequence[str]) -> list[str]:
+        """`argv` as a command that also sets the variables."""
+        changes = self.settings.items()
+        unset = [word for name, value in changes if value is None for word in ("-u", name)]
+        values = [f"{name}={value}" for name, value in changes if value is not None]
+        return [*(["env", *unset, *values] if changes else []), *argv]
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ` with the settings for the process to be started."""
+        changed = {**environ, **self.for_stand_in, **self.settings}
+        return {name: value for name, value in changed.items() if value is not None}
+
+
+def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str | None]:
+    """The variables that a launcher sets for every rank.
+
+    A secret has its value in `environ` and none here. What was exported for launches of another kind does not reach the
+    ranks.
+    """
+    settings: dict[str, str | None] = {}
+    if environ.get(STRATEGY, HOROVOD) != HOROVOD:
+        settings[STRATEGY] = HOROVOD
+    if environ.get(CONTROLLER, plan.controller).lower() != plan.controller:
+        settings[CONTROLLER] = None
+    return settings | values_of(plan.env)
+
+
+def forward(plan: LaunchPlan) -> dict[str, str]:
+    """The option that names, for a program of `hvdtrain.start`, the variables to forward to the ranks on all hosts."""
+    return {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
+
+
+def values_of(variables: Sequence[EnvVar]) -> dict[str, str]:
+    """Those of the variables whose values a command may show."""
+    return {one.name: one.value for one in variables if one.value is not None}

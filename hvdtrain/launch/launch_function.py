@@ -1,0 +1,152 @@
+"""`hvdtrain.launch(function, np=2)`: a Python function on several ranks, from a script, a REPL or a notebook.
+
+The ranks are started, watched and ended as those of `hvdtrain run`; what they run fetches the function.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.environment import EXIT_INTERRUPTED
+from hvdtrain.errors import LaunchError, UsageError
+from hvdtrain.launch.env_forwarding import EnvVar
+from hvdtrain.launch.hosts import parse_hosts
+from hvdtrain.launch.installed_horovod import choose_controller, installed_controllers
+from hvdtrain.launch.launch_command import check_started_once, this_site
+from hvdtrain.launch.launchers import find_launcher
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rank_program import Program
+from hvdtrain.launch.running.function_server import Exchange
+from hvdtrain.launch.running.outcome import Outcome
+from hvdtrain.launch.running.session import Patience, View, run_launch
+from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
+from hvdtrain.worker.signed_messages import ADDRESS, KEY
+
+_GRACE_SECONDS = 30.0
+
+
+def launch(
+    function: Callable[..., Any],
+    np: int = 2,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    hosts: str | None = None,
+    *,
+    controller: str = "auto",
+    all_ranks: bool = False,
+    log_dir: str | Path | None = None,
+    hang_timeout: float = HANG_SECONDS,
+) -> list[Any]:
+    """Run `function(*args, **kwargs)` on `np` ranks; return what each returned, in the order of ranks.
+
+    Args:
+        function: any that cloudpickle takes, also one that is defined in a notebook's cell.
+        np: the number of ranks.
+        args: positional arguments, the same for all ranks.
+        kwargs: keyword arguments, the same for all ranks.
+        hosts: "node1:4,node2:4"; None: this machine.
+        controller: "auto", "mpi" or "gloo".
+        all_ranks: show the output of all ranks, not only rank 0's.
+        log_dir: folder for every rank's output; None makes one under .hvdtrain/logs.
+        hang_timeout: seconds without progress after which the run is ended; 0: never.
+
+    Returns:
+        What each rank's call returned; the first is rank 0's.
+
+    Raises:
+        UsageError: an argument cannot work, or cannot be pickled; a call outside the main thread.
+        EngineError: this Horovod has neither a usable MPI nor Gloo.
+        LaunchError: a rank failed.
+        KeyboardInterrupt: Ctrl-C, or the notebook's stop button; the ranks are ended.
+    """
+    check_started_once(os.environ)
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "hvdtrain.launch must be called from the main thread, which receives Ctrl-C"
+        )
+    if isinstance(np, bool) or not isinstance(np, int) or np < 1:
+        raise UsageError(f"hvdtrain.launch(np={np!r}): the number of ranks must be at least 1")
+    site = this_site()
+    places = parse_hosts(hosts) if hosts else ()
+    plan = LaunchPlan(
+        program=Program(Path("hvdtrain.worker.function_rank"), kind="module"),
+        np=np,
+        controller=choose_controller(controller, installed_controllers(), site.mpirun),
+        hosts=places,
+        # Their values are in the environment alone.
+        env=(EnvVar(ADDRESS), EnvVar(KEY)),
+    )
+    other = next((place.name for place in places if place.name not in site.names), None)
+    outcomes: list[tuple[Outcome, Path]] = []
+    with Exchange(_pickled(function, args, kwargs or {}), other) as exchange:
+        prepared = find_launcher(plan.launcher)(plan, site)
+        run_launch(
+            prepared.argv,
+            View(
+                Path(log_dir) if log_dir else None,
+                all_ranks,
+                command=f"hvdtrain.launch({_name(function)}, np={np})",
+            ),
+            Patience(_GRACE_SECONDS, limits_of(hang_timeout) if hang_timeout else None),
+            environ=prepared.environment({**os.environ, **exchange.caller.variables()}),
+            on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
+        )
+    _check(*outcomes[-1], [rank for rank in range(np) if rank not in exchange.results])
+    return [pickle.loads(exchange.results[rank]) for rank in range(np)]
+
+
+def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    if not callable(function):
+        raise UsageError(f"hvdtrain.launch: {function!r} is not a function")
+    import cloudpickle
+
+    parts = [("the function", function), *((f"args[{at}]", one) for at, one in enumerate(args))]
+    parts += [(f"kwargs[{name!r}]", one) for name, one in kwargs.items()]
+    try:
+        call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
+    except Exception as error:
+        what = next((name for name, one in parts if not _can_pickle(one)), "the call")
+        raise UsageError(
+            f"hvdtrain.launch: {what} cannot be pickled ({error}): open files, locks and "
+            "connections inside the function"
+        ) from error
+    return pickle.dumps(([str(Path(folder).absolute()) for folder in sys.path], call))
+
+
+def _can_pickle(thing: object) -> bool:
+    import cloudpickle
+
+    try:
+        cloudpickle.dumps(thing)
+    except Exception:
+        return False
+    return True
+
+
+def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
+    """Raise what the end of the run calls for."""
+    if outcome.exit_code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if outcome.exit_code:
+        message = outcome.message or f"the run was ended (exit code {outcome.exit_code})"
+        raise LaunchError(message, outcome.rank, outcome.exit_code, outcome.traceback, log_dir)
+    if missing:
+        raise LaunchError(
+            f"rank {missing[0]} ended without a result: its function called sys.exit or os._exit "
+            "instead of returning\n"
+            f"logs of all ranks: {log_dir}",
+            missing[0],
+            0,
+            "",
+            log_dir,
+        )
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))

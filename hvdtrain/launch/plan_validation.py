@@ -1,0 +1,267 @@
+"""What must hold between the options of a plan. horovodrun checks most of it late, or never.
+
+Horovod puts several options as they are into lines for `/bin/sh -c` and `ssh`
+(horovod/runner/mpi_run.py, gloo_run.py, util/remote.py). What goes there is quoted by `horovodrun`
+where Horovod's use of it allows that, else only harmless characters are let through here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.option_types import Need, Option, options_of
+from hvdtrain.launch.secrets import looks_secret
+from hvdtrain.launch.user_files import check_files, check_script
+from hvdtrain.strategy_names import PARAMETER_SERVER
+
+if TYPE_CHECKING:
+    from hvdtrain.launch.env_forwarding import EnvVar
+    from hvdtrain.launch.plan import LaunchPlan
+
+_LOCAL = {"localhost", "127.0.0.1"}
+_INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
+# A path that a shell, and mpirun, which splits at spaces, take as one word.
+_PLAIN_PATH = re.compile(r"[\w./@%+=:,-]+")
+# What ends a word's being a word: no option of mpirun has any of these.
+_SHELL_SYNTAX = frozenset(";&|<>$`()\\\n")
+
+
+class Condition(NamedTuple):
+    """Whether a plan meets a need, and what to do if it does not."""
+
+    met: Callable[[LaunchPlan], bool]
+    remedy: str
+
+
+ELASTIC = ("host_discovery_script", "min_np", "max_np")
+CONDITIONS: dict[Need, Condition] = {
+    "gloo": Condition(lambda plan: plan.controller == "gloo", "add --controller gloo"),
+    "mpi": Condition(lambda plan: plan.controller == "mpi", "add --controller mpi"),
+    "elastic": Condition(
+        lambda plan: plan.elastic,
+        "add --host-discovery-script, --min-np or --max-np, which make the training elastic",
+    ),
+    "discovery": Condition(
+        lambda plan: plan.host_discovery_script is not None,
+        "add --host-discovery-script; -H and hostfiles contain the slots",
+    ),
+    "autotune": Condition(lambda plan: plan.autotune is True, "add --autotune"),
+    "timeline": Condition(
+        lambda plan: plan.timeline_filename is not None, "add --timeline-filename FILE"
+    ),
+    "several hosts": Condition(
+        lambda plan: len(plan.hosts) > 1 or plan.host_discovery_script is not None,
+        "name several hosts with -H, or leave it out",
+    ),
+    "one worker per host": Condition(
+        lambda plan: most_local_ranks(plan) == 1,
+        "with several workers per host, give each its own core: --env "
+        "HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
+    ),
+    "horovodrun": Condition(
+        lambda plan: plan.launcher == "horovodrun",
+        "another launcher starts the workers; leave it out, or add --launcher horovodrun",
+    ),
+}
+# Of these only one can be given. (A hostfile is read before there is a plan.)
+RIVALS = {
+    ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
+    ("hierarchical_allreduce", "torus_allreduce"): "do the same thing",
+}
+
+
+def check(plan: LaunchPlan) -> None:
+    """Raise UsageError for the first thing in `plan` that cannot work."""
+    if plan.program.kind == "script":
+        check_script(plan.program.name)
+    for option in options_of(plan):
+        check_bounds(option, getattr(plan, option.field))
+    for option in options_of(plan):
+        if is_given(getattr(plan, option.field)) and (remedy := unmet_need(option, plan)):
+            raise UsageError(f"{option.name} has no effect here: {remedy}")
+    _check_numbers_of_workers(plan)
+    _check_times(plan)
+    _check_exclusions(plan)
+    check_variables(plan.env)
+    check_files(plan, elsewhere=_reaches_other_hosts(plan))
+    _check_what_reaches_a_shell(plan)
+
+
+def is_given(value: Any) -> bool:
+    """Whether the value of an option asks for something: neither unset nor switched off."""
+    return value is not None and value is not False and value != ()
+
+
+def unmet_need(option: Option, plan: LaunchPlan) -> str:
+    """What to do about the first need of the option that the plan does not meet; empty if it meets all."""
+    conditions = (CONDITIONS[need] for need in option.needs)
+    return next((one.remedy for one in conditions if not one.met(plan)), "")
+
+
+def most_local_ranks(plan: LaunchPlan) -> int:
+    """The number of workers on the host that has most of them."""
+    left, most = plan.np, 0
+    for slots in [host.slots for host in plan.hosts] or [plan.np]:
+        most = max(most, min(slots, left))
+        left -= min(slots, left)
+    return most
+
+
+def mpi_words(option: str, text: str) -> list[str]:
+    """mpirun's options of `--mpi-args` and `--binding-args`, taken apart. Raises UsageError."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UsageError(f"{option} {text!r}: {str(error).lower()}") from None
+    found = sorted(_SHELL_SYNTAX.intersection(text))
+    if found:
+        raise UsageError(
+            f"{option} {text!r}: {' '.join(map(repr, found))} has a special meaning to the shell; "
+            "pass only options of mpirun, with their values written out"
+        )
+    return words
+
+
+def check_bounds(option: Option, value: Any) -> None:
+    """Raises UsageError for a number that the option cannot have."""
+    least, most = option.least, option.most
+    for number in value if isinstance(value, tuple) else (value,):
+        if not isinstance(number, int | float):
+            continue
+        # Written so that NaN is out of bounds.
+        enough = least is None or number >= least
+        if not enough or not (most is None or number <= most):
+            raise UsageError(f"{option.name} {number}: must be {_range(option)}")
+
+
+def _range(option: Option) -> str:
+    least, most, metavar = option.least, option.most, option.metavar
+    if most is not None:
+        return f"a number from {least} to {most}"
+    unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
+    return f"at least {least}{unit}"
+
+
+def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:
+    """Raises UsageError for --workers and --ps that cannot be, or have no effect."""
+    for option, number in (("--workers", workers), ("--ps", servers)):
+        if number is not None and strategy != PARAMETER_SERVER:
+            raise UsageError(
+                f"{option} is for --strategy {PARAMETER_SERVER}; for Horovod's workers use -np N"
+            )
+        if number is not None and number < 1:
+            raise UsageError(f"{option} {number}: must be at least 1")
+
+
+def check_image(image: str) -> None:
+    """Raises UsageError for an image that what runs it would take for one of its options."""
+    if not image or image.startswith("-"):
+        raise UsageError(f"{image!r} is not an image: expected a name, such as hvdtrain:cpu")
+
+
+def _check_numbers_of_workers(plan: LaunchPlan) -> None:
+    least = plan.min_np or plan.np
+    if least > plan.np:
+        raise UsageError(f"--min-np {least} is more than -np {plan.np}: lower it, or raise -np")
+    if plan.max_np is not None and plan.max_np < plan.np:
+        raise UsageError(f"--max-np {plan.max_np} is less than -np {plan.np}: raise it")
+    if plan.hosts:
+        slots = sum(host.slots for host in plan.hosts)
+        names = ", ".join(map(str, plan.hosts))
+        for option, number in (("-np", plan.np), ("--max-np", plan.max_np or 0)):
+            if number > slots:
+                raise UsageError(
+                    f"{option} {number} is more than the {slots} slots of {names}: "
+                    f"lower {option}, or give the hosts more slots"
+                )
+
+
+def fitting_stall_times(warning: int, shutdown: int) -> tuple[int, int]:
+    """The times of the stall check (seconds), such that the warning comes before the end.
+
+    The one that was asked for stays; of both it is that of the end, so that no job waits longer.
+    """
+    if not 0 < shutdown <= warning:
+        return warning, shutdown
+    if shutdown == STALL_SHUTDOWN_SECONDS:
+        return warning, warning + STALL_SHUTDOWN_SECONDS - STALL_WARNING_SECONDS
+    shutdown = max(shutdown, 2)
+    return shutdown // 2, shutdown
+
+
+def _check_times(plan: LaunchPlan) -> None:
+    if plan.stall_check and 0 < plan.stall_shutdown_seconds <= plan.stall_warning_seconds:
+        raise UsageError(
+            f"--stall-shutdown-seconds {plan.stall_shutdown_seconds} must be longer than "
+            f"--stall-warning-seconds {plan.stall_warning_seconds}, or 0 for never"
+        )
+    if plan.blacklist_cooldown_range is not None:
+        shortest, longest = plan.blacklist_cooldown_range
+        if shortest > longest:
+            raise UsageError(
+                f"--blacklist-cooldown-range {shortest} {longest}: give the shorter time first"
+            )
+
+
+def _check_exclusions(plan: LaunchPlan) -> None:
+    if plan.elastic and plan.controller != "gloo":
+        raise UsageError(
+            "elastic training (--host-discovery-script, --min-np, --max-np) works over Gloo only: "
+            "use --controller gloo"
+        )
+    names = {option.field: option.name for option in options_of(plan)}
+    for rivals, why in RIVALS.items():
+        given = [field for field in rivals if is_given(getattr(plan, field, None))]
+        if len(given) > 1:
+            named = " and ".join(names[field] for field in given)
+            raise UsageError(f"{named} {why}: use only one of them")
+
+
+def check_variables(variables: Sequence[EnvVar]) -> None:
+    """Raises UsageError for one that is given twice."""
+    names = [variable.name for variable in variables]
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--env {name} is given twice: give it once")
+
+
+def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
+    for option, text in (("--mpi-args", plan.mpi_args), ("--binding-args", plan.binding_args)):
+        words = mpi_words(option, text) if text is not None else ()
+        for name, _, value in (word.partition("=") for word in words):
+            if value and looks_secret(name, value):
+                raise UsageError(
+                    f"{option}: everybody on the hosts could read the value of {name} in mpirun's command line: "
+                    f"give it as --env {name} instead, with the value in your environment"
+                )
+    for name in plan.network_interfaces:
+        if not _INTERFACE.fullmatch(name):
+            raise UsageError(
+                f"--network-interfaces: {name!r} is not the name of an interface: separate names "
+                "with commas, such as eth0,ib0"
+            )
+    key = plan.ssh_identity_file
+    if key is not None and not (_PLAIN_PATH.fullmatch(str(key)) and str(key)[0] != "-"):
+        raise UsageError(
+            f"--ssh-identity-file {str(key)!r}: mpirun and horovodrun accept only letters, digits "
+            "and ./_-@%+=:, in this path: move the key, or name it in ~/.ssh/config"
+        )
+    if plan.controller == "gloo" and _reaches_other_hosts(plan):
+        folder = str(Path.cwd())
+        if not _PLAIN_PATH.fullmatch(folder):
+            raise UsageError(
+                f"the working folder is {folder!r}: over Gloo, horovodrun accepts only letters, "
+                "digits and ./_-@%+=:, in its path on other hosts: work in another folder, or "
+                "use --controller mpi"
+            )
+
+
+def _reaches_other_hosts(plan: LaunchPlan) -> bool:
+    names: Sequence[str] = [host.name for host in plan.hosts]
+    return plan.host_discovery_script is not None or any(name not in _LOCAL for name in names)

@@ -1,0 +1,297 @@
+"""Run a launch command, and leave none of its processes behind however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Protocol
+
+from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS
+from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.output_parser import Stream
+from hvdtrain.launch.running.processes import (
+    TERM_SECONDS,
+    Pipes,
+    end_launch,
+    signal_launch,
+    start,
+    state_of,
+)
+from hvdtrain.launch.running.stdin import InputRelay
+from hvdtrain.signals import ending_signals
+
+TICK_SECONDS = 0.1
+FAILURE_SECONDS = 3.0
+"""How long the launcher may take to end the job after a rank reported a failure."""
+PASSING_SECONDS = 2.0
+"""How much longer than the grace a launcher may take to pass a signal on, and to end its ranks."""
+STACKS_SECONDS = 2.0
+"""For the ranks' stacks to arrive, before a run that hangs is ended."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        returncode: of the command (negative: killed by that signal).
+        received: the signal that the user sent, if any.
+        at_once: whether a second signal cut the run short; the rest of its output was not read.
+    """
+
+    returncode: int
+    received: signal.Signals | None
+    at_once: bool = False
+
+
+class Run(Protocol):
+    """Callbacks of `run_process`: events of the run, and questions about it."""
+
+    def take_output(self, stream: Stream, data: bytes) -> None:
+        """The command wrote this."""
+
+    def take_news(self, line: bytes) -> None:
+        """The command wrote this line to the pipe whose descriptor is in HVDTRAIN_NEWS."""
+
+    def idle(self) -> None:
+        """The command wrote nothing for one tick."""
+
+    def stopping(self, received: signal.Signals) -> None:
+        """The first SIGINT, SIGTERM or SIGHUP arrived. A second one kills the run at once and interrupts callbacks."""
+
+    def warning(self) -> None:
+        """SIGUSR1 arrived; the run continues."""
+
+    def has_failed(self) -> bool:
+        """Whether a rank reported a failure, so that the job has to end."""
+
+    def is_hung(self, command: int) -> bool:
+        """Whether the job of the command with this process id hangs; it is ended after its ranks have printed their
+        stacks."""
+
+    def is_unread(self) -> bool:
+        """Whether nobody reads the output any more; this ends the run like SIGTERM."""
+
+
+def run_process(
+    argv: Sequence[str],
+    run: Run,
+    *,
+    environment: Mapping[str, str],
+    launch_id: str,
+    grace: float = 0.0,
+) -> Ending:
+    """Run `argv` until it ends or a signal ends it, and leave none of its processes behind.
+
+    Args:
+        argv: the command.
+        run: callbacks.
+        environment: the complete environment of the command.
+        launch_id: unique to this launch.
+        grace: seconds that scripts with a handler for the user's signal get.
+
+    Raises:
+        CannotStart: the command cannot be started.
+    """
+    reading, writing = os.pipe()
+    marks = {LAUNCH_ID: launch_id, NEWS: str(writing), GRACE_SECONDS: str(grace)}
+    with (
+        os.fdopen(reading, "rb", buffering=0) as news,
+        _recorded_signals() as came,
+        _guarded(launch_id),
+        InputRelay() as given,
+    ):
+        try:
+            process = start(
+                argv, {**environment, **marks}, stdin=given.reading, pass_fds=(writing,)
+            )
+        finally:
+            os.close(writing)
+        given.start()
+        with process, contextlib.closing(Pipes()) as pipes:
+            try:
+                pipes.add_output(process, "stdout", "stderr")
+                pipes.add("news", news)
+                watch = _Watch(process, launch_id, came, run, grace)
+                came.do(lambda: _read(pipes, watch, run))
+            finally:
+                signal_launch(launch_id, signal.SIGKILL)
+        return Ending(process.wait(), came.ending[0] if came.ending else None, came.left)
+
+
+def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
+    """Pass on what the command writes, until it is over."""
+    news = Lines()
+
+    def take(came: Iterable[tuple[Any, bytes]]) -> bool:
+        """Returns whether any of it was output."""
+        any_output = False
+        for name, data in came:
+            if name == "news":
+                for line in news.feed(data):
+                    run.take_news(line.data)
+            elif data:
+                run.take_output(name, data)
+                any_output = True
+        return any_output
+
+    while not watch.is_over():
+        if not take(pipes.read(TICK_SECONDS)):
+            run.idle()
+    take(pipes.rest("stdout", "stderr"))
+
+
+@dataclass
+class _Watch:
+    """Decides on each tick whether the run must be ended, and ends it."""
+
+    process: subprocess.Popen[bytes]
+    launch_id: str
+    came: _Signals
+    run: Run
+    grace: float
+    _warnings_passed_on: int = 0
+    _asked_at: float | None = None
+    _failed_at: float | None = None
+    _hung_at: float | None = None
+    _terminated_at: float | None = None
+
+    def is_over(self) -> bool:
+        """Whether the command has ended."""
+        now = time.monotonic()
+        self._pass_warnings_on()
+        if self._terminated_at is None:
+            if self._must_end(now):
+                self._terminated_at = now
+                signal_launch(self.launch_id, signal.SIGTERM)
+        elif now - self._terminated_at > TERM_SECONDS:
+            signal_launch(self.launch_id, signal.SIGKILL)
+        if len(self.came.ending) > 1:
+            signal_launch(self.launch_id, signal.SIGKILL)
+        return self.process.poll() is not None
+
+    def _must_end(self, now: float) -> bool:
+        """Whether the time in which the run could end by itself is over."""
+        received = self.came.ending
+        if not received and self.run.is_unread():
+            received.append(signal.SIGTERM)
+        if received and self._asked_at is None:
+            self._asked_at = now
+            self.run.stopping(received[0])
+            self._send(received[0])
+        if self._asked_at is not None:
+            return now - self._asked_at > self.grace + PASSING_SECONDS
+        if self._hung_at is None and self.run.is_hung(self.process.pid):
+            self._hung_at = now
+            self._send(signal.SIGUSR2)
+        if self._hung_at is not None:
+            return now - self._hung_at > STACKS_SECONDS
+        if self.run.has_failed():
+            self._failed_at = self._failed_at or now
+            return now - self._failed_at > FAILURE_SECONDS
+        return False
+
+    def _pass_warnings_on(self) -> None:
+        """Send SIGUSR1 to the command, which warns its ranks, once it has a handler for it."""
+        if self._warnings_passed_on < len(self.came.warnings) and self._send(signal.SIGUSR1):
+            self._warnings_passed_on = len(self.came.warnings)
+            self.run.warning()
+
+    def _send(self, number: signal.Signals) -> bool:
+        """Send it to the command; SIGUSR1 and SIGUSR2 only if it has a handler, else they would kill it."""
+        if self.process.poll() is not None:
+            return False
+        if number in (signal.SIGUSR1, signal.SIGUSR2):
+            try:
+                if number not in state_of(self.process.pid).caught:
+                    return False
+            except OSError:
+                return False
+        self.process.send_signal(number)
+        return True
+
+
+@contextlib.contextmanager
+def _guarded(launch_id: str) -> Iterator[None]:
+    """End the launch even if this process is killed by SIGKILL.
+
+    A forked guard reads from a pipe that ends with this process, however it ends, and then ends the launch.
+    """
+    reading, writing = os.pipe()
+    guard = os.fork()
+    if guard == 0:
+        try:
+            os.setsid()  # Ctrl-C in the terminal is not for the guard.
+            os.close(writing)
+            os.read(reading, 1)
+            end_launch(launch_id)
+        finally:
+            os._exit(0)
+    os.close(reading)
+    try:
+        yield
+    finally:
+        signal_launch(launch_id, signal.SIGKILL)
+        os.kill(guard, signal.SIGKILL)  # It may be stopped, and would not see the pipe's end.
+        os.waitpid(guard, 0)
+        os.close(writing)
+
+
+class _AtOnce(BaseException):
+    """Raised by the second signal, out of whatever is being done."""
+
+
+@dataclass
+class _Signals:
+    """The signals that this process received.
+
+    Attributes:
+        ending: those that end the run.
+        warnings: SIGUSR1, once for each time.
+        left: whether a second ending signal interrupted `do`.
+    """
+
+    ending: list[signal.Signals] = field(default_factory=list)
+    warnings: list[signal.Signals] = field(default_factory=list)
+    left: bool = False
+    _may_leave: bool = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.warnings.append(signal.Signals(number))
+            return
+        self.ending.append(signal.Signals(number))
+        # Python retries a write that a signal interrupts, unless the handler raises.
+        if self._may_leave and len(self.ending) > 1:
+            self._may_leave = False
+            raise _AtOnce
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Call `work`; a second ending signal interrupts it."""
+        try:
+            self._may_leave = True
+            try:
+                work()
+            finally:
+                self._may_leave = False
+        except _AtOnce:
+            self.left = True
+
+
+@contextlib.contextmanager
+def _recorded_signals() -> Iterator[_Signals]:
+    """Record signals to this process instead of being ended by them."""
+    came = _Signals()
+    numbers = (*ending_signals(), signal.SIGUSR1)
+    before = {number: signal.signal(number, came.note) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,159 @@
+"""Whose bytes are these? Takes the output of a launcher apart by rank.
+
+There are two kinds of tags, and the first one in a stream tells which it is.
+
+- Our own marks, `[RANK]<stdout>:` (see `hvdtrain.start.parts.output_tags`), over Gloo and srun. They stand at the
+  beginning of a line and nowhere else, so the same text in a rank's output is never taken for one. A
+  line that the rank has not ended is marked `[RANK]<stdout+>:`, and its end is taken away too.
+- mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads, so also inside lines, and
+  lines of several ranks interleave. Python scripts write in frames, in which there is nothing like a tag
+  (see `hvdtrain.worker.output_frames`). Of other programs, text like a tag inside of a line is taken for one; right
+  behind a tag it is not, for mpirun passes on no empty piece.
+
+What follows a line's end without a tag is the launcher's own. Nothing but the tags is taken away, and
+bytes stay bytes: a piece may end inside a character.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hvdtrain.worker.output_frames import Unframer
+
+Stream = Literal["stdout", "stderr", "news"]
+"""news: not of the rank, but of what stands above it and tells what it does; only among our own marks."""
+Attributed = tuple[tuple[int | None, Stream], bytes]
+
+# Groups: rank, stream, and what else is told: whether the line goes on; the rank's own text.
+_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr|news)(\+?)>:")
+_MPI_TAG = rb"\[\d{1,9},\d{1,9}\]<(?:stdout|stderr|stddiag)>:"
+_MPI = re.compile(rb"\[\d{1,9},(\d{1,9})\]<(stdout|stderr|stddiag)>:((?:%s)*)" % _MPI_TAG)
+_MPI_TEXT = re.compile(rb"(?:%s)+" % _MPI_TAG)
+_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag|news)\+?>:")
+_STREAMS: dict[bytes, Stream] = {b"stdout": "stdout", b"stderr": "stderr", b"news": "news"}
+# The beginning of a tag at the end of what has been read so far.
+_BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}\+?>?)?)\Z")
+_LONGEST_TAG = len(b"[123456789,123456789]<stddiag>:")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some bytes that rank `rank` wrote to `stream`; the launcher's own if `rank` is None."""
+
+    rank: int | None
+    stream: Stream
+    data: bytes
+
+
+@dataclass
+class PlainReader:
+    """Reads a stream that has no tags: everything in it is rank 0's."""
+
+    stream: Stream
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        yield Piece(0, self.stream, data)
+
+    def pause(self) -> Iterator[Piece]:
+        yield from ()
+
+    def finish(self) -> Iterator[Piece]:
+        yield from ()
+
+
+@dataclass
+class TagReader:
+    """Reads one of the launcher's two streams. Feed it what arrives; `pause` gives what need not wait if
+    nothing more comes for a moment, `finish` the rest."""
+
+    stream: Stream
+    _source: tuple[int | None, Stream] = field(init=False)
+    _tags: re.Pattern[bytes] | None = None
+    _held: bytes = b""
+    _begins: bool = True  # A line.
+    _tagged: bool = False  # Nothing has come behind the last tag.
+    _frames: defaultdict[tuple[int | None, Stream], Unframer] = field(
+        default_factory=lambda: defaultdict(Unframer)
+    )
+    _end: bytes = b"\n"  # What the end of the current line is to the rank.
+
+    def __post_init__(self) -> None:
+        self._source = (None, self.stream)
+
+    def feed(self, data: bytes) -> Iterator[Piece]:
+        data = self._held + data
+        begun = _BEGUN.search(data, max(0, len(data) - _LONGEST_TAG))
+        cut = begun.start() if begun else len(data)
+        self._held = data[cut:]
+        yield from self._joined(data[:cut])
+
+    def pause(self) -> Iterator[Piece]:
+        """What looked like the beginning of a tag, and was none."""
+        held, self._held = self._held, b""
+        yield from self._joined(held)
+
+    def finish(self) -> Iterator[Piece]:
+        yield from self.pause()
+        for (rank, stream), frames in self._frames.items():
+            if rest := frames.finish():
+                yield Piece(rank, stream, rest)
+
+    def _joined(self, data: bytes) -> Iterator[Piece]:
+        """The pieces of `data`; those of one source that follow each other are one."""
+        for source, parts in itertools.groupby(self._split(data), key=lambda one: one[0]):
+            joined = b"".join(part for _, part in parts)
+            if self._tags is _MPI and source[0] is not None:
+                joined = self._frames[source].feed(joined)
+            if joined:
+                rank, stream = source
+                yield Piece(rank, stream, joined)
+
+    def _split(self, data: bytes) -> Iterator[Attributed]:
+        if not data:
+            return
+        # Marks are looked for behind a line's end, here that of the data before.
+        lead = b"\n" if self._begins else b" "
+        self._begins = data.endswith(b"\n")
+        if self._tags is None:
+            if not (first := _FIRST.search(lead + data)):
+                yield self._source, data
+                return
+            self._tags = _MPI if first[1] else _MARK
+        yield from self._split_mpi(data) if self._tags is _MPI else self._split_marks(lead, data)
+
+    def _split_marks(self, lead: bytes, data: bytes) -> Iterator[Attributed]:
+        before, *found = _MARK.split(lead + data)
+        if found:
+            before += b"\n"
+        yield from self._attribute(before[1:])
+        for at in range(0, len(found), 4):
+            rank, name, more, text = found[at : at + 4]
+            self._source = (int(rank), _STREAMS[name])
+            self._end = b"" if more else b"\n"
+            yield from self._attribute(text if at + 4 == len(found) else text + b"\n")
+
+    def _split_mpi(self, data: bytes) -> Iterator[Attributed]:
+        own = _MPI_TEXT.match(data) if self._tagged else None
+        skipped = own.end() if own else 0
+        before, *found = _MPI.split(data[skipped:])
+        yield from self._attribute(data[:skipped] + before)
+        for at in range(0, len(found), 4):
+            rank, name, own_text, text = found[at : at + 4]
+            self._source = (int(rank), "stdout" if name == b"stdout" else "stderr")
+            yield from self._attribute(own_text + text)
+        self._tagged = not found[-1] if found else self._tagged and skipped == len(data)
+
+    def _attribute(self, data: bytes) -> Iterator[Attributed]:
+        """What follows a tag: up to the line's end the tag's, then the launcher's."""
+        if self._source[0] is not None:
+            end = data.find(b"\n")
+            if end >= 0:
+                yield self._source, data[:end] + self._end
+                self._source, data = (None, self.stream), data[end + 1 :]
+        if data:
+            yield self._source, data

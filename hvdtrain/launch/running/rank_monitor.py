@@ -1,0 +1,281 @@
+"""What the ranks on this host are doing, observed from outside: their processes in /proc and their heartbeats.
+
+Every process of a launch carries the launch's id in its environment; a rank also carries its number, and so do the
+processes that it has started.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from hvdtrain.launch.running.processes import (
+    ProcessState,
+    environment_of,
+    name_of,
+    processes_of,
+    state_of,
+)
+from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, slot_of
+from hvdtrain.worker.heartbeat import Heartbeat, Page, page_of
+from hvdtrain.worker.output_frames import HELPER
+
+State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
+_STATES: dict[str, State] = {
+    "T": "stopped",
+    "t": "traced",
+    "D": "uninterruptible",
+    "Z": "gone",
+    "X": "gone",
+}
+FIRST_SEARCHES_SECONDS = 1.0
+LAST_SEARCHES_SECONDS = 10.0
+"""Interval between two searches of all processes while ranks of this host are missing; it grows between these."""
+BUSY_TICKS = 5
+"""Clock ticks (mostly 10 ms each) of CPU time that count as work; waking up now and then takes fewer."""
+_NO_PROGRAM = "0"
+"""Where the stack of a process begins that has ended, or may not be looked at."""
+_MPI_DAEMONS = {"orted", "prted"}
+_PAUSE_SECONDS = 5.0
+"""A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
+
+
+def topmost(parents: Mapping[int, int]) -> set[int]:
+    """Of process id -> parent's id: those whose parent is not among them."""
+    return {pid for pid, parent in parents.items() if parent not in parents}
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank, or a process that a rank has started.
+
+    Attributes:
+        environ: what it was started with.
+        state: as in /proc.
+    """
+
+    environ: Mapping[str, str]
+    state: ProcessState
+
+
+def rank_processes(launch_id: str) -> dict[int, RankProcess]:
+    """The ranks of the launch on this host and what they have started, by process id."""
+    found = {}
+    for pid in processes_of(launch_id):
+        with suppress(OSError, ValueError):
+            environ = environment_of(pid)
+            if is_rank(environ) and name_of(pid) != HELPER:
+                found[pid] = RankProcess(environ, state_of(pid))
+    return found
+
+
+def mpi_daemons_of(launch_id: str) -> set[int]:
+    """The processes of Open MPI that run the launch's ranks on this host; they carry no id."""
+    return {
+        parent
+        for process in rank_processes(launch_id).values()
+        if name_of(parent := process.state.parent) in _MPI_DAEMONS
+    }
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        rank: its number.
+        pid: its process on its host.
+        state: what its process does.
+        held: seconds since when it is in that state.
+        idle: seconds since its heartbeat made progress.
+        quiet: seconds since its process used the CPU.
+        heartbeat: what it does; None for a program that is not a Python script.
+        host: its name as the user gave it; empty for the launcher's own.
+        ending: whether its script is at what it does when a signal ends the run.
+    """
+
+    rank: int
+    pid: int
+    state: State
+    held: float
+    idle: float
+    heartbeat: Heartbeat | None
+    host: str = ""
+    quiet: float = 0.0
+    ending: bool = False
+
+    @property
+    def phase(self) -> str:
+        """See `heartbeat.Phase`; empty if unknown."""
+        return self.heartbeat.phase if self.heartbeat else ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its script came to its end."""
+        return self.phase == "ended"
+
+
+def as_json(statuses: Iterable[RankStatus]) -> list[dict[str, Any]]:
+    """What JSON can hold; `from_json` reads it."""
+    return [asdict(status) for status in statuses]
+
+
+def from_json(statuses: Iterable[dict[str, Any]], host: str | None = None) -> list[RankStatus]:
+    """The ranks of `as_json`; with `host`, they are on that one. Raises TypeError for anything else."""
+    found = [_status(**fields) for fields in statuses]
+    return found if host is None else [replace(one, host=host) for one in found]
+
+
+def _status(heartbeat: dict[str, Any] | None, **fields: Any) -> RankStatus:
+    return RankStatus(heartbeat=Heartbeat(**heartbeat) if heartbeat else None, **fields)
+
+
+@dataclass
+class _Seen:
+    """A rank of this host: its process, its page, and what was last seen of it.
+
+    Attributes:
+        born: no other process with its id has the same.
+        program: another one once it has executed another program, which has no part in the page.
+    """
+
+    pid: int
+    born: str
+    program: str
+    page: Page | None
+    status: RankStatus
+    state_since: float
+    ticks: int = 0
+    busy_at: float = 0.0
+
+    @property
+    def is_there(self) -> bool:
+        return self.status.state != "gone"
+
+    def gives_way_to(self, page: Page | None) -> bool:
+        """Whether a process with this page is the rank; what a rank left behind has none, or still its page."""
+        if page is None:
+            return False
+        return self.page is None or (not self.is_there and page.inode != self.page.inode)
+
+
+@dataclass
+class Lookout:
+    """Watches the ranks of a launch on this host. Call `look` about once a second."""
+
+    launch_id: str
+    _seen: dict[tuple[str, int], _Seen] = field(default_factory=dict)
+    _expected: int = 1
+    _search_at: float = float("-inf")
+    _interval: float = FIRST_SEARCHES_SECONDS
+    _looked: float = float("inf")
+    _resumed: float = float("-inf")
+
+    def look(self, *, search: bool = False) -> list[RankStatus]:
+        """The ranks that were found so far, those that have gone as well, by number.
+
+        With `search`, any that is missing is looked for now, not only when it is time.
+        """
+        now = time.monotonic()
+        if now - self._looked > _PAUSE_SECONDS:
+            self._resumed = now
+            for seen in self._seen.values():
+                seen.state_since = seen.busy_at = now
+        self._looked = now
+        whole = sum(seen.page is not None and seen.is_there for seen in self._seen.values())
+        if whole < self._expected and (search or now >= self._search_at):
+            self._search(now)
+            self._search_at = now + self._interval
+            self._interval = min(1.2 * self._interval, LAST_SEARCHES_SECONDS)
+        for seen in self._seen.values():
+            self._update(seen, now)
+        return [self._seen[slot].status for slot in sorted(self._seen)]
+
+    def processes(self) -> Iterator[tuple[int, int]]:
+        """(rank, process id) of those that are there."""
+        for seen in self._seen.values():
+            if seen.is_there:
+                yield seen.status.rank, seen.pid
+
+    def left_behind(self) -> dict[int, str]:
+        """What scripts have started and what lives on after all ranks of this host: process ids with their names."""
+        if any(seen.is_there for seen in self._seen.values()):
+            return {}
+        found = {}
+        for pid, process in rank_processes(self.launch_id).items():
+            # What init has not adopted may still be a rank that was not seen yet.
+            adopted = process.state.parent == 1
+            if is_elastic(process.environ) or not (
+                adopted or slot_of(process.environ) in self._seen
+            ):
+                continue
+            if name := name_of(pid):
+                found[pid] = name
+        return found
+
+    def _search(self, now: float) -> None:
+        """Find the process of each rank: the topmost with a page, as a launcher's may stand above it."""
+        found = rank_processes(self.launch_id)
+        pages = {pid: page for pid in found if (page := page_of(pid)) is not None}
+        for one in (found.keys() - pages.keys(), pages.keys()):
+            for pid in topmost({pid: found[pid].state.parent for pid in one}):
+                # What a rank has left behind is adopted by init.
+                if pid in pages or found[pid].state.parent != 1:
+                    self._take(pid, found[pid].environ, pages.get(pid), now)
+
+    def _take(self, pid: int, environ: Mapping[str, str], page: Page | None, now: float) -> None:
+        rank = rank_of(environ)
+        before = self._seen.get(slot_of(environ))
+        if before is not None and not before.gives_way_to(page):
+            return
+        with suppress(OSError):
+            _, born, program, _ = _fields_of(pid)
+            self._expected = max(1, local_size_of(environ))
+            status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
+            self._seen[slot_of(environ)] = _Seen(pid, born, program, page, status, now, busy_at=now)
+            self._interval = FIRST_SEARCHES_SECONDS
+
+    def _update(self, seen: _Seen, now: float) -> None:
+        if seen.status.state == "gone":
+            seen.status = replace(seen.status, held=now - seen.state_since)
+            return
+        try:
+            letter, born, program, ticks = _fields_of(seen.pid)
+        except OSError:
+            letter, born, program, ticks = "X", seen.born, seen.program, seen.ticks
+        heartbeat = seen.status.heartbeat
+        if born == seen.born and program not in (seen.program, _NO_PROGRAM):
+            seen.program, seen.page, heartbeat = program, None, None
+        if ticks - seen.ticks >= BUSY_TICKS:
+            seen.ticks, seen.busy_at = ticks, now
+        state = _STATES.get(letter, "running") if born == seen.born else "gone"
+        if state != seen.status.state:
+            seen.state_since = now
+        if seen.page is not None:
+            with suppress(ValueError):
+                heartbeat = seen.page.read()
+        since = max(heartbeat.since if heartbeat else 0.0, self._resumed)
+        idle = now - since if heartbeat else 0.0
+        seen.status = RankStatus(
+            seen.status.rank,
+            seen.pid,
+            state,
+            now - seen.state_since,
+            idle,
+            heartbeat,
+            quiet=now - seen.busy_at,
+        )
+
+
+def _fields_of(pid: int) -> tuple[str, str, str, int]:
+    """State, time of birth, bottom of the stack and clock ticks of CPU time in /proc/PID/stat.
+
+    A program's name there may contain anything. Its stack begins at random, so at another place after execve.
+    """
+    fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
+    state, *rest = fields.split()
+    return state, rest[18], rest[24], int(rest[10]) + int(rest[11])

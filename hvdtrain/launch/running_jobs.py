@@ -1,0 +1,181 @@
+"""What runs: launches on this machine, Slurm jobs and containers that hvdtrain started.
+
+Nothing is registered anywhere: /proc, Slurm's queue and the container engine know it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.environment import LAUNCH_ID, LOG_DIR
+from hvdtrain.errors import UsageError
+from hvdtrain.launch.container.container_command import LABEL
+from hvdtrain.launch.running.processes import environment_of
+from hvdtrain.launch.running.run_status import RunStatus, read_status
+from hvdtrain.launch.running.timed_command import ask
+from hvdtrain.launch.slurm.job_queue import ENDED, JobState, read_states
+
+_SCRIPTS = ".hvdtrain/jobs"
+LOGS = Path(".hvdtrain/logs")
+SHORT = 8
+CLOCK_SECONDS = 2.0
+"""By which times of files may differ from the clock."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A launch, a Slurm job or a container.
+
+    Attributes:
+        name: by which `hvdtrain logs` and `stop` know it.
+        kind: run, slurm or container.
+        state: such as running or pending.
+        command: what runs.
+        seconds: since when; None if it has not started.
+        status: of its ranks; None if unknown.
+        log_dir: where the ranks' output is kept; None if unknown.
+        show: the command that prints its output where no log folder is known.
+        stop: the command that ends it.
+    """
+
+    name: str
+    kind: str
+    state: str
+    command: str
+    seconds: float | None
+    stop: tuple[str, ...]
+    status: RunStatus | None = None
+    log_dir: Path | None = None
+    show: tuple[str, ...] = ()
+
+
+def find_jobs() -> list[Job]:
+    """All that this user has running, the oldest first."""
+    found = [*_runs_here(), *_slurm_jobs(), *_containers()]
+    return sorted(found, key=lambda job: -(job.seconds or 0.0))
+
+
+def the_job(name: str, jobs: Sequence[Job]) -> Job:
+    """The job with this name or prefix. Raises UsageError if there is none, or several."""
+    found = [job for job in jobs if job.name == name] or [
+        job for job in jobs if name and job.name.startswith(name)
+    ]
+    if len(found) == 1:
+        return found[0]
+    have = ", ".join(job.name for job in found or jobs) or "nothing"
+    problem = "several jobs have this name" if found else "no such job"
+    raise UsageError(f"{name}: {problem}; running: {have}")
+
+
+def _runs_here() -> Iterable[Job]:
+    seen: dict[str, Path] = {}
+    own = _pid_namespace("self")
+    for entry in Path("/proc").glob("[0-9]*"):
+        # Other users' processes cannot be read, and processes end while we look.
+        with suppress(OSError):
+            environ = environment_of(int(entry.name))
+            # What runs in a container is found as one.
+            if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
+                seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
+    for launch_id, folder in seen.items():
+        status = read_status(folder)
+        # Of a run on other hosts as well, only ranks may be here; and its number may be another process's by now.
+        if status is not None and status.run == launch_id and _is_launcher(status):
+            yield Job(
+                name=status.run[:SHORT],
+                kind="run",
+                state="running",
+                command=status.command,
+                seconds=time.time() - status.started,
+                stop=("kill", "-TERM", str(status.pid)),
+                status=status,
+                log_dir=folder,
+            )
+
+
+def _is_launcher(status: RunStatus) -> bool:
+    """Whether the process that the status names is here, and has been since the run began."""
+    if status.host != platform.node() or status.pid <= 0:
+        return False
+    try:
+        born = (Path("/proc") / str(status.pid)).stat().st_mtime
+    except OSError:
+        return False
+    return born <= status.started + CLOCK_SECONDS
+
+
+def _pid_namespace(process: str) -> str:
+    return os.readlink(f"/proc/{process}/ns/pid")  # noqa: PTH115
+
+
+def _slurm_jobs() -> Iterable[Job]:
+    if os.environ.get("SLURM_JOB_ID"):
+        return  # Inside of one; its own run is found as such.
+    text = ask(["scontrol", "--oneliner", "show", "job"]).answer
+    own = f"({os.getuid()})"
+    for line in text.splitlines():
+        states = read_states(line)
+        if states and own in line and f"/{_SCRIPTS}/" in line and states[0].state not in ENDED:
+            yield _slurm_job(states[0])
+
+
+def _slurm_job(state: JobState) -> Job:
+    status, folder = _status_of(state)
+    return Job(
+        name=state.name,
+        kind="slurm",
+        state=state.state.lower(),
+        command=status.command if status else state.command,
+        seconds=time.time() - state.started if state.started else None,
+        stop=("scancel", state.name),
+        status=status,
+        log_dir=folder,
+        show=("cat", str(state.output)),
+    )
+
+
+def _status_of(state: JobState) -> tuple[RunStatus | None, Path | None]:
+    """What the run inside a Slurm job wrote, if the job's folder is visible from here."""
+    with suppress(OSError):
+        for folder in sorted((state.folder / LOGS).iterdir(), reverse=True):
+            status = read_status(folder)
+            if status is not None and status.slurm_job == state.name.partition("_")[0]:
+                return status, folder
+    return None, None
+
+
+def _containers() -> Iterable[Job]:
+    seen = set()
+    for engine in ("docker", "podman"):
+        ours = [engine, "ps", "--filter", f"label={LABEL}", "--format", "{{.ID}}"]
+        for line in ask(ours).answer.splitlines():
+            if line.strip() in seen:
+                continue  # docker may be another name of podman.
+            seen.add(line.strip())
+            about = json.loads(ask([engine, "inspect", line.strip()]).answer or "[{}]")[0]
+            config = about.get("Config", {})
+            started = about.get("State", {}).get("StartedAt", "")
+            yield Job(
+                name=line.strip()[:SHORT],
+                kind="container",
+                state="running",
+                command=" ".join(config.get("Cmd") or []),
+                seconds=_seconds_since(started),
+                stop=(engine, "stop", "--time=40", line.strip()),
+                show=(engine, "logs", line.strip()),
+            )
+
+
+def _seconds_since(text: str) -> float | None:
+    """Of a time such as 2026-01-31T12:00:00.123456789Z."""
+    with suppress(ValueError):
+        when = datetime.datetime.fromisoformat(text[:19] + "+00:00")
+        return time.time() - when.timestamp()
+    return None

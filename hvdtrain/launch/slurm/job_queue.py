@@ -1,0 +1,198 @@
+"""Jobs in Slurm's queue: submit one, and follow it to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE
+from hvdtrain.errors import HvdtrainError, UsageError
+from hvdtrain.launch.running.timed_command import NOT_FOUND, ask
+
+POLL_SECONDS = 2.0
+SILENCE_SECONDS = 120.0
+"""How long Slurm may not answer (it may be restarting) before following a job is given up."""
+
+ENDED = frozenset(
+    [
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says about a job, or about one task of an array.
+
+    Attributes:
+        name: its number; `12_3` for a task of an array, `12_[4-9]` for those that wait together.
+        state: such as PENDING, RUNNING or COMPLETED.
+        reason: why it waits.
+        exit_code: as a shell would tell it; 0 until it has ended.
+        restarts: how often it was requeued.
+        output: the file for what it says.
+        command: its batch script.
+        folder: in which it runs.
+        started: in seconds since the epoch; None before.
+    """
+
+    name: str
+    state: str
+    reason: str
+    exit_code: int
+    restarts: int
+    output: Path
+    command: str = ""
+    folder: Path = Path()
+    started: float | None = None
+
+    @property
+    def result(self) -> int:
+        """The exit code for the user: never 0 if the job did not complete."""
+        return 0 if self.state == "COMPLETED" else self.exit_code or EXIT_FAILURE
+
+
+def sbatch_argv(script: Path) -> list[str]:
+    """The command that submits a script and prints the job's number."""
+    return ["sbatch", "--parsable", str(script)]
+
+
+def submit_job(script: Path) -> str:
+    """Submit a batch script; return the job's number. Raises UsageError or HvdtrainError."""
+    said = ask(sbatch_argv(script), limit=SILENCE_SECONDS)
+    if said.returncode == NOT_FOUND:
+        raise UsageError(
+            "sbatch was not found: submit the job from a login node of a Slurm cluster"
+        )
+    if said.returncode is None:
+        raise HvdtrainError(
+            f"Slurm did not answer sbatch within {SILENCE_SECONDS:g} s: check with squeue whether "
+            "the job was submitted"
+        )
+    if said.returncode != 0:
+        raise HvdtrainError(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
+    # `7`, or `7;cluster`.
+    return said.stdout.strip().partition(";")[0]
+
+
+def read_states(text: str) -> list[JobState]:
+    """The jobs of `scontrol --oneliner show job`, one a line."""
+    states = []
+    for line in text.splitlines():
+        # Values may contain spaces, but no word of one looks like the next NAME= that is asked for.
+        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        if "JobId" not in fields:
+            continue
+        code, _, number = fields.get("ExitCode", "0:0").partition(":")
+        name = fields["JobId"]
+        if "ArrayTaskId" in fields:
+            name = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
+        states.append(
+            JobState(
+                name=name,
+                state=fields.get("JobState", "UNKNOWN"),
+                reason=fields.get("Reason", "None"),
+                exit_code=EXIT_SIGNAL_BASE + int(number) if int(number or 0) else int(code),
+                restarts=int(fields.get("Restarts", "0")),
+                output=Path(_value(line, "StdOut")),
+                command=_value(line, "Command"),
+                folder=Path(_value(line, "WorkDir")),
+                started=_time(fields.get("StartTime", "")),
+            )
+        )
+    return states
+
+
+def _time(text: str) -> float | None:
+    """Of Slurm's 2026-01-31T12:00:00, in this machine's time zone; None for Unknown and what is to come."""
+    try:
+        when = time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except ValueError:
+        return None
+    return when if when <= time.time() else None
+
+
+def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int:
+    """Wait until the job, or every task of it, has ended; return its exit code.
+
+    What a job without an array writes is copied to `output` as it comes; its states are told by
+    `say`. For an array only the states are told. Raises HvdtrainError if Slurm does not answer.
+    """
+    said: dict[str, tuple[str, int]] = {}
+    shown = 0
+    ended_before: list[JobState] = []
+    while True:
+        states = _ask(job_id)
+        for one in states:
+            if said.get(one.name) != (one.state, one.restarts):
+                said[one.name] = (one.state, one.restarts)
+                say(_describe(one))
+        if len(states) == 1 and "_" not in states[0].name:
+            shown = _copy_new(states[0].output, shown, output)
+        # A job that is requeued has an end for a moment: only one that lasts is the end.
+        if all(one.state in ENDED for one in states):
+            if states == ended_before:
+                return max(one.result for one in states)
+            ended_before = states
+        time.sleep(POLL_SECONDS)
+
+
+def _describe(job: JobState) -> str:
+    text = f"job {job.name}: {job.state.lower()}"
+    if job.state == "PENDING" and job.reason != "None":
+        text += f" ({job.reason})"
+    if job.state in ENDED and job.result:
+        text += f", exit code {job.result}"
+    if job.restarts:
+        text += f", restart {job.restarts}"
+    return text
+
+
+def _ask(job_id: str) -> list[JobState]:
+    deadline = time.monotonic() + SILENCE_SECONDS
+    while True:
+        said = ask(["scontrol", "--oneliner", "show", "job", job_id])
+        states = read_states(said.stdout)
+        if states:
+            return states
+        if time.monotonic() > deadline:
+            raise HvdtrainError(
+                f"Slurm no longer answers about job {job_id}, which may still run: {said.last_line}"
+            )
+        time.sleep(POLL_SECONDS)
+
+
+def _copy_new(path: Path, shown: int, output: BinaryIO) -> int:
+    """Copy what the file has beyond `shown` bytes; return its new length."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if path.stat().st_size < shown:
+            shown = 0  # Written anew by a restart.
+        file.seek(shown)
+        while data := file.read(65536):
+            output.write(data)
+            shown += len(data)
+        output.flush()
+    return shown
+
+
+def _value(line: str, name: str) -> str:
+    """The value of a field that may contain spaces: up to the next word with a '='."""
+    _, _, rest = line.partition(f" {name}=")
+    words: list[str] = []
+    for word in rest.split(" "):
+        if words and "=" in word:
+            break
+        words.append(word)
+    return " ".join(words).rstrip()

@@ -1,0 +1,199 @@
+"""StageRunner: a model that is cut into stages, on a mesh of data x pipeline x tensor.
+
+`Trainer.model` is this rank's stage: a Keras model of its layers, under their names, with its own compiled optimizer.
+So callbacks that look at the logs (EarlyStopping, ReduceLROnPlateau, also restoring weights) work as
+ever, on every rank alike; the first stage's `model.summary()` shows the first stage. Losses and metrics live on the
+last stage, and all ranks are told their values. `strategy.runner.stage.whole` is the whole graph, of which only this
+stage's variables have values.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.collectives.consistency import require_equal
+from hvdtrain.collectives.mesh import Position
+from hvdtrain.collectives.metrics import as_value, merge_state
+from hvdtrain.data import Share
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals import graph as graph_internals
+from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
+from hvdtrain.keras_internals.deferred_variables import initialize, waiting_variables
+from hvdtrain.keras_internals.models import compile_alike, metric_names
+from hvdtrain.parallel.layout import Layout
+from hvdtrain.parallel.pipeline.normalized_losses import are_late
+from hvdtrain.parallel.pipeline.stage_messages import Exchange
+from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
+from hvdtrain.parallel.pipeline.stages import Stage, cut
+from hvdtrain.parallel.pipeline.transport import make_transport
+from hvdtrain.parallel.tensor.convert import Layers, split_model
+from hvdtrain.parallel.whole_model import make_part
+from hvdtrain.strategies import batch_dependence
+from hvdtrain.strategies.gather import gather_predictions
+from hvdtrain.strategies.runner import Runner
+from hvdtrain.strategies.step_metrics import StepLogs
+from hvdtrain.strategies.strategy import Logs, ModelSource
+
+
+class StageRunner(Runner):
+    """The rank holds one stage of the model, and of layers that are split as well its part.
+
+    Args:
+        layout: the mesh, where to cut, into how many micro-batches, and which layers are split how.
+        position: of this rank.
+    """
+
+    stage: Stage
+
+    def __init__(self, layout: Layout, position: Position) -> None:
+        super().__init__(position)
+        self._layout = layout
+
+    def build(self, model: ModelSource) -> keras.Model:
+        """Return the model of this rank's stage; of the others only the shapes stay."""
+        with waiting_variables():
+            whole = super().build(model)
+        place = self.position
+        self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
+        make_part(self.stage.model, whole)
+        if place.mesh.tensor > 1:
+            split_model(self.stage.model, self._plan_of_stage(whole), place.tensor_set)
+        for variable in self.stage.model.variables:
+            initialize(variable)
+        for variable in self.stage.others:
+            graph_internals.release(variable)
+        compile_alike(self.stage.model, whole)
+        return self.stage.model
+
+    def inputs(self, model: keras.Model) -> list[Any]:
+        del model  # A stage takes what the one before it makes; data is for the whole.
+        return list(self.stage.whole.inputs)
+
+    def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
+        """Return the part of the layout's plan that names layers of this stage, or nothing in the model."""
+
+        def named(pattern: str, model: keras.Model) -> bool:
+            paths = [path for paths in Layers(model).paths.values() for path in paths]
+            return any(re.fullmatch(pattern, path) for path in paths)
+
+        return {
+            pattern: way
+            for pattern, way in self._layout.split.items()
+            if named(pattern, self.stage.model) or not named(pattern, whole)
+        }
+
+    def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
+        if model.jit_compile:
+            raise UsageError(
+                "jit_compile=True does not work with pipeline stages, which send between the passes: leave it out"
+            )
+        if self.stage.is_last:
+            graph_internals.build_compiled(model, *self._symbolic_batch(data))
+        else:
+            graph_internals.drop_compiled(model)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        facts = {
+            # Without the numbers that Keras gives: a rank may have made another model before this one.
+            "the layers of the stages": [
+                [re.sub(r"_\d+$", "", name) for name in names] for names in self.stage.names
+            ],
+            "the model's inputs": [[list(t.shape), str(t.dtype)] for t in self.stage.whole.inputs],
+        }
+        require_equal(facts, what, "model")
+
+    def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
+        del model, inputs  # A stage has its variables.
+
+    def steps(self, model: keras.Model, data: Any = None) -> PipelineSteps:
+        place = self.position
+        measured = Measured() if data is None else self._agree_on_measured(model, data)
+        ranks = [place.rank_of_stage(stage) for stage in range(place.mesh.pipeline)]
+        neighbours = [ranks[s] for s in (place.stage - 1, place.stage + 1) if 0 <= s < len(ranks)]
+        pairs = {rank: place.pair_set(rank) for rank in neighbours}
+        return PipelineSteps(
+            self.stage,
+            Exchange(self.stage, ranks, make_transport(pairs)),
+            place.data_set,
+            self._layout.micro_batches,
+            measured,
+        )
+
+    def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
+        assert isinstance(step_logs, StepLogs)
+        merge_state(model.metrics, self.position.data_set, step_logs.rules)
+        results = model.get_metrics_result()
+        found = {name: np.asarray(value).tolist() for name, value in results.items()}
+        # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.
+        everyone = self.position.everyone.exchange(found, "pipeline_logs")
+        ranks = map(self.position.rank_of_stage, range(self.stage.count))
+        stages = [everyone[rank] for rank in ranks]
+        last = {name: as_value(value) for name, value in stages[-1].items()}
+        return last | {"loss": sum(logs["loss"] for logs in stages)}
+
+    def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
+        whole = self.stage.whole
+        if not self.stage.is_last:
+            for _ in outputs:
+                pass
+            flat: list[np.ndarray] = []
+        else:
+            flat = keras.tree.flatten(gather_predictions(outputs, self.position.data_set))
+        return graph_internals.like_outputs(whole, self._from_last_stage(flat))
+
+    def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
+        """Give all stages the arrays of the last one. A collective of the ranks of one copy."""
+        pipeline = self.position.pipeline_set
+        facts = self.position.everyone.exchange(
+            [[list(a.shape), a.dtype.name] for a in arrays], "pipeline_outputs"
+        )
+        root = self.position.rank_of_stage(self.stage.count - 1)
+        result = []
+        for index, (shape, dtype) in enumerate(facts[root]):
+            kind = tf.as_dtype(dtype).as_numpy_dtype
+            mine = arrays[index] if arrays else np.zeros(shape, kind)
+            got = pipeline.broadcast(mine, root, f"hvdtrain_pipeline_output_{index}")
+            result.append(got.numpy())
+        return result
+
+    def _symbolic_batch(self, data: Any) -> list[Any]:
+        """Return what the model predicts, labels and sample weights, for any number of examples."""
+        _, y, weight = keras.utils.unpack_x_y_sample_weight(data)
+        whole = self.stage.whole
+        outputs = graph_internals.like_outputs(whole, whole.outputs)
+        return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]
+
+    def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
+        """Return what the last stage alone knows of the losses and metrics. A collective."""
+        mine: dict[str, Any] = {"names": metric_names(model)}
+        divided = self.position.mesh.data * self._layout.micro_batches > 1
+        if self.stage.is_last:
+            mine["own losses"] = own_losses(model)
+            mine["complaint"] = needs_whole_batch(model) if divided else None
+            mine["late"] = are_late(model, self.stage.whole.outputs, self._symbolic_batch(data))
+        root = self.position.rank_of_stage(self.stage.count - 1)
+        last = self.position.everyone.exchange(mine, "pipeline_metrics")[root]
+        if last["complaint"] is not None:
+            raise UsageError(last["complaint"])
+        warning = batch_dependence.warning_of_parts(
+            self.stage.whole, "a micro-batch", last["own losses"]
+        )
+        if divided and warning is not None and self.position.everyone.rank() == 0:
+            warnings.warn(warning, stacklevel=2)
+        return Measured(tuple(last["names"]), bool(last["late"]))
+
+
+def _any_batch(data: Any) -> Any:
+    """`data` with any number of examples, as the model's own symbolic tensors have."""
+    if data is None:
+        return None
+    return tf.nest.map_structure(
+        lambda tensor: keras.KerasTensor((None, *tensor.shape[1:]), tensor.dtype), data
+    )

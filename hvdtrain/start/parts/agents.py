@@ -1,0 +1,236 @@
+"""The supervisor's side of the agents, one on each host as long as the launch: how they are reached, told and heard."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvdtrain.launch.host_report import HostReport, differences, late, report_of, ssh_problem
+from hvdtrain.launch.running.line_splitter import Lines
+from hvdtrain.launch.running.processes import TERM_SECONDS, Pipes, start
+from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
+from hvdtrain.start.agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
+
+CONNECT_SECONDS = 10
+BEAT_SECONDS = SILENCE_SECONDS / 6
+END_SECONDS = TERM_SECONDS + 1.5
+"""Time for agents to end the launch on their hosts; a host that takes longer is left behind."""
+_LONGEST_WORDS = 4096
+_LONGEST_NEWS = 1 << 20
+"""Bytes. A process's output comes in pieces of up to 64 kB, which JSON can make six times as long."""
+News = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How other hosts are reached.
+
+    Attributes:
+        python: the interpreter there.
+        path_variables: variables by which the interpreter and its modules are found.
+        port, identity_file: of ssh; None leaves them to its configuration.
+        seconds: time limit for the reports of all hosts.
+    """
+
+    python: str
+    path_variables: Mapping[str, str]
+    port: int | None
+    identity_file: str | None
+    seconds: float
+
+
+def agent_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
+    """The ssh command that runs a host's agent."""
+    settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
+    remote = ["env", *settings, reach.python, "-P", "-m", "hvdtrain.start.agent", launch_id]
+    return [
+        *("ssh", "-T", *BATCH, *ALIVE, *unseen_keys(host, reach.port, reach.identity_file)),
+        *("-o", f"ConnectTimeout={max(1, int(min(CONNECT_SECONDS, reach.seconds - 1)))}"),
+        *where(reach.port, reach.identity_file),
+        *(host, shlex.join(remote)),
+    ]
+
+
+def missing_program(commands: Iterable[Sequence[str]]) -> str:
+    """An error message if a program that these commands need is not installed here; empty if all are."""
+    for program in sorted({command[0] for command in commands}):
+        if shutil.which(program) is None:
+            return (
+                f"{program}, which reaches the other hosts, is not in PATH: install it (ssh: the "
+                "package openssh-client), or start from a machine that has it"
+            )
+    return ""
+
+
+class Agents:
+    """The agents of a launch, by host. A context manager; on exit the launch is ended on all hosts.
+
+    Args:
+        commands: host -> the local command that runs its agent.
+        environ: environment of the commands.
+    """
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
+        self._lines = {host: Lines(longest=_LONGEST_NEWS) for host in commands}
+        self._words = dict.fromkeys(commands, b"")
+        self._pipes = Pipes()
+        self._processes = {host: start(argv, environ) for host, argv in commands.items()}
+        for host, process in self._processes.items():
+            self._pipes.add_output(process, (host, "news"), (host, "words"))
+        self._writing = threading.Lock()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End all. An agent that does not answer in time ends the launch on its host when it notices the silence."""
+        self.end()
+        deadline = time.monotonic() + END_SECONDS
+        for process in self._processes.values():
+            # Somebody must read its last output, or it could not end.
+            while process.poll() is None and time.monotonic() < deadline:
+                self._pipes.read(0.02)
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        self._pipes.close()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The hosts that have an agent."""
+        return tuple(self._processes)
+
+    def keep_alive(self) -> None:
+        """Call `beat` in a thread from now on: a halted terminal may block the supervisor. Not for one that forks."""
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def beat(self) -> None:
+        """Tell the agents that their supervisor is alive; call it at least every BEAT_SECONDS."""
+        for host in self._processes:
+            self._write(host, b"\n")
+
+    def order(self, host: str, **order: Any) -> None:
+        """Send an order to one agent; the first must be a greeting."""
+        self._write(host, json.dumps(order).encode() + b"\n")
+
+    def order_all(self, **order: Any) -> None:
+        """Send an order to every agent."""
+        for host in self._processes:
+            self.order(host, **order)
+
+    def news(self, seconds: float) -> Iterator[News]:
+        """(host, news) of what arrives within `seconds`."""
+        for (host, what), data in self._pipes.read(seconds):
+            if what == "words":
+                self._words[host] = (self._words[host] + data)[-_LONGEST_WORDS:]
+                continue
+            for line in self._lines[host].feed(data):
+                # A login shell may print a greeting, too.
+                with contextlib.suppress(ValueError):
+                    news = json.loads(line.data)
+                    if isinstance(news, dict):
+                        yield host, news
+
+    def ended(self) -> dict[str, tuple[int, str]]:
+        """Hosts whose agent has ended, once all its news have been read: exit code, and standard error."""
+        reading = self._pipes.names
+        return {
+            host: (process.returncode, self._words[host].decode(errors="replace"))
+            for host, process in self._processes.items()
+            if process.poll() is not None and (host, "news") not in reading
+        }
+
+    def end(self) -> None:
+        """Tell all agents to end the launch on their hosts; does not wait for it."""
+        self._over.set()
+        with self._writing:
+            for process in self._processes.values():
+                with contextlib.suppress(OSError):
+                    if process.stdin is not None:
+                        process.stdin.close()
+
+    def forget(self) -> None:
+        """Close the pipes in a forked process: an agent ends only when every copy of its input is closed."""
+        for process in self._processes.values():
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT_SECONDS):
+            self.beat()
+
+    def _write(self, host: str, line: bytes) -> None:
+        stdin = self._processes[host].stdin
+        with self._writing, contextlib.suppress(OSError, ValueError):
+            if stdin is not None:
+                stdin.write(line)
+                stdin.flush()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The answers to the greeting.
+
+    Attributes:
+        reports: of the hosts that can take part.
+        ports: host -> free ports there.
+        problems: host -> why it cannot take part.
+    """
+
+    reports: Mapping[str, HostReport]
+    ports: Mapping[str, Sequence[int]]
+    problems: Mapping[str, str]
+
+
+def greet(
+    agents: Agents,
+    greetings: Mapping[str, Greeting],
+    own: HostReport,
+    *,
+    reach: Reach,
+    give_up: Callable[[], bool] = lambda: False,
+) -> Answers:
+    """Greet every host and wait for all answers, for at most `reach.seconds` or until `give_up()` is true.
+
+    Args:
+        agents: of the hosts.
+        greetings: one for each host of `agents`.
+        own: the launcher's own report; versions must be the same.
+        reach: how the hosts are reached.
+        give_up: asked again and again.
+    """
+    for host, greeting in greetings.items():
+        agents.order(host, **asdict(greeting))
+    deadline = time.monotonic() + reach.seconds
+    reports: dict[str, HostReport] = {}
+    ports: dict[str, list[int]] = {}
+    problems: dict[str, str] = {}
+    while len(reports) + len(problems) < len(greetings) and not give_up():
+        for host, news in agents.news(TICK_SECONDS):
+            if "report" in news:
+                report = report_of(news["report"])
+                if wrong := differences(host, report, own):
+                    problems[host] = wrong
+                else:
+                    reports[host], ports[host] = report, news["ports"]
+            elif "problem" in news:
+                problems[host] = f"host {host}: {news['problem']}"
+        answered = reports.keys() | problems.keys()
+        for host, (code, words) in agents.ended().items():
+            if host not in answered:
+                problems[host] = ssh_problem(
+                    host, code, words, reach.python, reach.port, reach.identity_file
+                )
+        if time.monotonic() > deadline:
+            for host in greetings.keys() - reports.keys() - problems.keys():
+                problems[host] = late(host, reach.seconds)
+    return Answers(reports, ports, {host: problems[host] for host in greetings if host in problems})

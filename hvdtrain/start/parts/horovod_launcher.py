@@ -1,0 +1,218 @@
+"""What `hvdtrain.start.run_horovod` does: Horovod's launcher, given what it would have to find out."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import logging
+import os
+import re
+import shutil
+import sys
+import traceback
+import uuid
+from collections.abc import Collection, Sequence
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, FORWARD, LAUNCH_ID
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.env_forwarding import acts_at_start, forwarded, travelling, without_value
+from hvdtrain.launch.host_report import (
+    NO_COMMON_INTERFACE,
+    THIS_HOST,
+    HostReport,
+    common_interface,
+    loopback_interfaces,
+    missing_interfaces,
+)
+from hvdtrain.launch.installed_horovod import installed_controllers
+from hvdtrain.launch.secrets import looks_secret
+from hvdtrain.launch.ssh import path_variables
+from hvdtrain.start.agent import Greeting, own_report
+from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
+from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
+from hvdtrain.start.parts.horovod_patches import (
+    ELASTIC_SECONDS,
+    horovod_hosts,
+    horovods_exportable,
+    launch,
+    network,
+    replace_functions,
+    settle,
+    start_elastic_ranks,
+    start_ranks,
+)
+from hvdtrain.start.parts.supervisor import supervise
+
+START_SECONDS = 30
+"""Horovod's default for --start-timeout."""
+
+
+def launch_ranks(arguments: Sequence[str]) -> int:
+    """Launch with the arguments of horovodrun; returns the exit code."""
+    asked = forwarded(os.environ)
+    os.environ.pop(FORWARD, None)
+    if missing := without_value(asked, os.environ):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_USAGE
+    sys.argv = ["horovodrun", *arguments]
+    parsed = launch.parse_args()
+    try:
+        settle(parsed, installed_controllers())
+    except HvdtrainError as error:
+        print(f"hvdtrain: {error}", file=sys.stderr)
+        return error.exit_code
+    launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
+    remote = _remote_hosts(parsed)
+    reach = _reach(parsed)
+    if missing := missing_program([["ssh"]] if remote else []):
+        print(f"hvdtrain: {missing}", file=sys.stderr)
+        return EXIT_FAILURE
+    commands = {host: agent_argv(host, launch_id, reach) for host in remote}
+    elastic = ElasticAgents(launch_id, reach) if _is_elastic(parsed) else None
+    with elastic or Agents(commands, os.environ) as agents:
+        problems = [] if elastic else _prepare(parsed, agents, reach, asked)
+        if problems:
+            for line in "\n".join(problems).splitlines():
+                print(f"hvdtrain: {line}", file=sys.stderr)
+            return EXIT_FAILURE
+        hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
+        one_host = not elastic and not remote
+        shown = functools.partial(in_command_line, parsed, asked, one_host=one_host)
+        replace_functions(parsed, shown, one_host)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
+
+
+def exit_code_of(error: Exception) -> int:
+    """The exit code of the rank that ended first, where Horovod's error names it; else 1."""
+    found = re.search(r"^Exit code: (\d+)", str(error), re.MULTILINE)
+    return (int(found[1]) & 0xFF or EXIT_FAILURE) if found else EXIT_FAILURE
+
+
+def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
+    """The hosts that need an agent from the beginning. Those of an elastic job come and go."""
+    if _is_elastic(arguments) or not arguments.hosts:
+        return []
+    names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
+    remote: list[str] = network.filter_local_addresses(names)
+    return remote
+
+
+def _is_elastic(arguments: argparse.Namespace) -> bool:
+    return bool(arguments.host_discovery_script or arguments.min_num_proc)
+
+
+def _reach(arguments: argparse.Namespace) -> Reach:
+    return Reach(
+        python=arguments.command[0] if arguments.command else sys.executable,
+        path_variables=path_variables(os.environ),
+        port=arguments.ssh_port,
+        identity_file=arguments.ssh_identity_file,
+        seconds=arguments.start_timeout
+        or int(os.environ.get("HOROVOD_START_TIMEOUT", START_SECONDS)),
+    )
+
+
+def in_command_line(
+    arguments: argparse.Namespace, asked: Collection[str], name: str, *, one_host: bool = False
+) -> bool:
+    """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
+
+    Over Gloo the others are brought to other hosts by their agents, and here each rank inherits them: a command has
+    room for 128 kB. Horovod's options become variables of its own, which only the command has.
+    """
+    if not _travels(asked, name):
+        return False
+    if not arguments.use_gloo:
+        return True
+    if looks_secret(name, os.environ.get(name, "")):
+        return False
+    if one_host and name in os.environ and not name.startswith("HOROVOD_"):
+        return False
+    return name not in asked or acts_at_start(name)
+
+
+def _travels(asked: Collection[str], name: str) -> bool:
+    return bool(travelling({name: ""}, asked)) and (name in asked or horovods_exportable(name))
+
+
+def _prepare(
+    arguments: argparse.Namespace, agents: Agents, reach: Reach, asked: Collection[str]
+) -> list[str]:
+    """Ask the other hosts, and settle what depends on them; returns what is wrong."""
+    own = own_report()
+    if not agents.hosts:
+        wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
+        if not any(map(shutil.which, ("ssh", "rsh"))):
+            # Open MPI gives up without one, before it knows that all ranks are here.
+            os.environ.setdefault("OMPI_MCA_plm", "isolated")
+        # Ranks of one host meet on its loopback interface.
+        arguments.nics = loopback_interfaces(own)
+        return [wrong] if wrong else []
+    greetings = dict.fromkeys(agents.hosts, Greeting(secrets=_brought(arguments, asked)))
+    answers = greet(agents, greetings, own, reach=reach)
+    if answers.problems:
+        return list(answers.problems.values())
+    reports = dict(answers.reports)
+    if arguments.nics:
+        wrong = missing_interfaces(sorted(arguments.nics), _named(arguments, own) | reports)
+        if wrong:
+            return [wrong]
+    elif interface := common_interface(own, list(reports.values())):
+        arguments.nics = {interface}
+    elif arguments.use_gloo:
+        return [NO_COMMON_INTERFACE]
+    return []
+
+
+def _elastic_hosts(
+    arguments: argparse.Namespace, agents: ElasticAgents, asked: Collection[str]
+) -> ElasticHosts:
+    return ElasticHosts(
+        agents,
+        _brought(arguments, asked),
+        arguments.nics,
+        arguments.elastic_timeout or ELASTIC_SECONDS,
+    )
+
+
+def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str, str]:
+    """The variables that agents pass to the ranks of their hosts."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if _travels(asked, name) and not in_command_line(arguments, asked, name)
+    }
+
+
+def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostReport]:
+    """This host's report, if the launch uses its interfaces: Gloo's ranks meet here."""
+    names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
+    has_ranks = len(network.filter_local_addresses(names)) < len(names)
+    return {THIS_HOST: own} if arguments.use_gloo or has_ranks else {}
+
+
+def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:
+    """Horovod's launcher; over MPI this process becomes mpirun."""
+    try:
+        if arguments.log_level:
+            logging.addLevelName(logging.NOTSET, "TRACE")
+            logging.basicConfig(level=logging.getLevelName(arguments.log_level))
+        if hosts is None:
+            start_ranks(arguments, arguments.nics)
+        else:
+            with hosts:
+                start_elastic_ranks(
+                    arguments, hosts.interfaces, lambda found: FitHosts(found, hosts)
+                )
+        return 0
+    except HvdtrainError as error:
+        print(f"hvdtrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if arguments.verbose:
+            traceback.print_exc()
+        else:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return exit_code_of(error)

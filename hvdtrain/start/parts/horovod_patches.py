@@ -1,0 +1,234 @@
+"""Horovod's launcher modules, and all of their functions that are replaced, in this process only, each with its reason.
+
+Loaded without the part for LSF (`--jsrun`): it asks distutils for a program's path, which loads setuptools (0.25 s),
+and fails where Python 3.12 or later has none. hvdtrain never asks for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shlex
+import signal
+import sys
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+_without = types.ModuleType("horovod.runner.js_run")
+_without.js_run = None  # type: ignore[attr-defined]
+_without.is_jsrun_installed = lambda: False  # type: ignore[attr-defined]
+sys.modules.setdefault("horovod.runner.js_run", _without)
+
+from horovod.runner import gloo_run, launch, mpi_run  # noqa: E402
+from horovod.runner.common.util import env as horovod_env  # noqa: E402
+from horovod.runner.common.util import hosts as horovod_hosts  # noqa: E402
+from horovod.runner.common.util import safe_shell_exec  # noqa: E402
+from horovod.runner.common.util.config_parser import set_env_from_args  # noqa: E402
+from horovod.runner.common.util.settings import Settings  # noqa: E402
+from horovod.runner.elastic import driver as elastic_driver  # noqa: E402
+from horovod.runner.elastic.discovery import FixedHosts  # noqa: E402
+from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
+from horovod.runner.util import network, remote  # noqa: E402
+
+from hvdtrain.errors import EngineError  # noqa: E402
+from hvdtrain.launch.secrets import masked  # noqa: E402
+from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
+from hvdtrain.start.parts.elastic_driver import PatientDriver, PatientHosts  # noqa: E402
+from hvdtrain.start.parts.host_discovery import DiscoveryScript  # noqa: E402
+from hvdtrain.start.parts.output_tags import pass_on_marked  # noqa: E402
+from hvdtrain.start.parts.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
+
+__all__ = [
+    "horovod_hosts",
+    "horovods_exportable",
+    "launch",
+    "network",
+    "replace_functions",
+    "settle",
+    "start_elastic_ranks",
+    "start_ranks",
+]
+
+ELASTIC_SECONDS = 600
+"""Horovod's default for --elastic-timeout."""
+
+horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
+"""Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
+
+_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
+"""Longer than an agent's connection, whose end shows what has happened: ssh's own exit code does not."""
+
+
+def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
+    """Fill in what the arguments of Horovod's launcher leave open.
+
+    Raises:
+        EngineError: Horovod was built without what they ask for.
+    """
+    if not arguments.hosts and not arguments.host_discovery_script:
+        arguments.hosts = (
+            horovod_hosts.parse_host_files(arguments.hostfile)
+            if arguments.hostfile
+            else f"localhost:{arguments.num_proc}"
+        )
+    arguments.use_gloo = arguments.use_gloo or not (arguments.use_mpi or "mpi" in built)
+    wanted = "gloo" if arguments.use_gloo else "mpi"
+    if wanted not in built:
+        raise EngineError(f"Horovod was built without {wanted}: hvdtrain install-horovod --force")
+
+
+def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> None:
+    """Run the ranks on hosts that were asked; over MPI this process becomes mpirun.
+
+    Horovod's own way to here asks the hosts again, finds the interfaces by servers on every host which run any command
+    for whoever has their key, and that stands in a command line, and imports TensorFlow to learn what was built.
+    """
+    settings = Settings(hosts=arguments.hosts, **_settings(arguments, nics))
+    environ = set_env_from_args(os.environ.copy(), arguments)
+    if arguments.use_gloo:
+        address = network.get_driver_ip(nics)
+        gloo_run.gloo_run(settings, nics, environ, address, arguments.command)
+    else:
+        # This process becomes a shell that waits for mpirun and passes no signal on: signals go to the
+        # group. Until then Python's own handler would leave Horovod waiting for a helper that has ended.
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        mpi_run.mpi_run(settings, nics, environ, arguments.command)
+
+
+def start_elastic_ranks(
+    arguments: argparse.Namespace,
+    interfaces: Callable[[], Collection[str]],
+    fit_hosts: Callable[[Any], Any],
+) -> None:
+    """Run the ranks of an elastic job.
+
+    Horovod's own way to here waits for a second host before it looks for interfaces, also where there is none: ten
+    minutes, on one machine.
+
+    Args:
+        interfaces: those to communicate over, once they are asked for.
+        fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks: Horovod takes a host that cannot
+            be reached for a worker that failed.
+    """
+    if arguments.host_discovery_script:
+        found: Any = DiscoveryScript(arguments.host_discovery_script, arguments.slots)
+    else:
+        found = FixedHosts(horovod_hosts.parse_hosts_and_slots(arguments.hosts)[1])
+    settings = ElasticSettings(
+        discovery=fit_hosts(found),
+        min_num_proc=arguments.min_num_proc or arguments.num_proc,
+        max_num_proc=arguments.max_num_proc,
+        elastic_timeout=arguments.elastic_timeout,
+        reset_limit=arguments.reset_limit,
+        cooldown_range=arguments.cooldown_range,
+        **_settings(arguments, arguments.nics),
+    )
+    gloo_run.launch_gloo_elastic(
+        arguments.command,
+        gloo_run._exec_command_fn(settings),
+        settings,
+        set_env_from_args(os.environ.copy(), arguments),
+        lambda driver: interfaces(),
+        Rendezvous(
+            lambda: network.get_driver_ip(interfaces()),
+            arguments.elastic_timeout or ELASTIC_SECONDS,
+        ),
+        sys.executable,
+    )
+
+
+def _settings(arguments: argparse.Namespace, nics: Collection[str] | None) -> dict[str, Any]:
+    """What Horovod's launcher makes of its arguments."""
+    return {
+        "num_proc": arguments.num_proc,
+        "verbose": 2 if arguments.verbose else 0,
+        "ssh_port": arguments.ssh_port,
+        "ssh_identity_file": arguments.ssh_identity_file,
+        "extra_mpi_args": arguments.mpi_args,
+        "tcp_flag": arguments.tcp_flag,
+        "binding_args": arguments.binding_args,
+        "output_filename": arguments.output_filename,
+        "nics": nics,
+        "prefix_output_with_timestamp": arguments.prefix_output_with_timestamp,
+    }
+
+
+def replace_functions(
+    arguments: argparse.Namespace, in_command_line: Callable[[str], bool], one_host: bool
+) -> None:
+    """Replace what Horovod does unsafely, or gets wrong.
+
+    Args:
+        arguments: of Horovod's launcher.
+        in_command_line: whether the variable of a name goes to the ranks as part of their command (over MPI, its name).
+        one_host: whether all ranks are on this host.
+    """
+    # Horovod's server listens on every interface and runs what it receives (see `rendezvous`).
+    gloo_run.RendezvousServer = lambda verbose: Rendezvous(
+        lambda: network.get_driver_ip(arguments.nics)
+    )
+    gloo_run.create_rendezvous_handler = elastic_handler
+    elastic_driver.WorkerNotificationClient = WorkerNotifier
+
+    # Horovod gives up the whole host of a rank that fails, and with it a job on one host.
+    elastic_driver.HostManager = PatientHosts
+    gloo_run.ElasticDriver = PatientDriver
+
+    # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.
+    if one_host:
+        mpi_run._OMPI_FLAGS = ["-mca pml ob1", "-mca btl ^openib,tcp"]
+
+    # Horovod accepts every host key, also one that has changed, and against the user's configuration.
+    remote.get_ssh_command = _ssh_command
+
+    # Horovod puts all of the environment into command lines, which everybody on the hosts can read.
+    horovod_env.is_exportable = in_command_line
+
+    # With --verbose Horovod prints its commands, which end with the script's own arguments.
+    for module in (gloo_run, mpi_run):
+        module.print = lambda text, **settings: print(masked([text])[0], **settings)
+
+    # The logarithm of (size - 1): --output-filename fails with one rank.
+    pad_rank = gloo_run._pad_rank
+    gloo_run._pad_rank = lambda rank, size: pad_rank(rank, max(size, 2))
+
+    # A rank may print any bytes, and lines that never end. Horovod decodes strictly and holds lines back; what it runs
+    # for itself is no rank.
+    prefix_connection = safe_shell_exec.prefix_connection
+    safe_shell_exec.prefix_connection = lambda source, target, name, rank, with_time: (
+        prefix_connection(source, target, name, rank, with_time)
+        if rank is None
+        else pass_on_marked(source, target, name, rank)
+    )
+
+    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
+    safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
+
+
+def _execute(
+    execute: Callable[..., int], command: str, *args: Any, index: int | None = None, **more: Any
+) -> int:
+    """`execute` has a shell run `command`; with `index` it is that rank's."""
+    return execute(f"{command} < /dev/null" if index else command, *args, index=index, **more)
+
+
+def _ssh_command(
+    local_command: str,
+    host: str,
+    port: int | None = None,
+    identity_file: str | None = None,
+    timeout_s: int | None = None,
+) -> str:
+    """A line for a shell; `local_command` is quoted already."""
+    options = [
+        *BATCH,
+        *_ALIVE,
+        *unseen_keys(host, port, identity_file),
+        *where(port, identity_file),
+    ]
+    timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
+    # A shell runs its last command in its own place, and where a signal ends that, ssh says 255 and not which.
+    return f"{shlex.join(['ssh', *options, *timeout, host])} {local_command} '; exit'"

@@ -1,0 +1,58 @@
+"""The user's script that prints the hosts of an elastic job, with a time limit and its errors in one line."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+from hvdtrain.errors import EngineError
+from hvdtrain.launch.running.timed_command import ask
+from hvdtrain.start.parts.rendezvous import say
+
+DISCOVERY_SECONDS = 30.0
+"""Time limit of the script. Horovod has none, and waits for it with all else."""
+
+
+class DiscoveryScript:
+    """Takes the place of Horovod's HostDiscoveryScript.
+
+    Args:
+        command: words as in a shell, of a program that prints NAME or NAME:SLOTS, a line for each host.
+        slots: of a host without a number.
+    """
+
+    def __init__(self, command: str, slots: int | None) -> None:
+        self._command = command
+        self._slots = slots or 1
+        self._found: dict[str, int] | None = None
+        self._problem = ""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Host -> slots. When the script fails, those of its last answer stay.
+
+        Raises SystemExit, which ends Horovod's thread without a traceback and the job, if there was no answer yet.
+        """
+        try:
+            self._found, self._problem = self._ask(), ""
+        except EngineError as error:
+            if self._found is None:
+                print(f"hvdtrain: {error}", file=sys.stderr, flush=True)
+                raise SystemExit from None
+            if str(error) != self._problem:
+                self._problem = str(error)
+                say(f"{error}; keeping the hosts that it printed before")
+        return self._found
+
+    def _ask(self) -> dict[str, int]:
+        # env runs scripts without #! by sh, as a shell does.
+        ran = ask(["env", *shlex.split(self._command)], limit=DISCOVERY_SECONDS)
+        name = f"--host-discovery-script {self._command}"
+        if ran.returncode != 0:
+            raise EngineError(f"{name} failed: {ran.last_line}")
+        found = {}
+        for line in filter(None, map(str.strip, ran.stdout.splitlines())):
+            host, _, slots = line.partition(":")
+            if not host or " " in host or not (slots or str(self._slots)).isdecimal():
+                raise EngineError(f"{name} printed {line[:80]!r}: expected NAME or NAME:SLOTS")
+            found[host] = int(slots or self._slots)
+        return found

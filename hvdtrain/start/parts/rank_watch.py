@@ -1,0 +1,121 @@
+"""The ranks of a launch on one host: watch them, warn them, forward signals to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from hvdtrain.launch.running.processes import TERM_SECONDS, environment_of, state_of
+from hvdtrain.launch.running.rank_monitor import Lookout, RankStatus
+from hvdtrain.launch.running.watchdog import STILL_SECONDS
+from hvdtrain.rank_variables import is_elastic
+
+LOOK_SECONDS = 1.0
+LEAVING_SECONDS = 2.0
+"""Time for processes that scripts left behind to end by themselves, after all ranks of the host have gone."""
+MOST_NAMED = 5
+"""Of the processes that a script has left behind."""
+INTERRUPT_SECONDS = 2.0
+"""Time for Ctrl-C to reach a script as KeyboardInterrupt; after that the script is blocked and will not see it."""
+
+
+@dataclass
+class HostWatch:
+    """The ranks of a launch on this host. Call `tick` regularly.
+
+    Attributes:
+        launch_id: of the launch.
+        _warned: the processes that have been warned; None if there was no warning.
+        _asked: the signal that was forwarded to end the run, and the ranks that had a handler for it.
+    """
+
+    launch_id: str
+    _lookout: Lookout = field(init=False)
+    _looked: float = float("-inf")
+    _warned: set[int] | None = None
+    _asked: tuple[int, frozenset[int]] = (0, frozenset())
+    _asked_at: float = 0.0
+    _gone_since: float = 0.0
+    _told_left: bool = False
+
+    def __post_init__(self) -> None:
+        self._lookout = Lookout(self.launch_id)
+
+    def tick(self) -> Iterator[list[RankStatus]]:
+        """Yield the state of the ranks, about once a second."""
+        if time.monotonic() - self._looked >= LOOK_SECONDS:
+            yield self.look()
+
+    def look(self) -> list[RankStatus]:
+        """The state of the ranks now. After a warning, ranks that have since installed their handler are warned."""
+        self._looked = time.monotonic()
+        if self._warned is not None:
+            self._warned |= self._send(signal.SIGUSR1, but=self._warned).keys()
+        ranks = self._lookout.look()
+        for one in ranks:
+            self._end_if_frozen(one)
+        return [replace(one, ending=self._is_ending(one)) for one in ranks]
+
+    def _end_if_frozen(self, one: RankStatus) -> None:
+        """End a stopped rank of an elastic job, which restarts it; the others would wait for it forever."""
+        if one.state == "stopped" and one.held >= STILL_SECONDS:
+            with suppress(OSError):
+                if is_elastic(environment_of(one.pid)):
+                    os.kill(one.pid, signal.SIGKILL)
+
+    def end_left_behind(self) -> list[str]:
+        """End the processes that scripts left behind, after all ranks of this host have gone; return their names, once.
+
+        They may hold the output open, and the launcher would wait for them.
+        """
+        now = time.monotonic()
+        left = self._lookout.left_behind()
+        self._gone_since = (self._gone_since or now) if left else 0.0
+        late = now - self._gone_since - LEAVING_SECONDS
+        if not left or late <= 0:
+            return []
+        told = []
+        for pid, name in left.items():
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL if late > TERM_SECONDS else signal.SIGTERM)
+                told.append(f"{name} (process {pid})")
+        first, self._told_left = not self._told_left, True
+        more = len(told) - MOST_NAMED
+        return [*told[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])] if first else []
+
+    def warn(self) -> None:
+        """Warn all ranks that the job will end soon: each once, when it has a handler; before that it would die."""
+        self._warned = set()
+        self.look()
+
+    def show_stacks(self) -> None:
+        """Have the ranks print their Python stacks on standard error, if they have a handler for that."""
+        self._send(signal.SIGUSR2)
+
+    def pass_on(self, number: int) -> None:
+        """Forward a signal that ends the run to the ranks that have a handler for it: their scripts may save."""
+        self._asked = number, frozenset(self._send(number).values())
+        self._asked_at = time.monotonic()
+
+    def _is_ending(self, one: RankStatus) -> bool:
+        number, ranks = self._asked
+        if one.rank not in ranks or one.state == "gone" or one.has_ended:
+            return False
+        # Python itself handles SIGINT: only the rank's heartbeat tells whether the script does.
+        fresh = time.monotonic() - self._asked_at < INTERRUPT_SECONDS
+        return number != signal.SIGINT or fresh or one.phase == "stopping"
+
+    def _send(self, number: int, but: Container[int] = ()) -> dict[int, int]:
+        """Send it to the ranks that have a handler for it; return process id -> rank."""
+        sent = {}
+        self._lookout.look(search=True)
+        for rank, pid in self._lookout.processes():
+            with suppress(OSError):
+                if pid not in but and number in state_of(pid).caught:
+                    os.kill(pid, number)
+                    sent[pid] = rank
+        return sent

@@ -1,0 +1,268 @@
+"""Horovod's rendezvous, safe to have in a network.
+
+Over Gloo the ranks learn each other's addresses from an HTTP server in the launching process. Horovod's own listens on
+every interface, and in an elastic job unpickles what is PUT there: whoever can reach the port runs code as the user
+(CVE-2024-10190). Here it listens at one address, and nothing that was received is ever unpickled:
+
+- An elastic worker PUTs the addresses of its notification service and the key to it, as a pickle of Horovod's. It is
+  decoded by `plain_value`, which knows texts, numbers and containers of these, and neither imports nor calls anything.
+- What was decoded is given to nobody: with that key, anyone could run code in the worker.
+- `WorkerNotifier` speaks to these services without reading their answers.
+
+The ranks cannot sign what they PUT (much of it comes from Horovod's C++ library), so whoever reaches the port can still
+disturb the job, as he can at the ranks' own ports.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import pickletools
+import socket
+import socketserver
+import struct
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horovod.runner.common.util import secret
+from horovod.runner.common.util.network import Wire
+from horovod.runner.elastic.registration import FAILURE
+from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES, create_rendezvous_handler
+from horovod.runner.elastic.worker import HostsUpdatedRequest
+from horovod.runner.http.http_server import (
+    RendezvousHandler,
+    RendezvousHTTPServer,
+    RendezvousServer,
+)
+from horovod.runner.util.threads import in_thread
+
+from hvdtrain.start.parts.output_tags import marked
+
+FORBIDDEN = 403
+LONGEST_BODY = 16 << 20
+"""Bytes. A rank PUTs about 150 for each of the others."""
+ANSWER_SECONDS = 5.0
+POLL_SECONDS = 0.05
+_LITERALS = frozenset(
+    {
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
+        *("BININT", "BININT1", "BININT2"),
+    }
+)
+Addresses = Mapping[str, Sequence[tuple[str, int]]]
+
+
+class Rendezvous(RendezvousServer):
+    """Horovod's server at one address, with a guard before whatever handler Horovod gives it.
+
+    Args:
+        address: asked for when the server starts: the hosts of an elastic job must be known first.
+        patience: seconds for all ranks of an elastic job to be there, after their number has changed.
+    """
+
+    def __init__(self, address: Callable[[], str], patience: float = 0.0, verbose: int = 0) -> None:
+        super().__init__(verbose)
+        self._address = address
+        self._patience = patience
+
+    def start(self, handler_cls: type[RendezvousHandler] = RendezvousHandler) -> int:
+        """Serve in a thread; returns the port."""
+        handler = type("GuardedHandler", (_Guard, handler_cls), {"patience": self._patience})
+        self._httpd = _Server((self._address(), 0), handler, self._verbose)
+        self._listen_thread = in_thread(target=self._httpd.serve_forever)
+        port: int = self._httpd.server_address[1]
+        return port
+
+
+class _Server(RendezvousHTTPServer):
+    request_queue_size = 128
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks DNS for the name of the address, which may take seconds.
+        socketserver.TCPServer.server_bind(self)
+
+    def handle_error(self, request: Any, client_address: tuple[str, int]) -> None:
+        _log_refusal(client_address[0], "a request", type(sys.exception()).__name__)
+
+
+class _Refused(Exception):
+    """What was received is not what a worker sends."""
+
+
+class _Guard(RendezvousHandler):
+    """Comes before Horovod's handlers: that of a job, and that of an elastic one."""
+
+    def do_HEAD(self) -> None:
+        # SimpleHTTPRequestHandler's would tell of the files in the working folder.
+        self.send_status_code(FORBIDDEN)
+
+    def do_PUT(self) -> None:
+        try:
+            length = self.headers.get("Content-Length", "")
+            if not length.isdecimal() or int(length) > LONGEST_BODY:
+                raise _Refused("its length is missing or too large")
+            super().do_PUT()
+        except _Refused as reason:
+            self.close_connection = True
+            _log_refusal(self.client_address[0], f"PUT {self.path}", str(reason))
+            self.send_status_code(FORBIDDEN)
+
+    def _put_value(self, scope: str, key: str, value: bytes) -> None:
+        if scope != PUT_WORKER_ADDRESSES:
+            super()._put_value(scope, key, value)
+            return
+        host, _, local_rank = key.rpartition(":")
+        try:
+            addresses, service_key = read_worker_addresses(value)
+            slot = int(local_rank)
+        except ValueError as error:
+            raise _Refused(f"not a worker's addresses: {error}") from error
+        # A script written for elastic workers may run in a job that is not elastic.
+        if hasattr(self, "_put_worker_addresses"):
+            self._put_worker_addresses(host, slot, addresses, service_key)
+
+    def _get_value(self, scope: str, key: str) -> bytes | None:
+        if hasattr(self, "has_failed"):
+            self._wait_for_all(scope)
+        value: bytes | None = super()._get_value(scope, key)
+        return value
+
+    def _wait_for_all(self, scope: str) -> None:
+        """Ranks that are told of the first ones wait no longer than Gloo's time-out for the others, and a newcomer may
+        take longer to start: none is told before all are there, or one of them has failed."""
+        deadline = time.monotonic() + self.patience
+        while not (self._has_all(scope) or self.has_failed() or time.monotonic() > deadline):
+            time.sleep(POLL_SECONDS)
+
+    def _has_all(self, scope: str) -> bool:
+        with self.server.cache_lock:
+            # The first thing that a rank PUTs is the name of its host, as rank_0; then come its addresses, as 0.
+            ranks = {key.removeprefix("rank_") for key in self.server.cache.get(scope, ())}
+        return len(ranks) >= self.server.scope_size.get(scope, 0)
+
+
+def elastic_handler(driver: Any) -> type[RendezvousHandler]:
+    """Horovod's handler of an elastic job, which knows whether a worker has failed since its number changed."""
+    handler: Any = create_rendezvous_handler(driver)
+    registry = driver._worker_registry
+    handler.has_failed = staticmethod(lambda: driver.finished() or registry.count(FAILURE) > 0)
+    failing: type[RendezvousHandler] = handler
+    return failing
+
+
+class WorkerNotifier:
+    """Tells a worker that the hosts have changed. Horovod's client unpickles what the given address answers."""
+
+    def __init__(self, addresses: Addresses, key: bytes, verbose: int = 0) -> None:
+        self._addresses = [address for several in addresses.values() for address in several]
+        self._key = key
+
+    def notify_hosts_updated(self, timestamp: int, update_res: Any) -> None:
+        """Raises ConnectionError if the worker does not acknowledge it."""
+        for address in self._addresses:
+            with contextlib.suppress(OSError, struct.error):
+                if self._tell(address, HostsUpdatedRequest(timestamp, update_res)):
+                    return
+        raise ConnectionError(f"no worker answers at {self._addresses}")
+
+    def _tell(self, address: tuple[str, int], request: object) -> bool:
+        """Send it, as Horovod does; whether the answer has the worker's signature."""
+        with (
+            socket.create_connection(address, ANSWER_SECONDS) as connection,
+            connection.makefile("rwb") as stream,
+        ):
+            Wire(self._key).write(request, stream)
+            digest = stream.read(secret.DIGEST_LENGTH)
+            (length,) = struct.unpack("i", stream.read(4))
+            if not 0 < length < LONGEST_BODY:
+                return False
+            return bool(secret.check_digest(self._key, stream.read(length), digest))
+
+
+def read_worker_addresses(body: bytes) -> tuple[Addresses, bytes]:
+    """The addresses by interface, and the key, of a worker's notification service. Raises ValueError for all else."""
+    try:
+        value = plain_value(base64.b64decode(body, validate=True))
+    except (binascii.Error, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from error
+    match value:
+        case (dict(addresses), bytes(key)) if len(key) == secret.SECRET_LENGTH:
+            if all(_is_interface(name, several) for name, several in addresses.items()):
+                return addresses, key
+    raise ValueError("it has another shape")
+
+
+def plain_value(data: bytes) -> object:
+    """The value of a pickle that consists of texts, bytes, integers, and dicts, lists and pairs of them.
+
+    Unlike an unpickler this has no operation that imports or calls anything. Raises ValueError for any other pickle;
+    LookupError, TypeError or AttributeError for one that is broken.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: list[Any] = []
+    for opcode, argument, _ in pickletools.genops(data):
+        match opcode.name:
+            case "PROTO" | "FRAME":
+                pass
+            case name if name in _LITERALS:
+                stack.append(argument)
+            case "EMPTY_DICT":
+                stack.append({})
+            case "EMPTY_LIST":
+                stack.append([])
+            case "MEMOIZE":
+                memo.append(stack[-1])
+            case "BINGET" | "LONG_BINGET":
+                stack.append(memo[int(argument or 0)])
+            case "TUPLE2":
+                stack[-2:] = [tuple(stack[-2:])]
+            case "MARK":
+                marks.append(len(stack))
+            case "APPEND" | "APPENDS" as name:
+                items = _taken(stack, marks.pop() if name == "APPENDS" else -1)
+                stack[-1].extend(items)
+            case "SETITEM" | "SETITEMS" as name:
+                items = _taken(stack, marks.pop() if name == "SETITEMS" else -2)
+                stack[-1].update(zip(items[::2], items[1::2], strict=True))
+            case "STOP":
+                return stack.pop()
+            case name:
+                raise ValueError(f"it contains {name}")
+    raise ValueError("it has no end")
+
+
+def _taken(stack: list[Any], at: int) -> list[Any]:
+    """Everything on the stack from there on, popped."""
+    items = stack[at:]
+    del stack[at:]
+    return items
+
+
+def _is_interface(name: object, several: object) -> bool:
+    return (
+        isinstance(name, str)
+        and isinstance(several, list)
+        and all(
+            isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
+            # A bool is an int, and no port.
+            and type(one[1]) is int
+            for one in several
+        )
+    )  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Tell the user now: what a launcher prints unmarked is shown only when the job has failed."""
+    mark = marked(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
+    sys.stderr.buffer.write(mark)
+    sys.stderr.buffer.flush()
+
+
+def _log_refusal(peer: str, what: str, reason: str) -> None:
+    """One line, also where a stranger wrote what it quotes."""
+    say(ascii(f"refused {what[:80]} from {peer}: {reason[:200]}")[1:-1])

@@ -1,0 +1,239 @@
+"""Supervise a launcher until it ends: forward signals to it, warnings to all ranks, and news of the ranks to whoever
+asks."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS
+from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
+from hvdtrain.signals import ending_signals, shell_code
+from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
+from hvdtrain.start.parts.rank_watch import HostWatch
+
+TICK_SECONDS = 0.5
+ENDING_SECONDS = 10.0
+"""Time for a launcher to end its ranks. mpirun would wait forever for a host that is cut off."""
+DEAF_SECONDS = 2.0
+"""After which mpirun gets the signal again: the first one has no effect while it starts its ranks."""
+
+
+def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
+    """Call `run` in a forked process, which may exec another program; return its exit code.
+
+    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 shows their stacks; the run continues. SIGINT,
+    SIGTERM and SIGHUP (unless it is ignored) end the run on all hosts: ranks whose script has a handler for the
+    signal get it, and HVDTRAIN_GRACE_SECONDS; a second signal ends all at once.
+    """
+    ending = ending_signals()
+    watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    child = os.fork()
+    if child == 0:
+        _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2}, agents)
+    ranks = _AllRanks(launch_id, agents)
+    end = _End(child, ranks)
+    while True:
+        received = signal.sigtimedwait(watched, TICK_SECONDS)
+        number = received.si_signo if received else None
+        if number == signal.SIGUSR1:
+            ranks.warn()
+        elif number == signal.SIGUSR2:
+            ranks.show_stacks()
+        elif number in ending:
+            end.ask(signal.Signals(number))
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            code = os.waitstatus_to_exitcode(status)
+            ranks.tick()
+            ranks.look_again()
+            if code:
+                end.has_lost_hosts()
+            return end.code_of(shell_code(code))
+        ranks.tick()
+        end.tick()
+
+
+class _AllRanks:
+    """The ranks on this host and, through the agents, on all others."""
+
+    def __init__(self, launch_id: str, agents: Agents) -> None:
+        self._agents = agents
+        self._here = HostWatch(launch_id)
+        self._elsewhere: dict[str, list[RankStatus]] = {}
+        self._unanswered: set[str] = set()
+        self._pipe = _news_pipe()
+        self._beaten = float("-inf")
+
+    def warn(self) -> None:
+        self._here.warn()
+        self._agents.order_all(warn=None)
+
+    def show_stacks(self) -> None:
+        self._here.show_stacks()
+        self._agents.order_all(stacks=True)
+
+    def pass_on(self, number: int) -> None:
+        self._here.pass_on(number)
+        self._unanswered = set(self._agents.hosts)
+        self._agents.order_all(signal=number)
+
+    def are_ending(self) -> bool:
+        """Whether a script is still handling the signal of `pass_on`."""
+        ranks = [self._here.look(), *self._elsewhere.values()]
+        return bool(self._unanswered) or any(one.ending for some in ranks for one in some)
+
+    def lost_hosts(self) -> list[str]:
+        return list(self._agents.ended())
+
+    def end_elsewhere(self) -> None:
+        self._agents.end()
+
+    def tick(self) -> None:
+        if time.monotonic() - self._beaten >= BEAT_SECONDS:
+            self._beaten = time.monotonic()
+            self._agents.beat()
+        for host, news in self._agents.news(0):
+            with suppress(KeyError, TypeError):
+                self._elsewhere[host] = from_json(news["ranks"], host)
+                self._tell_of(self._elsewhere[host])
+            if "passed_on" in news:
+                self._unanswered.discard(host)
+            if "left" in news:
+                self._tell(left=f"{', '.join(news['left'])} on host {host}")
+        for statuses in self._here.tick():
+            self._tell_of(statuses)
+            if names := self._here.end_left_behind():
+                self._tell(left=", ".join(names))
+
+    def look_again(self) -> None:
+        """Tell the last state of the ranks on this host."""
+        self._tell_of(self._here.look())
+
+    def _tell_of(self, statuses: list[RankStatus]) -> None:
+        """One line for each rank: short enough that the pipe takes it whole or not at all."""
+        for one in statuses:
+            self._tell(ranks=as_json([one]))
+
+    def _tell(self, **news: object) -> None:
+        try:
+            if self._pipe is not None:
+                os.write(self._pipe, json.dumps(news).encode() + b"\n")
+        except BlockingIOError:
+            pass  # The reader is blocked; the next look tells it again.
+        except OSError:
+            self._pipe = None  # Nobody reads it any more.
+
+
+@dataclass
+class _End:
+    """Ends a run early.
+
+    Attributes:
+        child: the launcher's process.
+        code: the exit code if the launcher, having been ended, claims success.
+    """
+
+    child: int
+    ranks: _AllRanks
+    code: int = 0
+    lost: bool = False
+    _grace_until: float | None = None
+    _ended_at: float | None = None
+    _repeated: bool = False
+    _signal: signal.Signals = field(default=signal.SIGTERM)
+
+    def code_of(self, launcher: int) -> int:
+        """The exit code of the run whose launcher ended with this one."""
+        return EXIT_FAILURE if self.lost else launcher or self.code
+
+    def ask(self, number: signal.Signals) -> None:
+        """The user's signal; the second one ends all at once."""
+        if self._grace_until is not None:
+            self._end()
+            return
+        self.code = EXIT_SIGNAL_BASE + number
+        self._signal = number
+        self._grace_until = time.monotonic() + float(os.environ.get(GRACE_SECONDS, 0))
+        self.ranks.pass_on(number)
+        self.tick()
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self._ended_at is not None:
+            if now - self._ended_at > ENDING_SECONDS:
+                self._send(signal.SIGKILL)
+            elif now - self._ended_at > DEAF_SECONDS and not self._repeated and self._is_mpirun():
+                self._repeated = True
+                self._send(self._signal)
+        elif self._grace_until is not None:
+            if now >= self._grace_until or not self.ranks.are_ending():
+                self._end()
+        elif self.has_lost_hosts():
+            self._end()
+
+    def has_lost_hosts(self) -> bool:
+        """Whether hosts were lost before anything else ended the run; reports them."""
+        if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
+            self.lost = True
+            print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
+        return self.lost
+
+    def _end(self) -> None:
+        if self._ended_at is None:
+            self._ended_at = time.monotonic()
+            self.ranks.end_elsewhere()
+            self._send(self._signal)
+
+    def _send(self, number: signal.Signals) -> None:
+        (os.killpg if self._is_mpirun() else os.kill)(self.child, number)
+
+    def _is_mpirun(self) -> bool:
+        """Whether the launcher leads a process group, which mpirun is in: see `start_ranks`."""
+        return os.getpgid(self.child) == self.child
+
+
+def _news_pipe() -> int | None:
+    """The pipe for news of the ranks, if `hvdtrain run` gave one; set to non-blocking."""
+    descriptor = os.environ.get(NEWS, "")
+    if not descriptor.isdecimal():
+        return None
+    os.set_blocking(int(descriptor), False)
+    return int(descriptor)
+
+
+def _be_the_launcher(
+    run: Callable[[], int], mask: set[signal.Signals | int], agents: Agents
+) -> NoReturn:
+    """In the forked process: call `run` and exit. Signals that are for the ranks must not kill its programs."""
+    code = EXIT_FAILURE
+    try:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        if (descriptor := _news_pipe()) is not None:
+            os.close(descriptor)
+        os.environ.pop(NEWS, None)
+        agents.forget()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        code = run()
+    except KeyboardInterrupt:
+        code = EXIT_SIGNAL_BASE + signal.SIGINT
+    except SystemExit as request:
+        code = request.code if isinstance(request.code, int) else EXIT_FAILURE
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()  # Those of multiprocessing; the caller's frames are not for here.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,100 @@
+"""One task of srun:
+
+    srun ... python -m hvdtrain.start.slurm_task COMMAND...
+
+sets Horovod's variables for COMMAND from Slurm's, and marks its output with the rank, as horovodrun and mpirun do.
+srun's own --label breaks unfinished lines (progress bars) and lines that are longer than its messages.
+
+Tags (`hvdtrain.start.parts.output_tags`) stand at line starts, and no tagged line is longer than what srun forwards in
+one piece, so lines of several ranks never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from hvdtrain.environment import LAUNCH_ID, TERMINAL
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.addresses import interface_towards
+from hvdtrain.launch.running.processes import Pipes, start
+from hvdtrain.launch.running.rank_monitor import Lookout, as_json
+from hvdtrain.launch.slurm.task_variables import task_environment
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
+from hvdtrain.signals import outlive_signals, shell_code
+from hvdtrain.standard_streams import write_all
+from hvdtrain.start.parts.output_tags import marked, marked_news
+from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
+from hvdtrain.worker.rank_environment import available_cores
+
+NEWS_SECONDS = 5.0
+"""Interval of the news on a rank whose phase and state do not change."""
+INTERFACE = "HOROVOD_GLOO_IFACE"
+TICK_SECONDS = 0.1
+
+
+def main() -> None:
+    """Run the command; exit as it does."""
+    # Slurm signals all processes of a task: this one stays, to forward what the command prints then.
+    outlive_signals()
+    try:
+        place = task_environment(os.environ, available_cores())
+        environment = {**os.environ, **place}
+        if RENDEZVOUS_ADDRESS in environment and INTERFACE not in environment:
+            interface = interface_towards(environment[RENDEZVOUS_ADDRESS])
+            environment |= {INTERFACE: interface} if interface else {}
+        sys.exit(run_marked(sys.argv[1:], environment, int(place["HOROVOD_RANK"])))
+    except HvdtrainError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
+    """Run the command and forward its output with marks; return its exit code."""
+    process = start(argv, environment, stdin=None, session=False)
+    told = _RankNews(rank, environment)
+    pipes = Pipes()
+    pipes.add_output(process, 1, 2)
+    while process.poll() is None:
+        # A command usually ends right after its output.
+        for descriptor, data in pipes.read(TICK_SECONDS if pipes.names else TICK_SECONDS / 10):
+            write_all(descriptor, marked(data, rank, descriptor))
+        told.tick()
+    # A process that the rank left behind may hold the pipes open.
+    for descriptor, data in pipes.rest(1, 2):
+        write_all(descriptor, marked(data, rank, descriptor))
+    code = process.wait()
+    told.tick(at_once=True)
+    return shell_code(code)
+
+
+class _RankNews:
+    """Tells `hvdtrain run`, if it is the launcher, what the rank does: changes at once, else every few seconds."""
+
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+        self._rank = rank
+        self._host = environment.get("SLURMD_NODENAME", "")
+        wanted = TERMINAL in environment and LAUNCH_ID in environment
+        self._lookout = Lookout(environment[LAUNCH_ID]) if wanted else None
+        self._looked = self._told = float("-inf")
+        self._before: tuple[str, str] | None = None
+
+    def tick(self, *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if self._lookout is None or (now - self._looked < LOOK_SECONDS and not at_once):
+            return
+        self._looked = now
+        for one in self._lookout.look():
+            new = self._before != (one.state, one.phase) or now - self._told >= NEWS_SECONDS
+            if one.rank == self._rank and new:
+                self._told, self._before = now, (one.state, one.phase)
+                news = json.dumps({"ranks": as_json([replace(one, host=self._host)])})
+                write_all(1, marked_news(news, self._rank))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""What each rank of `hvdtrain.launch` runs: `python -m hvdtrain.worker -m hvdtrain.worker.function_rank`.
+
+It fetches the function, calls it, and hands over what it returned. A failure is reported as that of any script.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from typing import Any
+
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.rank_variables import rank_of
+from hvdtrain.worker.signed_messages import ADDRESS, KEY, Caller, caller_of
+
+
+def main() -> None:
+    """Run the function as this rank."""
+    caller = caller_of({name: os.environ.pop(name) for name in (ADDRESS, KEY)})
+    rank = rank_of(os.environ)
+    function, args, kwargs = _fetch(caller)
+    result = function(*args, **kwargs)
+    try:
+        caller.give(rank, _pickled(result))
+    except (OSError, EOFError) as error:
+        raise HvdtrainError(
+            f"cannot return the result to the caller of hvdtrain.launch: {error}"
+        ) from error
+
+
+def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    try:
+        content = caller.function()
+    except (OSError, EOFError) as error:
+        raise HvdtrainError(
+            f"cannot reach the caller of hvdtrain.launch at {caller.address}: {error}: "
+            "is a firewall between the hosts?"
+        ) from error
+    folders, call = pickle.loads(content)
+    # The caller may import from where a rank does not look.
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    try:
+        found: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(call)
+    except Exception as error:
+        raise HvdtrainError(
+            f"the function cannot be loaded on this rank ({type(error).__name__}: {error}): "
+            "everything it uses must be importable on all hosts"
+        ) from error
+    return found
+
+
+def _pickled(result: object) -> bytes:
+    import cloudpickle
+
+    try:
+        content: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise HvdtrainError(
+            f"the function returned a {type(result).__name__} that cannot be pickled ({error}): return "
+            "numbers, arrays, or containers of these, or save it to a file"
+        ) from error
+    return content
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""A job of several ranks that never exchanged anything, without noticing: each rank trained its own model.
+
+That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
+Horovod's own Keras module, which does nothing on Keras 3. Both end without an error.
+
+Imports neither: it looks at what the script imports, and at whether Horovod's collectives are ever called.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from hvdtrain.rank_variables import rank_of, size_of
+from hvdtrain.worker.import_hooks import Hooks
+
+_OPERATIONS = "horovod.tensorflow.mpi_ops"
+_HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
+_OTHER_WAYS = ("mpi4py.MPI", "horovod.torch")
+"""Modules by which a script may combine values without Horovod for TensorFlow."""
+
+_CHANGE = """\
+    import hvdtrain.keras as hvd
+    hvd.init()
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), ...)"""
+
+
+class Watch:
+    """Looks on while the script imports; `hooks` are for `imports.on_import`.
+
+    Attributes:
+        settled: whether the script has called a collective that combines ranks' values, or was warned.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self.settled = False
+
+    @property
+    def hooks(self) -> Hooks:
+        """What to do with the modules by which a script communicates."""
+        return {
+            _OPERATIONS: lambda module: _note_calls(module.MPI_LIB, self),
+            **dict.fromkeys(_HOROVODS_KERAS, self._look_at),
+        }
+
+    def _look_at(self, module: ModuleType) -> None:
+        name = module.__name__
+        if is_keras_3():
+            self.settled = True
+            self._say(
+                f"{name} does nothing on Keras 3: its DistributedOptimizer does not average "
+                "gradients, so every rank trains its own model. Change one line:\n\n    import "
+                f"hvdtrain.keras as hvd\n\nin place of import {name} as hvd"
+            )
+
+    def complaint(self) -> str:
+        """The warning at the end of a script that succeeded; empty if there is none."""
+        loaded = sys.modules
+        if self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS):
+            return ""
+        return (
+            f"the {size_of(os.environ)} ranks never exchanged a value: if this script trains, "
+            "every rank trained its own model. To train one model on all of them, use "
+            "hvdtrain.Trainer, or with model.fit:\n\n"
+            f"{_CHANGE}"
+        )
+
+
+def watch() -> Watch | None:
+    """Something that looks on; None on all ranks but the first, and where there is but one."""
+    if size_of(os.environ) == 1 or rank_of(os.environ):
+        return None
+    return Watch(say)
+
+
+def say(text: str) -> None:
+    """Print a warning."""
+    print(f"hvdtrain: warning: {text}\n", file=sys.stderr, flush=True)
+
+
+def is_keras_3() -> bool:
+    """Whether `import keras` gives, and tf.keras is, a Keras of version 3 or later."""
+    if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
+        return False
+    try:
+        return int(importlib.metadata.version("keras").split(".")[0]) >= 3
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return False
+
+
+def _note_calls(operations: Any, watching: Watch) -> None:
+    """Note the first call of an operation that combines ranks' values: all but broadcast."""
+    names = [
+        f"horovod_{group}{kind}"
+        for group in ("", "grouped_")
+        for kind in ("allreduce", "allgather", "reducescatter", "alltoall")
+    ]
+    originals = {name: getattr(operations, name) for name in names if hasattr(operations, name)}
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            watching.settled = True
+            for name, operation in originals.items():
+                setattr(operations, name, operation)
+            return original(*args, **kwargs)
+
+        return note
+
+    for name, original in originals.items():
+        setattr(operations, name, noting(original))

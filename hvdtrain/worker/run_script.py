@@ -1,0 +1,222 @@
+"""What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs
+the script; with `-m` in front of the name a module, with `--program` another program in its place.
+
+Before TensorFlow is loaded it shares the cores between the ranks of the host, and gives all ranks the same
+hashes of texts. When the script
+fails, it reports the reason once (see `hvdtrain.worker.failure_report`) and ends the process at once: left to the
+interpreter, a rank that raised can wait forever in Horovod's or MPI's shutdown for the ranks that
+wait for it.
+
+SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a
+Python handler would not run there.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import runpy
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+from hvdtrain.environment import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    HASH_SEED,
+    LAUNCH_ID,
+    TERMINAL,
+)
+from hvdtrain.errors import HvdtrainError
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic, rank_of
+from hvdtrain.standard_streams import write_all
+from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGY
+from hvdtrain.worker import (
+    elastic_notifications,
+    launcher_watch,
+    main_module,
+    missing_allreduce,
+    phases,
+    preemption_notice,
+)
+from hvdtrain.worker.failure_report import Failure, encoded, is_secondary, text_of
+from hvdtrain.worker.heartbeat import beat
+from hvdtrain.worker.import_hooks import on_import
+from hvdtrain.worker.output_frames import frame_output
+from hvdtrain.worker.rank_environment import available_cores, rank_environment
+from hvdtrain.worker.secret_files import delivered
+
+CLEAN_UP_SECONDS = 1.0
+MODULE, PROGRAM = "-m", "--program"
+_RUNNER = str(Path(__file__).with_name("function.py"))
+OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _RUNNER}
+
+
+def main() -> None:
+    """Prepare this process, and run the script."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
+    _order_sets_alike()
+    beat("starting")
+    _listen()
+    kind = sys.argv[1] if sys.argv[1] in {MODULE, PROGRAM} else ""
+    words = sys.argv[2:] if kind else sys.argv[1:]
+    preemption_notice.listen(rank_of(os.environ))
+    _take_delivery()
+    if LAUNCH_ID in os.environ and RENDEZVOUS_ADDRESS in os.environ:
+        launcher_watch.end_when_orphaned()
+    if LAUNCH_ID in os.environ and is_elastic(os.environ):
+        elastic_notifications.listen_at_interface()
+    os.environ.update(rank_environment(os.environ, available_cores()))
+    if kind == PROGRAM:
+        _become(words)
+    _prepare_output()
+    sys.argv, script = words, words[0]
+    folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
+    # The working folder stands there, or nothing of this program's own (python -P).
+    sys.path[: 0 if sys.flags.safe_path else 1] = [] if main_module.is_path_safe() else [folder]
+    if kind != MODULE and not Path(script).is_file():
+        _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
+    watching = missing_allreduce.watch()
+    on_import(phases.HOOKS, *([watching.hooks] if watching else []))
+    try:
+        if kind == MODULE:
+            main_module.run_module(script)
+        else:
+            main_module.run_script(script)
+    except KeyboardInterrupt:
+        _end(EXIT_INTERRUPTED)
+    except SystemExit as request:
+        _exit_as_asked(request.code)
+    except HvdtrainError as error:
+        _fail(error.exit_code, is_secondary(error), text_of(error))
+    except BaseException as error:
+        _fail(EXIT_FAILURE, is_secondary(error), script_traceback(error))
+    beat("ended")
+    if watching is not None and watching.complaint():
+        missing_allreduce.say(watching.complaint())
+    if os.environ.get(STRATEGY) == PARAMETER_SERVER:
+        # TensorFlow takes leave of every worker, and waits for ever for one that has died since.
+        _wait_for_threads()
+        _end(0)
+
+
+def _become(words: list[str]) -> NoReturn:
+    """Replace this process by a program that is not a Python script, with the rank's environment.
+
+    A file that is here goes before one in PATH. Its end is not told: the heartbeat ends here.
+    """
+    beat("ended")
+    try:
+        os.execvp(Path(words[0]).absolute() if Path(words[0]).is_file() else words[0], words)
+    except OSError as error:
+        _fail(EXIT_USAGE, False, f"cannot start {words[0]}: {error.strerror} (on this rank's host)")
+
+
+def _order_sets_alike() -> None:
+    """Start this program again, in the same process, with PYTHONHASHSEED, unless the user has set it.
+
+    Python hashes texts differently in each process, so that a script which goes through a set of names would take them
+    in another order on each rank. The interpreter reads the variable only when it starts, so `hvdtrain run` sets it
+    before: starting again takes some 60 ms.
+    """
+    if HASH_SEED not in os.environ:
+        os.environ[HASH_SEED] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _listen() -> None:
+    """For SIGUSR2, which shows the stacks of all threads on standard error; and note when Ctrl-C arrives."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, _interrupt)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    beat("stopping")
+    raise KeyboardInterrupt
+
+
+def _wait_for_threads() -> None:
+    """Also for those that the script started and the interpreter waits for."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def _take_delivery() -> None:
+    """Set the variables that were sent to this host; those already set stay."""
+    launch_id = os.environ.get(LAUNCH_ID)
+    if launch_id is None:
+        return
+    try:
+        for name, value in delivered(launch_id).items():
+            os.environ.setdefault(name, value)
+    except (HvdtrainError, OSError, ValueError) as error:
+        _fail(EXIT_FAILURE, False, f"cannot read the secret variables for this host: {error}")
+
+
+def script_traceback(error: BaseException) -> str:
+    """The traceback from the script's first line on, without the frames before it."""
+    frame: TracebackType | None = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in OWN_FILES:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+
+
+def _prepare_output() -> None:
+    """Pass each line on as it is printed; let only rank 0 believe in a terminal, if there is one."""
+    frame_output(os.environ)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    terminal = os.environ.get(TERMINAL)
+    if terminal is not None:
+        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives
+        # none.
+        answer = terminal == "1" and rank_of(os.environ) == 0
+        if sys.stdout is not None:
+            sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
+
+
+def _exit_as_asked(code: object) -> None:
+    """`sys.exit(code)`: an integer is the exit code, None success, anything else a message and 1."""
+    if code is None or code == 0:
+        return
+    if isinstance(code, int):
+        _fail(code & 0xFF or EXIT_FAILURE, False, "")
+    _fail(EXIT_FAILURE, False, text_of(code))
+
+
+def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
+    failure = Failure(rank_of(os.environ), exit_code, secondary, text)
+    # A launch that was pasted has nobody who reads such lines.
+    under_launcher = TERMINAL in os.environ
+    _flush()
+    if under_launcher or text:
+        # A leading newline, for the script may have left a line unfinished.
+        line = f"\n{failure.to_line()}\n" if under_launcher else f"{text}\n"
+        with contextlib.suppress(OSError):
+            write_all(2, encoded(line))
+    _end(exit_code)
+
+
+def _end(exit_code: int) -> NoReturn:
+    """End the process now. Exit functions get a moment; Horovod's and MPI's can block forever."""
+    beat("ended")
+    cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    cleaning.start()
+    cleaning.join(CLEAN_UP_SECONDS)
+    _flush()
+    os._exit(exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
