@@ -120,6 +120,57 @@ def horovods_collectives(path: Path) -> set[str]:
     return found
 
 
+# Python starts a room by the one, and looks for the other in each.
+MARKERS = {"__init__.py", "__main__.py"}
+# A command's file has the command's name, which may be a room's as well.
+NAMED = [path for path in FILES if path.name not in MARKERS and path.parent.name != "cli"]
+
+
+def test_no_two_modules_share_a_name() -> None:
+    names = [path.stem for path in NAMED]
+    assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+@pytest.mark.parametrize("path", NAMED, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_is_worth_opening(path: Path) -> None:
+    assert len(path.read_text().splitlines()) >= 30
+
+
+def module_of(path: Path) -> str:
+    """The dotted name by which a file of the package is imported."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_modules(node: ast.AST, known: set[str]) -> set[str]:
+    """The modules of `known` that are imported below `node`, inside functions too, but not for type checkers alone."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return set()
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names} & known
+    if isinstance(node, ast.ImportFrom):
+        names = {f"{node.module}.{alias.name}" for alias in node.names}
+        return names & known or {str(node.module)} & known
+    return {name for child in ast.iter_child_nodes(node) for name in imported_modules(child, known)}
+
+
+def circles(imports: dict[str, set[str]]) -> set[str]:
+    """The modules that import themselves by way of others: what is left when those that end nowhere are taken away."""
+    left = dict(imports)
+    while done := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in done}
+    return set(left)
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == {"a", "b", "c"}
+    known = {module_of(path) for path in FILES}
+    imports = {
+        module_of(p): imported_modules(ast.parse(p.read_text()), known) - {module_of(p)}
+        for p in FILES
+    }
+    assert circles(imports) == set()
+
+
 def test_one_room_talks_to_horovod() -> None:
     callers = {str(p.relative_to(PACKAGE)) for p in FILES if horovods_collectives(p)}
     assert callers <= MAY_CALL_HOROVOD
@@ -165,7 +216,7 @@ def test_what_is_replaced_in_horovod_stands_in_one_file() -> None:
 def test_the_launch_wing_loads_nothing_heavy() -> None:
     """Every module of the launch wing and the command line, imported in one fresh process."""
     modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        module_of(path)
         for path in FILES
         if room_of(path) in {"launch", "cli", "install", "doctor", "starters"} | GROUND
         and path.name not in {"__main__.py", "selftest.py"}
