@@ -79,7 +79,7 @@ def test_found(change: Change, code: str) -> None:
     model = Stepping(change)
     model.compile("sgd")
     (said,) = said_of(model, np.ones((3, 4), "float32"), np.ones((3, 2), "float32"))
-    assert "test_decisions.py:" in said
+    assert "test_data_dependence.py:" in said
     assert code in said
 
 
