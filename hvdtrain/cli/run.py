@@ -238,7 +238,7 @@ def _print_or_run(
             patience,
             environ=environ,
             elastic=launch.elastic,
-            members=launch.members,
+            process_names=launch.process_names,
         )
     )
 

@@ -18,7 +18,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.installed_horovod import find_mpirun
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.launch.slurm.allocation import Allocation
 from hvdtrain.rank_variables import CONTROLLER, size_variable
 from hvdtrain.strategy_names import HOROVOD, STRATEGY
@@ -90,7 +90,7 @@ class Prepared:
         stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
         for_stand_in: variables for `stand_in` alone, without which the command does the same.
         lacks: what a user who pastes the command must know, one line each.
-        members: what its processes are called.
+        process_names: what its processes are called.
         elastic: whether the other ranks continue when one fails.
     """
 
@@ -99,7 +99,7 @@ class Prepared:
     stand_in: tuple[str, ...] = ()
     for_stand_in: Mapping[str, str] = field(default_factory=dict)
     lacks: tuple[str, ...] = ()
-    members: Members = RANKS
+    process_names: ProcessNames = RANKS
     elastic: bool = False
 
     @property

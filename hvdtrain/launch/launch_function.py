@@ -22,7 +22,7 @@ from hvdtrain.launch.launch_command import check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import Program
-from hvdtrain.launch.running.function_server import Exchange
+from hvdtrain.launch.running.function_server import FunctionServer
 from hvdtrain.launch.running.outcome import Outcome
 from hvdtrain.launch.running.session import Patience, View, run_launch
 from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
@@ -84,7 +84,7 @@ def launch(
     )
     other = next((place.name for place in places if place.name not in site.names), None)
     outcomes: list[tuple[Outcome, Path]] = []
-    with Exchange(_pickled(function, args, kwargs or {}), other) as exchange:
+    with FunctionServer(_pickled(function, args, kwargs or {}), other) as server:
         prepared = find_launcher(plan.launcher)(plan, site)
         run_launch(
             prepared.argv,
@@ -94,11 +94,11 @@ def launch(
                 command=f"hvdtrain.launch({_name(function)}, np={np})",
             ),
             Patience(_GRACE_SECONDS, limits_of(hang_timeout) if hang_timeout else None),
-            environ=prepared.environment({**os.environ, **exchange.caller.variables()}),
+            environ=prepared.environment({**os.environ, **server.caller.variables()}),
             on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
         )
-    _check(*outcomes[-1], [rank for rank in range(np) if rank not in exchange.results])
-    return [pickle.loads(exchange.results[rank]) for rank in range(np)]
+    _check(*outcomes[-1], [rank for rank in range(np) if rank not in server.results])
+    return [pickle.loads(server.results[rank]) for rank in range(np)]
 
 
 def _pickled(function: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:

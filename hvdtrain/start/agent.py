@@ -41,8 +41,8 @@ from hvdtrain.launch.running.rank_monitor import as_json, mpi_daemons_of
 from hvdtrain.rank_variables import without_place
 from hvdtrain.signals import outlive_signals
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.host_ranks import HostProcesses
-from hvdtrain.start.parts.rank_watch import HostWatch
+from hvdtrain.start.parts.host_ranks import HostRanks
+from hvdtrain.start.parts.rank_watch import RankWatch
 from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
 
@@ -96,8 +96,8 @@ class Agent:
         # Beside its own launcher an agent inherits the launch's id; the launcher then ends what is left.
         self._is_alone = os.environ.get(LAUNCH_ID) != launch_id
         self._pipes = Pipes()
-        self._processes = HostProcesses(self._pipes, _tell)
-        self._watch = HostWatch(launch_id)
+        self._processes = HostRanks(self._pipes, _tell)
+        self._watch = RankWatch(launch_id)
         self._greeting: Greeting | None = None
         self._gpus: tuple[str, ...] = ()
         self._orders = Lines(longest=LONGEST_ORDER)

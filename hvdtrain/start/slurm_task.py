@@ -22,7 +22,7 @@ from hvdtrain.environment import LAUNCH_ID, TERMINAL
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.addresses import interface_towards
 from hvdtrain.launch.running.processes import Pipes, start
-from hvdtrain.launch.running.rank_monitor import Lookout, as_json
+from hvdtrain.launch.running.rank_monitor import RankMonitor, as_json
 from hvdtrain.launch.slurm.task_variables import task_environment
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import outlive_signals, shell_code
@@ -79,7 +79,7 @@ class _RankNews:
         self._rank = rank
         self._host = environment.get("SLURMD_NODENAME", "")
         wanted = TERMINAL in environment and LAUNCH_ID in environment
-        self._lookout = Lookout(environment[LAUNCH_ID]) if wanted else None
+        self._lookout = RankMonitor(environment[LAUNCH_ID]) if wanted else None
         self._looked = self._told = float("-inf")
         self._before: tuple[str, str] | None = None
 

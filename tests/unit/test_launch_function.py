@@ -10,13 +10,13 @@ import pytest
 import hvdtrain
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.running import function_server as exchange_module
-from hvdtrain.launch.running.function_server import Exchange
+from hvdtrain.launch.running.function_server import FunctionServer
 from hvdtrain.worker.signed_messages import FUNCTION, Caller, caller_of, seal, unseal
 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_who_has_the_key_gets_the_function_and_gives_a_result(host: str | None) -> None:
-    with Exchange(b"the function", host) as exchange:
+    with FunctionServer(b"the function", host) as exchange:
         caller = caller_of(exchange.caller.variables())
         assert caller == exchange.caller
         assert caller.function() == b"the function"
@@ -28,7 +28,7 @@ def test_who_has_the_key_gets_the_function_and_gives_a_result(host: str | None) 
 
 @pytest.mark.parametrize("host", [None, "127.0.0.1"])
 def test_a_stranger_gets_nothing_and_gives_nothing(host: str | None) -> None:
-    with Exchange(b"the function", host) as exchange:
+    with FunctionServer(b"the function", host) as exchange:
         stranger = Caller(exchange.caller.address, b"another key")
         with pytest.raises((AuthenticationError, EOFError, OSError)):
             stranger.function()
@@ -42,7 +42,7 @@ def test_a_stranger_who_says_nothing_is_left(monkeypatch: pytest.MonkeyPatch) ->
     """Else as many as there may be open files would keep the ranks out."""
     monkeypatch.setattr(exchange_module, "SILENCE_SECONDS", 1)
     with (
-        Exchange(b"the function", "127.0.0.1") as exchange,
+        FunctionServer(b"the function", "127.0.0.1") as exchange,
         socket.create_connection(exchange.caller.address, timeout=10) as stranger,
         stranger.makefile("rb") as answers,
     ):
@@ -53,7 +53,7 @@ def test_a_listener_that_cannot_accept_does_not_spin(monkeypatch: pytest.MonkeyP
     def full() -> None:
         raise OSError("Too many open files")
 
-    with Exchange(b"the function", "127.0.0.1") as exchange:
+    with FunctionServer(b"the function", "127.0.0.1") as exchange:
         monkeypatch.setattr(exchange._listener, "accept", full)
         socket.create_connection(exchange.caller.address).close()  # Ends the call that waits.
         begun = time.process_time()
@@ -76,7 +76,7 @@ def test_the_key_is_not_shown() -> None:
 
 def test_a_host_without_address_is_named() -> None:
     with pytest.raises(UsageError, match=r"host no-such-host\.invalid: it cannot be reached"):
-        Exchange(b"the function", "no-such-host.invalid").__enter__()
+        FunctionServer(b"the function", "no-such-host.invalid").__enter__()
 
 
 @pytest.mark.parametrize(

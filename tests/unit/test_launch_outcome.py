@@ -7,7 +7,7 @@ import pytest
 
 from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
-from hvdtrain.launch.running.process_names import ALONE, Members
+from hvdtrain.launch.running.process_names import ALONE, ProcessNames
 from hvdtrain.worker.failure_report import Failure, from_line, is_secondary
 
 LOGS = "\nlogs of all ranks: logs"
@@ -15,7 +15,7 @@ KILLED = "mpirun noticed that process rank 1 with PID 0 on node n exited on sign
 LOST = Failure(0, 1, True, "HorovodInternalError: Horovod has been shut down")
 BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
 
-ROLES = Members(("chief", "worker-0", "ps-0"))
+ROLES = ProcessNames(("chief", "worker-0", "ps-0"))
 
 
 def judge(code: int, *failures: Failure, launcher: str = "") -> Outcome:
@@ -161,7 +161,7 @@ def test_secondary_errors() -> None:
 
 
 @pytest.mark.parametrize(
-    ("members", "code", "failures", "launcher", "expected"),
+    ("process_names", "code", "failures", "launcher", "expected"),
     [
         (ALONE, 1, [Failure(0, 1, False, "no data")], "", (1, "the script failed: no data")),
         (ALONE, 7, [], "", (7, "the script ended with exit code 7")),
@@ -174,9 +174,13 @@ def test_secondary_errors() -> None:
     ],
 )  # fmt: skip
 def test_processes_that_are_no_ranks(
-    members: Members, code: int, failures: list[Failure], launcher: str, expected: tuple[int, str]
+    process_names: ProcessNames,
+    code: int,
+    failures: list[Failure],
+    launcher: str,
+    expected: tuple[int, str],
 ) -> None:
-    found = outcome_of(Ending(code, None), failures, launcher, Path("logs"), members)
+    found = outcome_of(Ending(code, None), failures, launcher, Path("logs"), process_names)
     assert (found.exit_code, found.message) == (expected[0], expected[1] + "\nlogs: logs")
 
 

@@ -12,7 +12,7 @@ from terminal import Terminal
 from hvdtrain.launch.running.log_filter import is_noise, without_stamp
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_writers import LogFiles, write_all
-from hvdtrain.launch.running.process_names import ALONE, Members
+from hvdtrain.launch.running.process_names import ALONE, ProcessNames
 from hvdtrain.worker.failure_report import LONGEST_TEXT, Failure, from_line
 
 
@@ -156,9 +156,9 @@ def test_the_time_in_front_of_each_line(tmp_path: Path, all_ranks: bool) -> None
 
 def test_roles_are_called_by_their_names(tmp_path: Path) -> None:
     """Only the first one's failure is the run's; others are shown when they come."""
-    members = Members(("chief", "worker-0"))
+    process_names = ProcessNames(("chief", "worker-0"))
     ours, theirs = Failure(0, 3, False, "bug"), Failure(0, 1, False, "no memory")
-    terminal = Terminal(tmp_path, members=members).run(
+    terminal = Terminal(tmp_path, process_names=process_names).run(
         b"[0]<stdout>:one\n[1]<stdout>:served\n",
         b"[1]<stderr>:warning\n[1]<stderr>:%s\n[0]<stderr>:%s\nhvdtrain: over\n"
         % (theirs.to_line().encode(), ours.to_line().encode()),
@@ -172,15 +172,15 @@ def test_roles_are_called_by_their_names(tmp_path: Path) -> None:
 
 
 def test_all_roles_are_shown_with_their_names(tmp_path: Path) -> None:
-    members = Members(("chief", "ps-0"))
-    terminal = Terminal(tmp_path, members=members, all_ranks=True)
+    process_names = ProcessNames(("chief", "ps-0"))
+    terminal = Terminal(tmp_path, process_names=process_names, all_ranks=True)
     terminal.run(b"[0]<stdout>:one\n[1]<stdout>:two\n")
     assert terminal.out.getvalue() == b"[chief] one\n[ps-0] two\n"
 
 
 def test_one_process_has_no_tags_and_no_launcher(tmp_path: Path) -> None:
     data = b"[1]<stdout>:mine [0"
-    terminal = Terminal(tmp_path, members=ALONE).run(data, b"words\n")
+    terminal = Terminal(tmp_path, process_names=ALONE).run(data, b"words\n")
     assert (terminal.out.getvalue(), terminal.err.getvalue()) == (data, b"words\n")
     assert terminal.logged("rank.0/stdout") == data
     assert not (tmp_path / "launcher.log").exists()

@@ -15,7 +15,7 @@ from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import parse_status, state_of
 from hvdtrain.launch.running.rank_monitor import topmost
 from hvdtrain.start.parts import rank_watch
-from hvdtrain.start.parts.rank_watch import HostWatch
+from hvdtrain.start.parts.rank_watch import RankWatch
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -59,7 +59,7 @@ def test_a_warning_waits_for_the_rank_and_spares_its_children(tmp_path: Path) ->
     environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "0"}
     with subprocess.Popen([sys.executable, "-c", RANK, str(note)], env=environment) as rank:
         wait_until(Path(f"{note}.ready").exists)
-        watch = HostWatch(mark)
+        watch = RankWatch(mark)
         watch.warn()
         assert [one.pid for one in watch.look()] == [rank.pid]
         Path(f"{note}.go").touch()
@@ -76,7 +76,7 @@ def test_a_warning_waits_for_the_rank_and_spares_its_children(tmp_path: Path) ->
 def test_a_warning_that_stands_costs_one_search_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
     monkeypatch.setattr(rank_monitor, "processes_of", lambda mark: searches.append(mark) or [])
-    watch = HostWatch("none")
+    watch = RankWatch("none")
     watch.warn()
     before = len(searches)
     for _ in range(50):
@@ -99,7 +99,7 @@ def test_a_stopped_rank_of_an_elastic_job_is_ended(
         subprocess.Popen(["sleep", "60"], env={**environment, "HOROVOD_LOCAL_RANK": place})
         for place in ("0", "1")
     ]
-    watch = HostWatch(mark)
+    watch = RankWatch(mark)
     wait_until(lambda: len(watch.look()) == (2 if elastic else 1))
     stopped = next(one for one in ranks if one.pid == watch.look()[-1].pid)
     stopped.send_signal(signal.SIGSTOP)

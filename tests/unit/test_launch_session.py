@@ -42,7 +42,7 @@ import sys
 from pathlib import Path
 from hvdtrain.launch.running.process_names import ALONE
 from hvdtrain.launch.running.session import Patience, View, run_launch
-sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), Patience(), members=ALONE))
+sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), Patience(), process_names=ALONE))
 """
 MUCH = "while True: print('x' * 99)"
 Launched = subprocess.Popen[bytes]

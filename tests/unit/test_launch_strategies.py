@@ -27,7 +27,7 @@ WORKER = [sys.executable, "-P", "-m", "hvdtrain.worker", "train.py", "--epochs",
 def test_one_process() -> None:
     environ = {"OMPI_COMM_WORLD_RANK": "1", "HOROVOD_RANK": "1", "HOME": "/"}
     tpu = one_process.prepare(OneProcessPlan("tpu", PROGRAM, ENV), Site({}))
-    assert (tpu.argv, tpu.members) == (WORKER, ALONE)
+    assert (tpu.argv, tpu.process_names) == (WORKER, ALONE)
     assert tpu.typed == [
         *("env", "HVDTRAIN_STRATEGY=tpu", "A=b c"),
         *WORKER,
@@ -79,7 +79,7 @@ def test_servers_on_hosts_with_all_options() -> None:
         *("--ssh-identity-file", "key", "--start-timeout", "9", "--env", "A", "--env", "API_KEY"),
         *("--srun", "--", *WORKER),
     ]
-    assert plan.members.roles == ("chief", "worker-0", "worker-1", "worker-2", "ps-0")
+    assert plan.process_names.roles == ("chief", "worker-0", "worker-1", "worker-2", "ps-0")
 
 
 @pytest.mark.parametrize(

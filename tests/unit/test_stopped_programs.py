@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.running import stopped_programs
-from hvdtrain.launch.running.stopped_programs import Halted
+from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 
 # Each shell starts a sleep and waits for it; the second shell is a rank.
 TREE = "sh -c 'sleep 600; :' & HOROVOD_RANK=0 sh -c 'sleep 600; :' & wait"
@@ -23,7 +23,7 @@ def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.Monke
         while len(children := _children(command.pid)) < 2 or not all(map(_children, children)):
             assert time.monotonic() < deadline
         launcher, rank = children
-        watch = Halted(still=0.2)
+        watch = StoppedPrograms(still=0.2)
         os.kill(rank, signal.SIGSTOP)
         _wait_until_stopped(rank)
         assert watch.reason(command.pid) == ""
@@ -50,7 +50,7 @@ def test_after_a_pause_of_ours_everything_counts_anew(monkeypatch: pytest.Monkey
     try:
         os.kill(command.pid, signal.SIGSTOP)
         _wait_until_stopped(command.pid)
-        watch = Halted(still=0.3)
+        watch = StoppedPrograms(still=0.3)
         watch.reason(command.pid)
         time.sleep(0.4)
         assert watch.reason(command.pid) == ""

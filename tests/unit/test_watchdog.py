@@ -17,7 +17,7 @@ import pytest
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.processes import processes_of, signal_launch
-from hvdtrain.launch.running.rank_monitor import Lookout, RankStatus, as_json, from_json
+from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
 
@@ -273,12 +273,12 @@ def start(
 
 
 def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lookout = Lookout(launch_id)
+    monitor = RankMonitor(launch_id)
     with (
         start(launch_id, 0) as one,
         start(launch_id, 1, "import time; print('up', flush=True); time.sleep(60)") as two,
     ):
-        first, second = lookout.look()
+        first, second = monitor.look()
         assert (first.rank, first.pid, first.state, first.phase) == (
             0,
             one.pid,
@@ -288,13 +288,13 @@ def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) ->
         assert (second.rank, second.heartbeat) == (1, None)
         os.kill(one.pid, signal.SIGSTOP)
         deadline = time.monotonic() + 5
-        while lookout.look()[0].state != "stopped":
+        while monitor.look()[0].state != "stopped":
             assert time.monotonic() < deadline
         time.sleep(0.3)
-        assert lookout.look()[0].held >= 0.3
+        assert monitor.look()[0].held >= 0.3
         now = time.monotonic()
         monkeypatch.setattr(time, "monotonic", lambda: now + 100)
-        assert lookout.look()[0].held == 0, (
+        assert monitor.look()[0].held == 0, (
             "this process was stopped itself, perhaps with the ranks"
         )
         monkeypatch.undo()
@@ -302,24 +302,24 @@ def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) ->
         two.kill()
         one.wait()
         two.wait()
-        assert [status.state for status in lookout.look()] == ["gone", "gone"]
-        assert lookout.look()[0].phase == "training", "what it did last"
+        assert [status.state for status in monitor.look()] == ["gone", "gone"]
+        assert monitor.look()[0].phase == "training", "what it did last"
 
 
 def test_what_a_rank_left_behind_is_not_the_rank(launch_id: str) -> None:
     forks = WORKER.replace("print", "import os\nif not os.fork():\n    time.sleep(60)\nprint")
-    lookout = Lookout(launch_id)
+    monitor = RankMonitor(launch_id)
     with start(launch_id, 0, forks) as process:
-        assert lookout.look()[0].pid == process.pid
+        assert monitor.look()[0].pid == process.pid
         process.kill()
         process.wait()
-        lookout._search_at = 0.0
-        assert lookout.look()[0].state == "gone"
-        lookout._search_at = 0.0
-        assert lookout.look()[0].state == "gone"
+        monitor._search_at = 0.0
+        assert monitor.look()[0].state == "gone"
+        monitor._search_at = 0.0
+        assert monitor.look()[0].state == "gone"
         with start(launch_id, 0) as again:
-            lookout._search_at = 0.0
-            assert [(s.pid, s.state) for s in lookout.look()] == [(again.pid, "running")]
+            monitor._search_at = 0.0
+            assert [(s.pid, s.state) for s in monitor.look()] == [(again.pid, "running")]
             again.kill()
 
 
@@ -328,17 +328,17 @@ def test_a_rank_that_executes_another_program_has_left_its_heartbeat(launch_id: 
         'input(); os.execv(sys.executable, [sys.executable, "-c", "print(flush=True); input()"])'
     )
     script = WORKER.replace("time.sleep(60)", f"import os; {becomes}")
-    lookout = Lookout(launch_id)
+    monitor = RankMonitor(launch_id)
     with start(launch_id, 0, script, stdin=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None
-        assert lookout.look()[0].phase == "training"
+        assert monitor.look()[0].phase == "training"
         process.stdin.write(b"\n")
         process.stdin.flush()
         process.stdout.readline()
-        assert [(s.pid, s.heartbeat) for s in lookout.look()] == [(process.pid, None)]
+        assert [(s.pid, s.heartbeat) for s in monitor.look()] == [(process.pid, None)]
         process.kill()
         process.wait()
-        assert [(s.state, s.heartbeat) for s in lookout.look()] == [("gone", None)]
+        assert [(s.state, s.heartbeat) for s in monitor.look()] == [("gone", None)]
 
 
 _OTHER_TITLE = """

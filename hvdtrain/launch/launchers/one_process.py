@@ -40,7 +40,7 @@ def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
         **({} if plan.replicas is None else {REPLICAS: str(plan.replicas)}),
         **values_of(plan.env),
     }
-    return Prepared(tuple(rank_command(plan.program)), settings, members=ALONE)
+    return Prepared(tuple(rank_command(plan.program)), settings, process_names=ALONE)
 
 
 def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:

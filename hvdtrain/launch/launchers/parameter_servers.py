@@ -15,7 +15,7 @@ from hvdtrain.launch.launchers.horovodrun import start_timeout
 from hvdtrain.launch.parameter_server_roles import cast, place
 from hvdtrain.launch.plan_validation import check_servers
 from hvdtrain.launch.rank_program import Program, rank_command
-from hvdtrain.launch.running.process_names import Members
+from hvdtrain.launch.running.process_names import ProcessNames
 from hvdtrain.strategy_names import PARAMETER_SERVER
 
 
@@ -50,8 +50,8 @@ class ServerPlan:
             place(cast(self.workers, self.servers), self.hosts)
 
     @property
-    def members(self) -> Members:
-        return Members(tuple(role.name for role in cast(self.workers, self.servers)))
+    def process_names(self) -> ProcessNames:
+        return ProcessNames(tuple(role.name for role in cast(self.workers, self.servers)))
 
 
 def prepare(plan: ServerPlan, site: Site) -> Prepared:
@@ -74,7 +74,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
             *rank_command(plan.program),
         ),
         settings=dict(values_of(plan.env)),
-        members=plan.members,
+        process_names=plan.process_names,
     )
 
 

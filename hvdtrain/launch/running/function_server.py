@@ -30,7 +30,7 @@ _RESULT = re.compile(rb"result (\d{1,9})")
 
 
 @dataclass
-class Exchange:
+class FunctionServer:
     """Use as a context manager.
 
     Attributes:
@@ -46,7 +46,7 @@ class Exchange:
     caller: Caller = field(init=False)
     _closed: bool = False
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> FunctionServer:
         key = secrets.token_bytes(_KEY_BYTES)
         if self.host is None:
             # Not in TMPDIR, which may be too long for the name of a socket.

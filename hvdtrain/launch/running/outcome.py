@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.command_runner import Ending
-from hvdtrain.launch.running.process_names import RANKS, Members, ranks_in_words
+from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
 from hvdtrain.launch.ssh_errors import ssh_error_in
 from hvdtrain.signals import shell_code
 from hvdtrain.worker.failure_report import Failure
@@ -53,7 +53,7 @@ def outcome_of(
     failures: list[Failure],
     launcher_text: str,
     log_dir: Path,
-    members: Members = RANKS,
+    process_names: ProcessNames = RANKS,
     *,
     hung: str = "",
     absent: str = "",
@@ -65,7 +65,7 @@ def outcome_of(
         failures: what the ranks reported, in the order of arrival.
         launcher_text: what horovodrun, mpirun or srun said.
         log_dir: named in the message.
-        members: what the ranks are called.
+        process_names: what the ranks are called.
         hung: why the watchdog ended the run; empty if it did not.
         absent: which ranks the others have missed; empty if that is not known.
     """
@@ -75,20 +75,20 @@ def outcome_of(
         return Outcome(EXIT_HANG, f"{hung}\nlogs of all ranks, with their stacks: {log_dir}")
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
-    logs = f"logs{' of all ranks' if members == RANKS else ''}: {log_dir}"
+    logs = f"logs{' of all ranks' if process_names == RANKS else ''}: {log_dir}"
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
     told = "\n".join(_STARTER.findall(launcher_text))
     # What befell the others is why the first of several roles failed, whatever it says itself.
-    if told and (cause is None or cause.secondary or members.roles):
-        has_logs = failures or ended or members.roles
+    if told and (cause is None or cause.secondary or process_names.roles):
+        has_logs = failures or ended or process_names.roles
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
     if cause is not None and cause.secondary and absent:
-        said = _describe(cause, failures, members)
+        said = _describe(cause, failures, process_names)
         message = f"{absent}\nas a result, {said}\n{logs}"
         return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if cause is not None:
-        message = f"{_describe(cause, failures, members)}\n{logs}"
+        message = f"{_describe(cause, failures, process_names)}\n{logs}"
         return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if match := _MPI_LEFT.search(launcher_text):
         left = f"rank {match[1]} exited before the end of the script (os._exit?) while others needed it"
@@ -100,12 +100,12 @@ def outcome_of(
         lost = f"host {match[1]} was lost: its orted was killed, or the connection to it broke"
         return Outcome(EXIT_FAILURE, f"{lost}\n{logs}")
     code = _code_of(ending)
-    if members != RANKS and not launcher_text.strip():
-        return Outcome(code, f"{_only(members)} {how_it_ended(code)}\n{logs}")
+    if process_names != RANKS and not launcher_text.strip():
+        return Outcome(code, f"{_only(process_names)} {how_it_ended(code)}\n{logs}")
     if broken := ssh_error_in(launcher_text):
         return Outcome(code, f"{broken}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
-    launcher = "horovodrun" if members == RANKS else "the launcher"
+    launcher = "horovodrun" if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
     # A launcher ends with the code of a rank that was killed, too: only its own signal is its own.
     own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
@@ -133,15 +133,15 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
     return failures[0] if failures else None
 
 
-def _only(members: Members) -> str:
+def _only(process_names: ProcessNames) -> str:
     """The process whose exit code is the launch's."""
-    return members.name(0) if members.roles else "the script"
+    return process_names.name(0) if process_names.roles else "the script"
 
 
-def _describe(cause: Failure, failures: list[Failure], members: Members) -> str:
+def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNames) -> str:
     alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
     also = f" (and {ranks_in_words(alike)} likewise)" if alike else ""
-    name = members.name(cause.rank) if members == RANKS else _only(members)
+    name = process_names.name(cause.rank) if process_names == RANKS else _only(process_names)
     if not cause.text:
         return f"{name}{also} {how_it_ended(cause.exit_code)}"
     one_line = "\n" not in cause.text

@@ -3,7 +3,7 @@
 By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is
 shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
 Everything is in `<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log
-dir>/launcher.log`. Processes that are no ranks (see `members`) are treated alike; the first of them
+dir>/launcher.log`. Processes that are no ranks (see `process_names`) are treated alike; the first of them
 is rank 0 here. What cannot be written any more, files or terminal, is said once and left out.
 """
 
@@ -20,7 +20,7 @@ from hvdtrain.launch.running.log_filter import Echoes, is_noise, may_be_noise
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.output_parser import Piece, PlainReader, Stream, TagReader
 from hvdtrain.launch.running.output_writers import LogFiles, Screen
-from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encoded, from_line
 
 _MARKER = MARKER.encode()
@@ -56,7 +56,7 @@ class Output:
         all_ranks: show every rank's output, each line with its rank in front.
         show_launcher: show what horovodrun and mpirun say as well.
         stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
-        members: what the ranks are called.
+        process_names: what the ranks are called.
         on_news: told each line about a rank by what stands above it.
         unread: whether nobody reads one of the two streams any more.
         failures: what ranks reported, in the order of arrival.
@@ -69,7 +69,7 @@ class Output:
     all_ranks: bool = False
     show_launcher: bool = False
     stamp: Callable[[], bytes] | None = None
-    members: Members = RANKS
+    process_names: ProcessNames = RANKS
     on_news: Callable[[bytes], None] = lambda line: None
     unread: bool = False
     failures: list[Failure] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Output:
         }
 
     def __enter__(self) -> Output:
-        reader = TagReader if self.members.tagged else PlainReader
+        reader = TagReader if self.process_names.tagged else PlainReader
         self._readers = {"stdout": reader("stdout"), "stderr": reader("stderr")}
         self._running.enter_context(running_in(self.log_dir))
         return self
@@ -177,9 +177,11 @@ class Output:
 
     def _take_failure(self, rank: int, failure: Failure) -> None:
         text = encoded(f"{failure.text}\n")
-        if self.members.is_vital(rank):
+        if self.process_names.is_vital(rank):
             # Only ranks know their numbers.
-            self.failures.append(replace(failure, rank=rank) if self.members.roles else failure)
+            self.failures.append(
+                replace(failure, rank=rank) if self.process_names.roles else failure
+            )
         else:
             self._write("stderr", self._labelled(rank, text))
         self._log(rank, "stderr", text)
@@ -232,7 +234,7 @@ class Output:
         return self._echoes.is_echo(source.rank, text) or not (text or source.rank == 0)
 
     def _labelled(self, rank: int, line: bytes) -> bytes:
-        return b"[%s] %s" % (self.members.label(rank).encode(), line)
+        return b"[%s] %s" % (self.process_names.label(rank).encode(), line)
 
     def _take_launcher(self, piece: Piece) -> None:
         self.launcher_text = (self.launcher_text + piece.data)[-_LAUNCHER_TAIL:]
@@ -241,7 +243,7 @@ class Output:
             self._write("stderr", piece.data)
 
     def _log(self, rank: int | None, stream: Stream, data: bytes) -> None:
-        name = "launcher.log" if rank is None else f"{self.members.folder(rank)}/{stream}"
+        name = "launcher.log" if rank is None else f"{self.process_names.folder(rank)}/{stream}"
         self._logs.append(name, data)
 
     def _flush(self) -> None:

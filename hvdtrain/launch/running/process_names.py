@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Members:
+class ProcessNames:
     """The processes of a launch, as its output, its log folder and its messages name them.
 
     Attributes:
@@ -38,8 +38,8 @@ class Members:
         return self.roles[number] if number < len(self.roles) else ""
 
 
-RANKS = Members()
-ALONE = Members(tagged=False)
+RANKS = ProcessNames()
+ALONE = ProcessNames(tagged=False)
 """One process, without a launcher."""
 
 

@@ -164,7 +164,7 @@ class _Seen:
 
 
 @dataclass
-class Lookout:
+class RankMonitor:
     """Watches the ranks of a launch on this host. Call `look` about once a second."""
 
     launch_id: str

@@ -27,10 +27,10 @@ from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.output_writers import bytes_of
-from hvdtrain.launch.running.process_names import RANKS, Members
+from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.launch.running.rank_monitor import from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
-from hvdtrain.launch.running.stopped_programs import Halted
+from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
 # Wrong use and the user's own signal; what nobody reads any more ends like the latter.
@@ -79,7 +79,7 @@ def run_launch(
     *,
     environ: Mapping[str, str] | None = None,
     elastic: bool = False,
-    members: Members = RANKS,
+    process_names: ProcessNames = RANKS,
     on_outcome: Callable[[Outcome, Path], None] | None = None,
 ) -> int:
     """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
@@ -90,13 +90,15 @@ def run_launch(
         patience: how long it is waited for.
         environ: of the command; None: of this process.
         elastic: the others go on without a rank that fails, and may come to a good end.
-        members: what its processes are called.
+        process_names: what its processes are called.
         on_outcome: told how it ended, and its log folder, in place of the user.
     """
     environ = os.environ if environ is None else environ
     restarts = 0
     while True:
-        code, progress = _run_once(argv, view, patience, environ, elastic, members, on_outcome)
+        code, progress = _run_once(
+            argv, view, patience, environ, elastic, process_names, on_outcome
+        )
         if code in _FINAL or not progress or restarts == patience.restarts:
             return code
         restarts += 1
@@ -114,7 +116,7 @@ def _run_once(
     patience: Patience,
     environ: Mapping[str, str],
     elastic: bool,
-    members: Members,
+    process_names: ProcessNames,
     on_outcome: Callable[[Outcome, Path], None] | None,
 ) -> tuple[int, str]:
     """Returns the exit code, and how far the run had come; empty if it had made no progress."""
@@ -133,13 +135,13 @@ def _run_once(
         all_ranks=view.all_ranks,
         show_launcher=view.verbose,
         stamp=_time_of_day if view.timestamps else None,
-        members=members,
+        process_names=process_names,
     )
     run = _ShownRun(
         output,
         Watchdog(None if elastic else patience.limits),
-        Halted(patience.limits.still if patience.limits else float("inf")),
-        members,
+        StoppedPrograms(patience.limits.still if patience.limits else float("inf")),
+        process_names,
         elastic,
         RunStatus(launch_id, view.command),
     )
@@ -158,7 +160,7 @@ def _run_once(
             [] if elastic and ending.returncode == 0 else output.failures,
             output.launcher_text.decode(errors="replace"),
             log_dir,
-            members,
+            process_names,
             hung=run.hung,
             absent=run.watchdog.absent({failure.rank for failure in output.failures}),
         )
@@ -179,8 +181,8 @@ class _ShownRun:
 
     output: Output
     watchdog: Watchdog
-    halted: Halted
-    members: Members
+    stopped: StoppedPrograms
+    process_names: ProcessNames
     elastic: bool
     status: RunStatus
     hung: str = ""
@@ -206,7 +208,7 @@ class _ShownRun:
         self.output.settle()
 
     def stopping(self, received: signal.Signals) -> None:
-        self.output.say(_stopping(received, self.output.unread, self.members))
+        self.output.say(_stopping(received, self.output.unread, self.process_names))
 
     def warning(self) -> None:
         self.output.say(_WARNED)
@@ -215,7 +217,7 @@ class _ShownRun:
         return bool(self.output.failures) and not self.elastic
 
     def is_hung(self, command: int) -> bool:
-        reason = self.hung or self.watchdog.verdict() or self.halted.reason(command)
+        reason = self.hung or self.watchdog.verdict() or self.stopped.reason(command)
         if reason and not self.hung:
             self.hung = reason
             self.output.say("\nthis run hangs: its ranks print their stacks and are ended")
@@ -229,7 +231,7 @@ def _time_of_day() -> bytes:
     return time.strftime("%Y-%m-%d %H:%M:%S ").encode()
 
 
-def _stopping(received: signal.Signals, unread: bool, members: Members) -> str:
+def _stopping(received: signal.Signals, unread: bool, process_names: ProcessNames) -> str:
     why = "nobody reads the output" if unread else received.name
-    what = "all ranks" if members == RANKS else "the run"
+    what = "all ranks" if process_names == RANKS else "the run"
     return f"\n{why}: stopping {what} (repeat to stop at once)"

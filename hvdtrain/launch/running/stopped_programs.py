@@ -18,7 +18,7 @@ PAUSE_SECONDS = 5.0
 
 
 @dataclass
-class Halted:
+class StoppedPrograms:
     """Looks at a launch command and at what it has started on this host, down to the ranks.
 
     Attributes:

@@ -41,7 +41,7 @@ class _Process:
 
 
 @dataclass
-class HostProcesses:
+class HostRanks:
     """Processes by number. The kernel kills them if this process is killed.
 
     Attributes:

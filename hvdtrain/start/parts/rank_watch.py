@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from hvdtrain.launch.running.processes import TERM_SECONDS, environment_of, state_of
-from hvdtrain.launch.running.rank_monitor import Lookout, RankStatus
+from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import is_elastic
 
@@ -24,7 +24,7 @@ INTERRUPT_SECONDS = 2.0
 
 
 @dataclass
-class HostWatch:
+class RankWatch:
     """The ranks of a launch on this host. Call `tick` regularly.
 
     Attributes:
@@ -34,7 +34,7 @@ class HostWatch:
     """
 
     launch_id: str
-    _lookout: Lookout = field(init=False)
+    _lookout: RankMonitor = field(init=False)
     _looked: float = float("-inf")
     _warned: set[int] | None = None
     _asked: tuple[int, frozenset[int]] = (0, frozenset())
@@ -43,7 +43,7 @@ class HostWatch:
     _told_left: bool = False
 
     def __post_init__(self) -> None:
-        self._lookout = Lookout(self.launch_id)
+        self._lookout = RankMonitor(self.launch_id)
 
     def tick(self) -> Iterator[list[RankStatus]]:
         """Yield the state of the ranks, about once a second."""

@@ -19,7 +19,7 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, 
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
-from hvdtrain.start.parts.rank_watch import HostWatch
+from hvdtrain.start.parts.rank_watch import RankWatch
 
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
@@ -69,7 +69,7 @@ class _AllRanks:
 
     def __init__(self, launch_id: str, agents: Agents) -> None:
         self._agents = agents
-        self._here = HostWatch(launch_id)
+        self._here = RankWatch(launch_id)
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
         self._pipe = _news_pipe()
