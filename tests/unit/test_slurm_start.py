@@ -123,13 +123,13 @@ def test_a_killed_srun_is_told_as_shells_do(tmp_path: Path) -> None:
 
 EARLY = """
 import os, signal, subprocess, sys
-from hvdtrain.start import srun
+from hvdtrain.start import run_srun
 popen = subprocess.Popen
 def late(*arguments, **settings):
     os.kill(os.getpid(), signal.SIGTERM)
     return popen(*arguments, **settings)
 subprocess.Popen = late
-sys.exit(srun._run(["sleep", "20"], dict(os.environ)))
+sys.exit(run_srun._run(["sleep", "20"], dict(os.environ)))
 """
 
 

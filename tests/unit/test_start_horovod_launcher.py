@@ -77,7 +77,7 @@ def test_ranks_of_this_host_inherit_what_is_set(monkeypatch: pytest.MonkeyPatch)
 # In a process of its own, for Horovod's modules are changed there.
 REPLACED = """
 import argparse, json, os, sys
-from hvdtrain.start import horovods
+from hvdtrain.start.parts import horovod_patches
 from hvdtrain.start.parts.horovod_patches import *
 from horovod.runner import gloo_run, launch
 from horovod.runner.common.util import env, safe_shell_exec

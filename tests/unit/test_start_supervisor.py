@@ -14,9 +14,9 @@ REPOSITORY = Path(__file__).parents[2]
 CODE = """
 import os, signal, sys, time
 from hvdtrain.signals import listen_for_warnings
-from hvdtrain.start import supervise
+from hvdtrain.start.parts import supervisor
 from hvdtrain.start.parts.agents import Agents
-supervise.ENDING_SECONDS = 1.0
+supervisor.ENDING_SECONDS = 1.0
 listen_for_warnings()
 class Told(Agents):
     def order_all(self, **order):
@@ -42,7 +42,7 @@ def run():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print("started", signal.SIGUSR1 in signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)
     time.sleep(60)
-sys.exit(supervise.supervise(run, "id", agents))
+sys.exit(supervisor.supervise(run, "id", agents))
 """
 
 
