@@ -34,7 +34,7 @@ LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 """Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
 
 TERMINAL = "HVDTRAIN_TERMINAL"
-"""1 when rank 0's standard output ends in a terminal, 0 when in a file or pipe; set by `hvdtrain run`."""
+"""Descriptors of rank 0 whose output ends in a terminal: 1, 2 or 12; 0 if none. Set by `hvdtrain run`."""
 
 EXIT_SIGNAL_BASE = 128
 """A process that a signal ended exits with this plus the signal's number, as shells report it."""

@@ -23,7 +23,7 @@ NAMES = frozenset(
     {
         *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
         "LD_PRELOAD",  # An allocator, such as jemalloc.
-        *("LANG", "LANGUAGE", "TZ", "TERM"),
+        *("LANG", "LANGUAGE", "TZ", "TERM", "COLUMNS", "LINES"),
         *OWN_NAMES,
     }
 )

@@ -11,16 +11,17 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.user_files import read_text
 
+MOST_SLOTS = 999_999_999
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
-_HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,9})", re.ASCII)
+_HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,99})", re.ASCII)
 _LINE = re.compile(
-    r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d{1,9})(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
+    r"(?P<name>\S+)\s+slots\s*=\s*(?P<slots>\d{1,99})(\s+max[_-]slots\s*=\s*\d+)?", re.ASCII
 )
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host name or IPv4 address and the number of ranks that it takes (at least 1)."""
+    """A host name or IPv4 address and the number of ranks that it takes, from 1 to MOST_SLOTS."""
 
     name: str
     slots: int
@@ -35,6 +36,8 @@ class Host:
             raise UsageError(
                 f"host {self.name} has {self.slots} slots: it needs at least 1, or leave it out"
             )
+        if self.slots > MOST_SLOTS:
+            raise UsageError(f"host {self.name} has {self.slots} slots: at most {MOST_SLOTS}")
 
     def __str__(self) -> str:
         return f"{self.name}:{self.slots}"

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -179,9 +180,10 @@ def _prepare_output() -> None:
     if terminal is not None:
         # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives
         # none.
-        answer = terminal == "1" and rank_of(os.environ) == 0
-        if sys.stdout is not None:
-            sys.stdout.isatty = lambda: answer  # type: ignore[method-assign]
+        for stream, descriptor in ((sys.stdout, "1"), (sys.stderr, "2")):
+            answer = descriptor in terminal and rank_of(os.environ) == 0
+            if stream is not None:
+                stream.isatty = partial(bool, answer)  # type: ignore[method-assign]
 
 
 def _exit_as_asked(code: object) -> None:

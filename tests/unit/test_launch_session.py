@@ -1,9 +1,14 @@
 """A launch from its command to the exit code: what a rank that fails means for the others."""
 
+import fcntl
+import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -135,3 +140,48 @@ def test_under_nohup_a_hangup_means_nothing(begin: Begin, tmp_path: Path) -> Non
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == b"done\n"
     assert process.wait(8) == 0
+
+
+SEEN = """
+import json, os, shutil, sys
+from pathlib import Path
+seen = sys.stdout.isatty(), sys.stderr.isatty(), *shutil.get_terminal_size()
+Path(f"seen.{os.environ['HOROVOD_RANK']}").write_text(json.dumps(seen))
+"""
+AS_RANK = "import os; os.execv({0!r}, [{0!r}, '-P', '-m', 'hvdtrain.worker', {1!r}])"
+
+
+@pytest.mark.parametrize(
+    ("rank", "columns", "streams", "seen"),
+    [
+        ("0", None, ("stdout", "stderr"), [True, True, 101, 33]),
+        ("0", None, ("stderr",), [False, True, 101, 33]),
+        ("0", "70", ("stdout",), [True, False, 70, 33]),
+        ("0", None, (), [False, False, 80, 24]),
+        ("1", None, ("stdout", "stderr"), [False, False, 101, 33]),
+    ],
+)
+def test_a_script_sees_the_terminal_and_its_size(
+    rank: str,
+    columns: str | None,
+    streams: tuple[str, ...],
+    seen: list[object],
+    begin: Begin,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOROVOD_RANK", rank)
+    for name, value in (("COLUMNS", columns), ("LINES", None)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    (tmp_path / "train.py").write_text(SEEN)
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 33, 101, 0, 0))
+    process = begin(AS_RANK.format(sys.executable, "train.py"), **dict.fromkeys(streams, theirs))
+    try:
+        process.communicate(timeout=60)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert json.loads((tmp_path / f"seen.{rank}").read_text()) == seen

@@ -121,12 +121,13 @@ def _run_once(
 ) -> tuple[int, str]:
     """Returns the exit code, and how far the run had come; empty if it had made no progress."""
     log_dir = make_log_dir(view.log_dir)
-    as_alone = sys.stdout.isatty() and not view.all_ranks
+    terminals = () if view.all_ranks else _terminals()
     launch_id = uuid.uuid4().hex
     environment = {
+        **_window(terminals),
         **environ,
         LOG_DIR: str(log_dir.resolve()),
-        TERMINAL: "1" if as_alone else "0",
+        TERMINAL: "".join(map(str, terminals)) or "0",
     }
     output = Output(
         log_dir,
@@ -225,6 +226,21 @@ class _ShownRun:
 
     def is_unread(self) -> bool:
         return self.output.unread
+
+
+def _terminals() -> tuple[int, ...]:
+    """The descriptors of those standard streams of this process that are a terminal."""
+    return tuple(n for n, stream in ((1, sys.stdout), (2, sys.stderr)) if stream.isatty())
+
+
+def _window(terminals: Sequence[int]) -> dict[str, str]:
+    """The terminal's size, for the ranks: they have pipes, or pseudo-terminals without a size."""
+    for descriptor in terminals:
+        with suppress(OSError):
+            size = os.get_terminal_size(descriptor)
+            if size.columns and size.lines:
+                return {"COLUMNS": str(size.columns), "LINES": str(size.lines)}
+    return {}
 
 
 def _time_of_day() -> bytes:
