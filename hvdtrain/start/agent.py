@@ -10,8 +10,9 @@ agent ends everything of the launch on this host.
 
 Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
 {"stacks": true}, {"signal": number}. News: {"report": ..., "ports": [...]}, {"problem": text},
-{"output": [number, descriptor, text]}, {"ended": [number, exit code]}, {"ranks": [...]} once a second, and after a
-signal with {"passed_on": number}; {"left": [names]}: processes that scripts left behind, which the agent has ended.
+{"output": [number, descriptor, text]}, {"ended": [number, exit code]}, {"ranks": [...], "stopped": [programs]} once a
+second, and after a signal with {"passed_on": number}; {"left": [names]}: processes that scripts left behind, which
+the agent has ended.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.processes import Pipes, end_launch
-from hvdtrain.launch.running.rank_monitor import as_json, mpi_daemons_of
+from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch
+from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, mpi_daemons_of
+from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.rank_variables import without_place
 from hvdtrain.signals import outlive_signals
 from hvdtrain.standard_streams import write_all
@@ -78,7 +80,8 @@ class Greeting:
 
 def main() -> None:
     """Serve one launch on this host, and end what is left of it."""
-    outlive_signals()  # An agent ends with its input only.
+    outlive_signals()  # An agent ends with its input only,
+    at_parents_end(signal.SIGCONT)()  # also one that was stopped.
     agent = Agent(sys.argv[1])
     try:
         agent.serve()
@@ -98,6 +101,9 @@ class Agent:
         self._pipes = Pipes()
         self._processes = HostRanks(self._pipes, _tell)
         self._watch = RankWatch(launch_id)
+        self._daemons: set[int] = set()
+        self._has_ranks = False
+        self._stopped = StoppedPrograms()
         self._greeting: Greeting | None = None
         self._gpus: tuple[str, ...] = ()
         self._orders = Lines(longest=LONGEST_ORDER)
@@ -125,7 +131,7 @@ class Agent:
             self._processes.tick()
             if self._is_alone:
                 for statuses in self._watch.tick():
-                    _tell(ranks=as_json(statuses))
+                    self._tell_of(statuses)
                     if names := self._watch.end_left_behind():
                         _tell(left=names)
 
@@ -138,7 +144,16 @@ class Agent:
             for pid in daemons:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
+
+    def _tell_of(self, ranks: list[RankStatus]) -> None:
+        """Also which of the programs that look after them are stopped."""
+        if not self._has_ranks:  # Daemons come before the first rank.
+            self._daemons = mpi_daemons_of(self._launch_id)
+            self._has_ranks = bool(ranks)
+        stopped = self._stopped.look(self._daemons)
+        _tell(ranks=as_json(ranks), stopped=[asdict(one) for one in stopped])
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order:

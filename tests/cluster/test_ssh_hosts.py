@@ -146,6 +146,23 @@ def test_a_frozen_rank_on_another_host(launch: Launch, tmp_path: Path, controlle
     hanging.assert_named(stderr, 1, "training", host="node2")
 
 
+def test_a_frozen_daemon_of_mpi_on_another_host(
+    launch: Launch, hosts: Hosts, tmp_path: Path
+) -> None:
+    """mpirun would wait for it for ever."""
+    (tmp_path / "train.py").write_text(STAY)
+    limit = ("--hang-timeout", hanging.LIMIT)
+    job = launch("-H", "node1:1,node2:1", "--controller", "mpi", *limit, "train.py")
+    job.wait_for("environ", 2)
+    (daemon,) = (pid for pid, line in hosts["node2"].processes().items() if "bin/orted" in line)
+    os.kill(daemon, signal.SIGSTOP)
+    _, stderr = job.end()
+    assert job.process.returncode == hanging.EXIT_HANG, stderr
+    assert "orted on host node2 (process " in stderr
+    assert "is stopped (SIGSTOP): what stopped it?" in stderr
+    assert left(hosts, END_SECONDS) == {}
+
+
 def test_scripts_on_another_host_have_their_grace(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         RANK

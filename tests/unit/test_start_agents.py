@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -131,6 +133,36 @@ def test_an_agent_that_is_killed_takes_all_with_it(tmp_path: Path) -> None:
         while any(running_in(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert not any(running_in(tmp_path))
+
+
+PARENT = (
+    "import subprocess, sys\n"
+    "agent = [sys.executable, '-m', 'hvdtrain.start.agent', 'launch']\n"
+    "process = subprocess.Popen(agent, stdin=subprocess.PIPE)\n"
+    "process.stdin.write(b'{}\\n')\nprocess.stdin.flush()\n"
+    "sys.stdin.read()\n"
+)
+
+
+def test_a_stopped_agent_ends_with_its_connection(tmp_path: Path) -> None:
+    """What has started it, as sshd does, is gone."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline().startswith(b'{"report"')
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
+        os.kill(int(children.read_text()), signal.SIGSTOP)
+        time.sleep(0.2)
+        parent.kill()
+    deadline = time.monotonic() + 10
+    while left := list(running_in(tmp_path)):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def test_what_cannot_start(tmp_path: Path) -> None:

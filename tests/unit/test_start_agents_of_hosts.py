@@ -71,7 +71,7 @@ def test_the_ssh_command() -> None:
     assert argv[0] == "ssh"
     assert "BatchMode=yes" in argv and "ConnectTimeout=4" in argv
     assert argv[-6:-1] == ["-p", "2222", "-i", "key", "node1"]
-    assert argv[-1] == "env 'PATH=/a b' '/my venv/python' -P -m hvdtrain.start.agent id"
+    assert argv[-1] == "exec env 'PATH=/a b' '/my venv/python' -P -m hvdtrain.start.agent id"
 
 
 def test_this_host_reports_itself(own: HostReport) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.running import stopped_programs
-from hvdtrain.launch.running.stopped_programs import StoppedPrograms
+from hvdtrain.launch.running.stopped_programs import StoppedProgram, StoppedPrograms
 
 # Each shell starts a sleep and waits for it; the second shell is a rank.
 TREE = "sh -c 'sleep 600; :' & HOROVOD_RANK=0 sh -c 'sleep 600; :' & wait"
@@ -23,21 +23,20 @@ def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.Monke
         while len(children := _children(command.pid)) < 2 or not all(map(_children, children)):
             assert time.monotonic() < deadline
         launcher, rank = children
-        watch = StoppedPrograms(still=0.2)
+        watch = StoppedPrograms()
         os.kill(rank, signal.SIGSTOP)
         _wait_until_stopped(rank)
-        assert watch.reason(command.pid) == ""
-        time.sleep(0.3)
-        assert watch.reason(command.pid) == ""
+        assert watch.look([command.pid]) == []
         (sleep,) = _children(launcher)
         os.kill(sleep, signal.SIGSTOP)
         _wait_until_stopped(sleep)
-        assert watch.reason(command.pid) == ""
+        assert watch.look([command.pid]) == [StoppedProgram("sleep", sleep, 0.0)]
         time.sleep(0.3)
-        assert watch.reason(command.pid).startswith(f"sleep (process {sleep}), which starts")
+        (found,) = watch.look([command.pid])
+        assert 0.3 <= found.held < 10
         os.kill(sleep, signal.SIGCONT)
         time.sleep(0.1)
-        assert watch.reason(command.pid) == ""
+        assert watch.look([command.pid]) == []
     finally:
         os.killpg(command.pid, signal.SIGKILL)
         command.wait()
@@ -50,13 +49,21 @@ def test_after_a_pause_of_ours_everything_counts_anew(monkeypatch: pytest.Monkey
     try:
         os.kill(command.pid, signal.SIGSTOP)
         _wait_until_stopped(command.pid)
-        watch = StoppedPrograms(still=0.3)
-        watch.reason(command.pid)
+        watch = StoppedPrograms()
+        watch.look([command.pid])
         time.sleep(0.4)
-        assert watch.reason(command.pid) == ""
+        assert [one.held for one in watch.look([command.pid])] == [0.0]
     finally:
         command.kill()
         command.wait()
+
+
+def test_what_is_told_of_other_hosts_stands_until_it_is_told_anew() -> None:
+    watch = StoppedPrograms()
+    watch.hear("b", [{"name": "orted", "pid": 9, "held": 3.0, "host": ""}])
+    assert watch.look([]) == [StoppedProgram("orted", 9, 3.0, "b")]
+    watch.hear("b", [])
+    assert watch.look([]) == []
 
 
 def _children(pid: int) -> list[int]:

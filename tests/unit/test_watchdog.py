@@ -18,6 +18,7 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
+from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
 
@@ -181,6 +182,34 @@ def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> Non
     now += 1
     assert dog.verdict().startswith(
         "no news from rank 1 on host b (process 101) for 300 s: have hvdtrain"
+    )
+
+
+def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agent may be stopped before it has found a rank."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)
+    now = 1000.0
+    dog = Watchdog(LIMITS)
+    for host in "bc":
+        dog.hear_host(host)
+    for _ in range(299):
+        now += 1
+        dog.hear([rank(0)])
+        dog.hear_host("b")
+        assert dog.verdict() == ""
+    now += 1
+    dog.hear([rank(0), rank(1, host="b")])
+    dog.hear_host("b")
+    assert dog.verdict().startswith("no news from host c for 300 s: have hvdtrain")
+
+
+def test_a_stopped_program_ends_a_run_after_the_limit() -> None:
+    dog = Watchdog(LIMITS)
+    orted = StoppedProgram("orted", 9, 19.9, "b")
+    assert dog.verdict([orted]) == ""
+    assert dog.verdict([replace(orted, held=20.0)]).startswith(
+        "orted on host b (process 9), which starts the ranks and waits for them, is stopped (SIGSTOP)"
     )
 
 

@@ -71,15 +71,16 @@ def start(
             stderr=output,
             start_new_session=session,
             pass_fds=pass_fds,
-            preexec_fn=_die_with_parent() if dies_with_us else None,
+            preexec_fn=at_parents_end(signal.SIGKILL) if dies_with_us else None,
         )
     except OSError as error:
         raise CannotStart(f"cannot start {argv[0]}: {error.strerror}") from error
 
 
-def _die_with_parent() -> Callable[[], object]:
+def at_parents_end(number: signal.Signals) -> Callable[[], object]:
+    """A function after which the kernel sends this signal to its caller when the caller's parent ends."""
     libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Pipes:

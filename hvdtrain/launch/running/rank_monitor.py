@@ -40,6 +40,8 @@ BUSY_TICKS = 5
 _NO_PROGRAM = "0"
 """Where the stack of a process begins that has ended, or may not be looked at."""
 _MPI_DAEMONS = {"orted", "prted"}
+MPI_PARAMETER = "hvdtrain_launch_id"
+"""Of Open MPI, which ignores it."""
 _PAUSE_SECONDS = 5.0
 """A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
 
@@ -74,12 +76,19 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
 
 
 def mpi_daemons_of(launch_id: str) -> set[int]:
-    """The processes of Open MPI that run the launch's ranks on this host; they carry no id."""
-    return {
-        parent
-        for process in rank_processes(launch_id).values()
-        if name_of(parent := process.state.parent) in _MPI_DAEMONS
-    }
+    """The processes of Open MPI that run the launch's ranks on this host.
+
+    Each has the id as a parameter in its command line, and so has the shell that starts it; daemons of Open MPI 5,
+    which have other parameters, are known by their ranks.
+    """
+    parents = (one.state.parent for one in rank_processes(launch_id).values())
+    found = {pid for pid in parents if name_of(pid) in _MPI_DAEMONS}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (entry / "cmdline").read_bytes()
+            if MPI_PARAMETER.encode() in command and launch_id.encode() in command:
+                found.add(int(entry.name))
+    return found
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _run_once(
     run = _ShownRun(
         output,
         Watchdog(None if elastic else patience.limits),
-        StoppedPrograms(patience.limits.still if patience.limits else float("inf")),
+        StoppedPrograms(),
         process_names,
         elastic,
         RunStatus(launch_id, view.command),
@@ -195,6 +195,9 @@ class _ShownRun:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             news = json.loads(line)
             self.watchdog.hear(from_json(news.get("ranks", [])))
+            if "host" in news:
+                self.watchdog.hear_host(news["host"])
+                self.stopped.hear(news["host"], news["stopped"])
             if time.time() - self.status.updated >= WRITE_SECONDS:
                 self.write_status()
             if "left" in news:
@@ -218,7 +221,7 @@ class _ShownRun:
         return bool(self.output.failures) and not self.elastic
 
     def is_hung(self, command: int) -> bool:
-        reason = self.hung or self.watchdog.verdict() or self.stopped.reason(command)
+        reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
         if reason and not self.hung:
             self.hung = reason
             self.output.say("\nthis run hangs: its ranks print their stacks and are ended")

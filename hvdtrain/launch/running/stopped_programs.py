@@ -1,13 +1,14 @@
 """Programs between `hvdtrain run` and its ranks that are stopped: nobody else looks after them, and a run cannot end
-without them."""
+without them. On this host that is all that the launch command has started; on others Open MPI's daemon."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.rank_variables import is_rank
@@ -17,47 +18,69 @@ PAUSE_SECONDS = 5.0
 """Between two looks: then this process itself was stopped, and the others may have been as well."""
 
 
-@dataclass
-class StoppedPrograms:
-    """Looks at a launch command and at what it has started on this host, down to the ranks.
+@dataclass(frozen=True)
+class StoppedProgram:
+    """One that is stopped.
 
     Attributes:
-        still: seconds after which a stopped program counts.
+        name: of its file.
+        pid: its process id on its host.
+        held: seconds since it was first seen stopped.
+        host: its name as the user gave it; empty for the launcher's own.
     """
 
-    still: float
+    name: str
+    pid: int
+    held: float
+    host: str = ""
+
+    def __str__(self) -> str:
+        place = f" on host {self.host}" if self.host else ""
+        return (
+            f"{self.name}{place} (process {self.pid}), which starts the ranks and waits for them, "
+            "is stopped (SIGSTOP): what stopped it? `kill -CONT` lets it go on"
+        )
+
+
+@dataclass
+class StoppedPrograms:
+    """Looks at some programs and at what they have started on this host, down to the ranks."""
+
     _since: dict[int, float] = field(default_factory=dict)
     _looked: float = float("-inf")
-    _reason: str = ""
+    _elsewhere: dict[str, list[StoppedProgram]] = field(default_factory=dict)
 
-    def reason(self, command: int) -> str:
-        """Which of them has been stopped for too long; empty if none has. Call regularly.
+    def look(self, programs: Iterable[int]) -> list[StoppedProgram]:
+        """Those that are stopped, also on other hosts. Call regularly.
 
         Args:
-            command: the process id of the launch command.
+            programs: their process ids.
         """
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
             if now - self._looked > PAUSE_SECONDS:
                 self._since.clear()
             self._looked = now
-            self._since = {pid: self._since.get(pid, now) for pid in _stopped(command)}
-            late = (pid for pid, since in self._since.items() if now - since >= self.still)
-            self._reason = next(filter(None, map(_sentence, late)), "")
-        return self._reason
+            stopped = {pid for top in programs for pid in _stopped(top)}
+            self._since = {pid: self._since.get(pid, now) for pid in stopped}
+        here = (
+            StoppedProgram(name, pid, self._looked - since)
+            for pid, since in self._since.items()
+            if (name := _name(pid))
+        )
+        return [*here, *(one for some in self._elsewhere.values() for one in some)]
+
+    def hear(self, host: str, stopped: Iterable[Mapping[str, Any]]) -> None:
+        """What is stopped on another host now: `StoppedProgram` as dictionaries."""
+        self._elsewhere[host] = [StoppedProgram(**{**one, "host": host}) for one in stopped]
 
 
-def _sentence(pid: int) -> str:
-    """The message about a stopped program; empty if it has ended meanwhile."""
-    try:
+def _name(pid: int) -> str:
+    """The name of a program's file; empty if it has ended."""
+    with suppress(OSError):
         command = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace")
-    except OSError:
-        return ""
-    program = Path(command.partition("\0")[0]).name
-    return (
-        f"{program} (process {pid}), which starts the ranks and waits for them, is stopped (SIGSTOP): "
-        "what stopped it? `kill -CONT` lets it go on"
-    )
+        return Path(command.partition("\0")[0]).name
+    return ""
 
 
 def _stopped(pid: int) -> Iterator[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
+from hvdtrain.launch.running.stopped_programs import StoppedProgram
 
 STILL_SECONDS = 20.0
 """A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""
@@ -66,6 +67,7 @@ class Watchdog:
     steps: int = 0
     working_since: float = 0.0
     _heard: dict[int, float] = field(default_factory=dict)
+    _hosts: dict[str, float] = field(default_factory=dict)
     _asked: float = float("inf")
     _resumed: float = float("-inf")
 
@@ -81,8 +83,16 @@ class Watchdog:
                 self.working_since = self.working_since or time.monotonic()
                 self.steps = max(self.steps, one.heartbeat.step)
 
-    def verdict(self) -> str:
-        """Why the run cannot go on; empty as long as it can."""
+    def hear_host(self, name: str) -> None:
+        """Something was told of a host, of ranks there or that there are none yet."""
+        self._hosts[name] = time.monotonic()
+
+    def verdict(self, programs: Iterable[StoppedProgram] = ()) -> str:
+        """Why the run cannot go on; empty as long as it can.
+
+        Args:
+            programs: those that look after the ranks and are stopped.
+        """
         if self.limits is None:
             return ""
         now = time.monotonic()
@@ -91,21 +101,22 @@ class Watchdog:
         self._asked = now
         awake = now - self._resumed
         ranks = [_at_most(awake, one) for one in self.statuses.values()]
-        return self._unheard(now, awake) or verdict(ranks, self.limits)
+        late = (str(one) for one in programs if min(awake, one.held) >= self.limits.still)
+        return self._unheard(now, awake) or verdict(ranks, self.limits) or next(late, "")
 
     def _unheard(self, now: float, awake: float) -> str:
         """Their hosts tell of ranks every few seconds, whatever these do."""
         assert self.limits is not None
         limit = max(self.limits.waiting, UNHEARD_SECONDS)
-        found = [
-            one
-            for one in self.statuses.values()
-            if one.state != "gone" and min(awake, now - self._heard[one.rank]) >= limit
-        ]
+        there = (one for one in self.statuses.values() if one.state != "gone")
+        heard = {f"host {name}": at for name, at in self._hosts.items()} | {
+            _name(one): self._heard[one.rank] for one in there if one.host not in self._hosts
+        }
+        found = [name for name, at in heard.items() if min(awake, now - at) >= limit]
         if not found:
             return ""
         return (
-            f"no news from {', '.join(map(_name, found))} for {limit:g} s: "
+            f"no news from {', '.join(found)} for {limit:g} s: "
             "have hvdtrain's processes there been stopped (`ps -eo pid,stat,args`)?"
         )
 

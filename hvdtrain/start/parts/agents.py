@@ -49,7 +49,8 @@ class Reach:
 def agent_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
     """The ssh command that runs a host's agent."""
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
-    remote = ["env", *settings, reach.python, "-P", "-m", "hvdtrain.start.agent", launch_id]
+    # Not below a shell, so that it hears of the connection's end also while it is stopped.
+    remote = ["exec", "env", *settings, reach.python, "-P", "-m", "hvdtrain.start.agent", launch_id]
     return [
         *("ssh", "-T", *BATCH, *ALIVE, *unseen_keys(host, reach.port, reach.identity_file)),
         *("-o", f"ConnectTimeout={max(1, int(min(CONNECT_SECONDS, reach.seconds - 1)))}"),

@@ -32,7 +32,9 @@ from horovod.runner.elastic.discovery import FixedHosts  # noqa: E402
 from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
+from hvdtrain.environment import LAUNCH_ID  # noqa: E402
 from hvdtrain.errors import EngineError  # noqa: E402
+from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER  # noqa: E402
 from hvdtrain.launch.secrets import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.start.parts.elastic_driver import PatientDriver, PatientHosts  # noqa: E402
@@ -95,6 +97,8 @@ def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> 
         # group. Until then Python's own handler would leave Horovod waiting for a helper that has ended.
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Stands in the command lines of its daemons on other hosts, where agents look for it.
+        environ[f"OMPI_MCA_{MPI_PARAMETER}"] = os.environ[LAUNCH_ID]
         mpi_run.mpi_run(settings, nics, environ, arguments.command)
 
 

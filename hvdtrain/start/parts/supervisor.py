@@ -74,6 +74,8 @@ class _AllRanks:
         self._unanswered: set[str] = set()
         self._pipe = _news_pipe()
         self._beaten = float("-inf")
+        for host in agents.hosts:
+            self._tell(host=host, stopped=[])
 
     def warn(self) -> None:
         self._here.warn()
@@ -107,6 +109,7 @@ class _AllRanks:
             with suppress(KeyError, TypeError):
                 self._elsewhere[host] = from_json(news["ranks"], host)
                 self._tell_of(self._elsewhere[host])
+                self._tell(host=host, stopped=news["stopped"])
             if "passed_on" in news:
                 self._unanswered.discard(host)
             if "left" in news:
