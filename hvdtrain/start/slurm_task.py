@@ -79,16 +79,16 @@ class _RankNews:
         self._rank = rank
         self._host = environment.get("SLURMD_NODENAME", "")
         wanted = TERMINAL in environment and LAUNCH_ID in environment
-        self._lookout = RankMonitor(environment[LAUNCH_ID]) if wanted else None
+        self._monitor = RankMonitor(environment[LAUNCH_ID]) if wanted else None
         self._looked = self._told = float("-inf")
         self._before: tuple[str, str] | None = None
 
     def tick(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if self._lookout is None or (now - self._looked < LOOK_SECONDS and not at_once):
+        if self._monitor is None or (now - self._looked < LOOK_SECONDS and not at_once):
             return
         self._looked = now
-        for one in self._lookout.look():
+        for one in self._monitor.look():
             new = self._before != (one.state, one.phase) or now - self._told >= NEWS_SECONDS
             if one.rank == self._rank and new:
                 self._told, self._before = now, (one.state, one.phase)

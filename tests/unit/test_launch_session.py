@@ -90,16 +90,28 @@ def wait_until_it_stands(log: Path) -> None:
         sizes.append(log.stat().st_size if log.exists() else 0)
 
 
-def test_a_second_signal_ends_a_run_whose_reader_has_halted(begin: Begin, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGINT, signal.SIGTERM]])
+def test_a_signal_ends_a_run_whose_reader_has_halted(
+    signals: list[signal.Signals], begin: Begin, tmp_path: Path
+) -> None:
     """It has more to show then, which must not wait either."""
     unfinished = "import sys; sys.stderr.write('unfinished')\n"
     process = begin(unfinished + MUCH, stderr=subprocess.STDOUT)
     wait_until_it_stands(tmp_path / "logs/rank.0/stdout")
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(5) == 130
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(0.2)
+    assert process.wait(8) == 130
+
+
+def test_what_a_slow_reader_has_not_taken_yet_is_shown_at_the_end(
+    begin: Begin, tmp_path: Path
+) -> None:
+    process = begin("for i in range(50_000): print(i)")
+    wait_until_it_stands(tmp_path / "logs/rank.0/stdout")
+    stdout, _ = process.communicate(timeout=30)
+    assert stdout == b"".join(b"%d\n" % i for i in range(50_000))
+    assert process.returncode == 0
 
 
 def test_a_run_goes_on_without_a_terminal_that_takes_nothing(begin: Begin, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -42,12 +42,10 @@ class Ending:
     Attributes:
         returncode: of the command (negative: killed by that signal).
         received: the signal that the user sent, if any.
-        at_once: whether a second signal cut the run short; the rest of its output was not read.
     """
 
     returncode: int
     received: signal.Signals | None
-    at_once: bool = False
 
 
 class Run(Protocol):
@@ -62,8 +60,17 @@ class Run(Protocol):
     def idle(self) -> None:
         """The command wrote nothing for one tick."""
 
+    def finish(self) -> None:
+        """All that the command wrote was taken."""
+
+    def is_behind(self) -> bool:
+        """Whether output that was taken is still to be shown: until it is, no more is read, or memory would fill."""
+
+    def catch_up(self, seconds: float) -> None:
+        """Show some of it, waiting up to `seconds`."""
+
     def stopping(self, received: signal.Signals) -> None:
-        """The first SIGINT, SIGTERM or SIGHUP arrived. A second one kills the run at once and interrupts callbacks."""
+        """The first SIGINT, SIGTERM or SIGHUP arrived. A second one kills the run at once."""
 
     def warning(self) -> None:
         """SIGUSR1 arrived; the run continues."""
@@ -118,15 +125,14 @@ def run_process(
             try:
                 pipes.add_output(process, "stdout", "stderr")
                 pipes.add("news", news)
-                watch = _Watch(process, launch_id, came, run, grace)
-                came.do(lambda: _read(pipes, watch, run))
+                _read(pipes, _Watch(process, launch_id, came, run, grace), run)
             finally:
                 signal_launch(launch_id, signal.SIGKILL)
-        return Ending(process.wait(), came.ending[0] if came.ending else None, came.left)
+        return Ending(process.wait(), came.ending[0] if came.ending else None)
 
 
 def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
-    """Pass on what the command writes, until it is over."""
+    """Pass on what the command writes, until it is over and all is shown. A signal then ends the wait for a reader."""
     news = Lines()
 
     def take(came: Iterable[tuple[Any, bytes]]) -> bool:
@@ -142,9 +148,15 @@ def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
         return any_output
 
     while not watch.is_over():
-        if not take(pipes.read(TICK_SECONDS)):
+        if run.is_behind():
+            run.catch_up(TICK_SECONDS)
+        elif not take(pipes.read(TICK_SECONDS)):
             run.idle()
     take(pipes.rest("stdout", "stderr"))
+    run.finish()
+    heard = len(watch.came.ending)
+    while run.is_behind() and len(watch.came.ending) == heard:
+        run.catch_up(TICK_SECONDS)
 
 
 @dataclass
@@ -243,10 +255,6 @@ def _guarded(launch_id: str) -> Iterator[None]:
         os.close(writing)
 
 
-class _AtOnce(BaseException):
-    """Raised by the second signal, out of whatever is being done."""
-
-
 @dataclass
 class _Signals:
     """The signals that this process received.
@@ -254,34 +262,14 @@ class _Signals:
     Attributes:
         ending: those that end the run.
         warnings: SIGUSR1, once for each time.
-        left: whether a second ending signal interrupted `do`.
     """
 
     ending: list[signal.Signals] = field(default_factory=list)
     warnings: list[signal.Signals] = field(default_factory=list)
-    left: bool = False
-    _may_leave: bool = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
-            self.warnings.append(signal.Signals(number))
-            return
-        self.ending.append(signal.Signals(number))
-        # Python retries a write that a signal interrupts, unless the handler raises.
-        if self._may_leave and len(self.ending) > 1:
-            self._may_leave = False
-            raise _AtOnce
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Call `work`; a second ending signal interrupts it."""
-        try:
-            self._may_leave = True
-            try:
-                work()
-            finally:
-                self._may_leave = False
-        except _AtOnce:
-            self.left = True
+        kind = self.warnings if number == signal.SIGUSR1 else self.ending
+        kind.append(signal.Signals(number))
 
 
 @contextlib.contextmanager

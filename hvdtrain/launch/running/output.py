@@ -19,7 +19,7 @@ from hvdtrain.launch.running.line_splitter import LONGEST, Line, Lines
 from hvdtrain.launch.running.log_filter import Echoes, is_noise, may_be_noise
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.output_parser import Piece, PlainReader, Stream, TagReader
-from hvdtrain.launch.running.output_writers import LogFiles, Screen
+from hvdtrain.launch.running.output_writers import FAREWELL_SECONDS, LogFiles, Screen
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames
 from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encoded, from_line
 
@@ -96,6 +96,8 @@ class Output:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        while self.is_behind:
+            self.catch_up(FAREWELL_SECONDS)
         self._logs.close()
         self._running.close()
 
@@ -134,10 +136,20 @@ class Output:
         self._write("stderr", encoded(f"{text}\n"))
         self._flush()
 
-    def leave_terminal(self) -> None:
-        """Show no more, not even to wait for a reader that has halted."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether the user's terminal, or what reads in its place, has not taken all of the output yet."""
+        return any(screen.is_behind for screen in self._screens.values())
+
+    def catch_up(self, seconds: float) -> None:
+        """Wait up to `seconds` for the reader to take some."""
         for screen in self._screens.values():
-            screen.leave()
+            screen.flush(seconds)
+
+    def hurry(self) -> None:
+        """The run is to end: from now on it does not wait long for a reader that takes nothing."""
+        for screen in self._screens.values():
+            screen.patience = FAREWELL_SECONDS
 
     def _take(self, piece: Piece) -> None:
         if piece.rank is None:

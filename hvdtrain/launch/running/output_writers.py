@@ -12,10 +12,15 @@ import io
 import os
 import resource
 import select
+import stat
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
+
+FAREWELL_SECONDS = 1.0
+"""For a reader that takes nothing, once the run is to end."""
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
@@ -124,33 +129,60 @@ def _open_private(path: str, flags: int) -> int:
 
 @dataclass
 class Screen:
-    """One of the streams that the user looks at.
+    """One of the streams that the user looks at. What its reader does not take yet is kept: writing never waits.
 
     Attributes:
         on_loss: told once, when it cannot be written to any more.
+        patience: seconds after which a reader that takes nothing is shown no more.
     """
 
     target: BinaryIO
     on_loss: Callable[[OSError], None]
+    patience: float = float("inf")
     _lost: bool = False
-    _waiting: list[bytes] = field(default_factory=list)
+    _waiting: bytearray = field(default_factory=bytearray)
+    _took_at: float = 0.0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether its reader has not taken all yet."""
+        return bool(self._waiting)
 
     def show(self, data: bytes) -> None:
         """Show it, at the next `flush`."""
-        self._waiting.append(data)
+        if not self._lost:
+            self._took_at = self._took_at if self._waiting else time.monotonic()
+            self._waiting += data
 
-    def flush(self) -> None:
-        data = b"".join(self._waiting)
-        self._waiting.clear()
-        if self._lost or not data:
-            return
+    def flush(self, seconds: float = 0.0) -> None:
+        """Write what its reader takes, waiting up to `seconds` for it to take any."""
         try:
-            write_all(self.target, data)
-            self.target.flush()
+            while self._waiting and (count := self._write(seconds)):
+                del self._waiting[:count]
+                self._took_at, seconds = time.monotonic(), 0.0
         except OSError as error:
-            self._lost = True
+            self._leave()
             self.on_loss(error)
+        if self._waiting and time.monotonic() - self._took_at > self.patience:
+            self._leave()
 
-    def leave(self) -> None:
-        """Show no more: its reader has halted it, and the user does not want to wait."""
+    def _write(self, seconds: float) -> int:
+        """Returns how many bytes the reader has taken; 0 if it takes none now."""
+        most = _most_at_once(self.target)
+        if most is not None and not select.select([], [self.target], [], seconds)[1]:
+            return 0
+        with memoryview(self._waiting)[:most] as data:
+            return self.target.write(data) or 0
+
+    def _leave(self) -> None:
         self._lost = True
+        self._waiting.clear()
+
+
+def _most_at_once(target: BinaryIO) -> int | None:
+    """How many bytes a pipe or a terminal takes without waiting, once it takes any; None: a file takes all."""
+    try:
+        mode = os.fstat(target.fileno()).st_mode
+    except io.UnsupportedOperation:  # A notebook's cell.
+        return None
+    return None if stat.S_ISREG(mode) else select.PIPE_BUF

@@ -152,9 +152,6 @@ def _run_once(
         ending = run_process(
             argv, run, environment=environment, launch_id=launch_id, grace=patience.grace
         )
-        if ending.at_once:
-            output.leave_terminal()
-        output.finish()
         run.write_status()
         outcome = outcome_of(
             ending,
@@ -211,7 +208,17 @@ class _ShownRun:
     def idle(self) -> None:
         self.output.settle()
 
+    def finish(self) -> None:
+        self.output.finish()
+
+    def is_behind(self) -> bool:
+        return self.output.is_behind
+
+    def catch_up(self, seconds: float) -> None:
+        self.output.catch_up(seconds)
+
     def stopping(self, received: signal.Signals) -> None:
+        self.output.hurry()
         self.output.say(_stopping(received, self.output.unread, self.process_names))
 
     def warning(self) -> None:
@@ -221,6 +228,8 @@ class _ShownRun:
         return bool(self.output.failures) and not self.elastic
 
     def is_hung(self, command: int) -> bool:
+        if self.output.is_behind:
+            return False  # The ranks may wait for its reader, as this run does.
         reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
         if reason and not self.hung:
             self.hung = reason

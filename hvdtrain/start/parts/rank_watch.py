@@ -34,7 +34,7 @@ class RankWatch:
     """
 
     launch_id: str
-    _lookout: RankMonitor = field(init=False)
+    _monitor: RankMonitor = field(init=False)
     _looked: float = float("-inf")
     _warned: set[int] | None = None
     _asked: tuple[int, frozenset[int]] = (0, frozenset())
@@ -43,7 +43,7 @@ class RankWatch:
     _told_left: bool = False
 
     def __post_init__(self) -> None:
-        self._lookout = RankMonitor(self.launch_id)
+        self._monitor = RankMonitor(self.launch_id)
 
     def tick(self) -> Iterator[list[RankStatus]]:
         """Yield the state of the ranks, about once a second."""
@@ -55,7 +55,7 @@ class RankWatch:
         self._looked = time.monotonic()
         if self._warned is not None:
             self._warned |= self._send(signal.SIGUSR1, but=self._warned).keys()
-        ranks = self._lookout.look()
+        ranks = self._monitor.look()
         for one in ranks:
             self._end_if_frozen(one)
         return [replace(one, ending=self._is_ending(one)) for one in ranks]
@@ -73,7 +73,7 @@ class RankWatch:
         They may hold the output open, and the launcher would wait for them.
         """
         now = time.monotonic()
-        left = self._lookout.left_behind()
+        left = self._monitor.left_behind()
         self._gone_since = (self._gone_since or now) if left else 0.0
         late = now - self._gone_since - LEAVING_SECONDS
         if not left or late <= 0:
@@ -112,8 +112,8 @@ class RankWatch:
     def _send(self, number: int, but: Container[int] = ()) -> dict[int, int]:
         """Send it to the ranks that have a handler for it; return process id -> rank."""
         sent = {}
-        self._lookout.look(search=True)
-        for rank, pid in self._lookout.processes():
+        self._monitor.look(search=True)
+        for rank, pid in self._monitor.processes():
             with suppress(OSError):
                 if pid not in but and number in state_of(pid).caught:
                     os.kill(pid, number)
