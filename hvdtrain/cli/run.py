@@ -178,7 +178,8 @@ def run(
 
         env = tuple(map(variable_to_pass, values["env"]))
         launch = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
-        _print_or_run(launch, view, Patience(grace_seconds), dry_run, left_out)
+        patience = Patience(grace_seconds, restarts=restarts)
+        _print_or_run(launch, view, patience, dry_run, left_out)
         return
     check_servers(choice.name, workers, ps)
     if container is not None:

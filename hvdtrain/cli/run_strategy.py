@@ -31,7 +31,7 @@ from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 _ALWAYS = {
     *("script", "arguments", "module", "strategy", "env", "verbose"),
     *("config", "show_config", "dry_run"),
-    *("log_dir", "all_ranks", "prefix_output_with_timestamp", "grace_seconds"),
+    *("log_dir", "all_ranks", "prefix_output_with_timestamp", "grace_seconds", "restarts"),
 }
 _OF_ONE_PROCESS = {"np"}
 _OF_SERVERS = {

@@ -16,6 +16,7 @@ Output is marked with the number of its process, as horovodrun does: 0 is the ch
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -27,7 +28,14 @@ from pathlib import Path
 from types import FrameType
 
 from hvdtrain import __version__
-from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE, EXIT_USAGE, LAUNCH_ID
+from hvdtrain.environment import (
+    EXIT_FAILURE,
+    EXIT_HANG,
+    EXIT_SIGNAL_BASE,
+    EXIT_USAGE,
+    LAUNCH_ID,
+    TERMINAL,
+)
 from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.env_forwarding import into_tasks, travelling, without_value
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
@@ -40,7 +48,7 @@ from hvdtrain.standard_streams import write_all
 from hvdtrain.start.agent import Greeting
 from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
 from hvdtrain.start.parts.host_ranks import STOPPED
-from hvdtrain.start.parts.output_tags import marked
+from hvdtrain.start.parts.output_tags import marked, marked_news
 
 START_SECONDS = 30
 RESTARTS = 10
@@ -212,6 +220,9 @@ class Launch:
                 _write(descriptor, marked(text.encode("latin-1"), number, descriptor))
             case {"ended": [int(number), int(code)]}:
                 self._take_end(self.layout.roles[number], code)
+            case {"ranks": [*chief]} if chief and TERMINAL in os.environ:
+                # `hvdtrain run` sees a chief on its own host by itself.
+                _write(1, marked_news(json.dumps(news), 0))
 
     def _take_end(self, role: Role, code: int) -> None:
         now = time.monotonic()

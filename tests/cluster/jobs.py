@@ -14,7 +14,7 @@ SECONDS = 120
 # Scripts that need no TensorFlow ask their launcher for their rank.
 RANK = (
     "import os, sys, time\n"
-    "rank = int(os.environ.get('HOROVOD_RANK') or os.environ['OMPI_COMM_WORLD_RANK'])\n"
+    "rank = int(os.environ.get('HOROVOD_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK', 0))\n"
 )
 
 

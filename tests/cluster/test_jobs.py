@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from jobs import RANK, SECONDS, Job, user_environment
 from slurm_cluster import SlurmCluster
 
@@ -125,8 +126,16 @@ print("done", flush=True)
 )
 
 
-def test_a_run_that_fails_is_started_again(start: Callable[..., Job]) -> None:
-    job = start(FAILS.format(useful=9, failures=2), "-np", "1", "--restarts", "3")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["-np", "1"],
+        ["--strategy", "central-storage", "-np", "2"],
+        ["--strategy", "parameter-server", "--workers", "1"],
+    ],
+)
+def test_a_run_that_fails_is_started_again(start: Callable[..., Job], options: list[str]) -> None:
+    job = start(FAILS.format(useful=9, failures=2), *options, "--restarts", "3")
     stdout, stderr = job.process.communicate(timeout=SECONDS)
     assert (job.process.returncode, stdout) == (0, "done\n")
     assert "restarting (1 of 3): it failed with exit code 7 after 3 steps" in stderr

@@ -21,7 +21,7 @@ from hvdtrain.launch.running.processes import (
     state_of,
 )
 from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, slot_of
-from hvdtrain.worker.heartbeat import Heartbeat, Page, page_of
+from hvdtrain.worker.heartbeat import Heartbeat, Page, has_page_of, page_of
 from hvdtrain.worker.output_frames import HELPER
 
 State = Literal["running", "stopped", "uninterruptible", "traced", "gone"]
@@ -70,7 +70,9 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
     for pid in processes_of(launch_id):
         with suppress(OSError, ValueError):
             environ = environment_of(pid)
-            if is_rank(environ) and name_of(pid) != HELPER:
+            # A script that trains in one process, or with parameter servers, has no number.
+            numbered = is_rank(environ) or has_page_of(pid, launch_id)
+            if numbered and name_of(pid) != HELPER:
                 found[pid] = RankProcess(environ, state_of(pid))
     return found
 

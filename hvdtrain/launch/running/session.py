@@ -28,13 +28,14 @@ from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.output_writers import bytes_of
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames
-from hvdtrain.launch.running.rank_monitor import from_json
+from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
 # Wrong use and the user's own signal; what nobody reads any more ends like the latter.
 _FINAL = {0, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_SIGNAL_BASE + signal.SIGHUP}
+LOOK_SECONDS = 1.0
 _WARNED = "\nSIGUSR1: this job will end soon; notifying all ranks"
 
 
@@ -145,6 +146,8 @@ def _run_once(
         process_names,
         elastic,
         RunStatus(launch_id, view.command),
+        # Who starts ranks tells of them; other launches have a script on this host, as a rule.
+        None if process_names == RANKS else RankMonitor(launch_id),
     )
     output.on_news = run.take_news
     with output:
@@ -174,6 +177,7 @@ class _ShownRun:
     """A run whose output is shown and whose ranks are watched.
 
     Attributes:
+        monitor: of the scripts on this host; None: whoever starts them tells what they do.
         hung: why the watchdog ended it; empty if it did not.
     """
 
@@ -183,7 +187,9 @@ class _ShownRun:
     process_names: ProcessNames
     elastic: bool
     status: RunStatus
+    monitor: RankMonitor | None
     hung: str = ""
+    looked: float = float("-inf")
 
     def take_output(self, stream: Stream, data: bytes) -> None:
         self.output.feed(stream, data)
@@ -191,14 +197,17 @@ class _ShownRun:
     def take_news(self, line: bytes) -> None:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
             news = json.loads(line)
-            self.watchdog.hear(from_json(news.get("ranks", [])))
+            self._hear(from_json(news.get("ranks", [])))
             if "host" in news:
                 self.watchdog.hear_host(news["host"])
                 self.stopped.hear(news["host"], news["stopped"])
-            if time.time() - self.status.updated >= WRITE_SECONDS:
-                self.write_status()
             if "left" in news:
                 self.output.say(f"\nended processes that the script left behind: {news['left']}")
+
+    def _hear(self, statuses: list[RankStatus]) -> None:
+        self.watchdog.hear(statuses)
+        if time.time() - self.status.updated >= WRITE_SECONDS:
+            self.write_status()
 
     def write_status(self) -> None:
         """Into the log folder, for `hvdtrain ps`."""
@@ -228,6 +237,9 @@ class _ShownRun:
         return bool(self.output.failures) and not self.elastic
 
     def is_hung(self, command: int) -> bool:
+        if self.monitor is not None and time.monotonic() - self.looked >= LOOK_SECONDS:
+            self.looked = time.monotonic()
+            self._hear(self.monitor.look())
         if self.output.is_behind:
             return False  # The ranks may wait for its reader, as this run does.
         reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
