@@ -37,7 +37,7 @@ from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch
+from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch, state_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, mpi_daemons_of
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.rank_variables import without_place
@@ -142,9 +142,10 @@ class Agent:
             daemons = mpi_daemons_of(self._launch_id)
             end_launch(self._launch_id)
             for pid in daemons:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGTERM)
-                    os.kill(pid, signal.SIGCONT)
+                    if state_of(pid).stopped:  # It would pass this one on.
+                        os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
 
     def _tell_of(self, ranks: list[RankStatus]) -> None:

@@ -124,6 +124,18 @@ def test_a_killed_rank_counts_more_than_those_it_left() -> None:
     assert judge(137, LOST, launcher=KILLED).exit_code == 137
 
 
+def test_a_killed_launcher_counts_more_than_the_ranks_that_it_took_along() -> None:
+    taken = "Process 1 exit with status code 143.\n"
+    assert judge(-9, launcher=taken) == Outcome(
+        137, "horovodrun was killed by SIGKILL (out of memory?)" + LOGS
+    )
+    assert judge(-15, BUG).message.startswith("rank 1 failed:")
+
+
+def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:
+    assert "mpirun ends its ranks so when it is sent a signal" in judge(1).message
+
+
 def test_bare_exit_codes() -> None:
     assert judge(1, Failure(1, 3, False, "")) == Outcome(
         3, "rank 1 ended with exit code 3" + LOGS, 1

@@ -200,3 +200,23 @@ def test_what_every_helper_of_gloo_loads_is_light() -> None:
     loaded = {name for name in done.stdout.split() if name.startswith(("hvdtrain", "horovod"))}
     own = {"hvdtrain.start", "hvdtrain.start.run_horovod"}
     assert loaded == {"hvdtrain", "hvdtrain.environment", "hvdtrain.signals", *own}
+
+
+SIGNALLED = """
+import os, signal
+from hvdtrain.start.parts.horovod_patches import gloo_run, noted_signals
+came = noted_signals()
+event = gloo_run.register_shutdown_event()
+os.kill(os.getpid(), signal.SIGTERM)
+print(event.is_set(), came)
+"""
+
+
+def test_a_signal_that_ends_horovods_launcher_is_noted() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "True [15]\n", done.stderr

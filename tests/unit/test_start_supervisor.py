@@ -1,6 +1,7 @@
 """Standing by a launcher: its exit code, its end, and a host that is lost."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -63,6 +64,8 @@ def test_exit_codes(how: str, code: int) -> None:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == code
     assert ("ValueError: bad" in stderr) == (how == "raises")
+    killed = r"hvdtrain: Horovod's launcher \(process \d+\), which starts .* was killed by SIGKILL"
+    assert bool(re.match(killed, stderr)) == (how == "killed")
 
 
 @pytest.mark.parametrize(("how", "code"), [("sleep", 143), ("content", 143), ("deaf", 137)])
@@ -79,6 +82,27 @@ def test_sigterm_is_passed_on_and_its_effect_awaited(how: str, code: int) -> Non
         stdout, _ = process.communicate(timeout=20)
         assert time.monotonic() - started < 5
     assert (process.returncode, stdout) == (code, "other hosts warned\n")
+
+
+def test_who_sent_a_signal_is_told_unless_it_is_the_users() -> None:
+    """The user's comes from `hvdtrain run`, which starts this program."""
+    with start("sleep") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        other = subprocess.run(
+            ["sh", "-c", f"echo $$; kill -TERM {process.pid}; sleep 1"], stdout=subprocess.PIPE
+        )
+        _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert stderr == (
+        f"hvdtrain: horovodrun (process {process.pid}) was sent SIGTERM by process "
+        f"{int(other.stdout)} (sh)\n"
+    )
+    with start("sleep") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.terminate()
+        assert process.communicate(timeout=20)[1] == ""
 
 
 def test_under_nohup_a_hangup_means_nothing() -> None:

@@ -29,6 +29,7 @@ _SRUN_EXIT = re.compile(
 # What the programs of hvdtrain.start say themselves: about hosts and servers, in whole sentences.
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
+_SILENT = "no reason was told; mpirun ends its ranks so when it is sent a signal (kill, a closed terminal)"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ def outcome_of(
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
     logs = f"logs{' of all ranks' if process_names == RANKS else ''}: {log_dir}"
+    if ending.returncode < 0 and not failures and process_names == RANKS:
+        code = _code_of(ending)
+        return Outcome(code, f"horovodrun {how_it_ended(code)}\n{logs}")
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
     told = "\n".join(_STARTER.findall(launcher_text))
@@ -110,7 +114,13 @@ def outcome_of(
     # A launcher ends with the code of a rank that was killed, too: only its own signal is its own.
     own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
     ended_so = how_it_ended(code) if own_signal else f"failed (exit code {code})"
-    said = f":\n{tail}" if tail else ""
+    said = (
+        f":\n{tail}"
+        if tail
+        else f": {_SILENT}"
+        if process_names == RANKS and not own_signal
+        else ""
+    )
     return Outcome(code, f"{launcher} {ended_so}{said}\n{logs}")
 
 

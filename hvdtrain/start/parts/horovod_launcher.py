@@ -36,6 +36,7 @@ from hvdtrain.start.parts.horovod_patches import (
     horovods_exportable,
     launch,
     network,
+    noted_signals,
     replace_functions,
     settle,
     start_elastic_ranks,
@@ -194,7 +195,8 @@ def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostRepo
 
 
 def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:
-    """Horovod's launcher; over MPI this process becomes mpirun."""
+    """Horovod's launcher; over MPI this process becomes mpirun. Returns its exit code, -N if signal N ended it."""
+    received = noted_signals()
     try:
         if arguments.log_level:
             logging.addLevelName(logging.NOTSET, "TRACE")
@@ -206,7 +208,7 @@ def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> i
                 start_elastic_ranks(
                     arguments, hosts.interfaces, lambda found: FitHosts(found, hosts)
                 )
-        return 0
+        return -received[0] if received else 0
     except HvdtrainError as error:
         print(f"hvdtrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -215,4 +217,4 @@ def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> i
             traceback.print_exc()
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return exit_code_of(error)
+        return -received[0] if received else exit_code_of(error)

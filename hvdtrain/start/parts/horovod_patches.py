@@ -14,6 +14,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Collection
+from types import FrameType
 from typing import Any
 
 _without = types.ModuleType("horovod.runner.js_run")
@@ -47,6 +48,7 @@ __all__ = [
     "horovods_exportable",
     "launch",
     "network",
+    "noted_signals",
     "replace_functions",
     "settle",
     "start_elastic_ranks",
@@ -93,10 +95,13 @@ def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> 
         address = network.get_driver_ip(nics)
         gloo_run.gloo_run(settings, nics, environ, address, arguments.command)
     else:
-        # This process becomes a shell that waits for mpirun and passes no signal on: signals go to the
-        # group. Until then Python's own handler would leave Horovod waiting for a helper that has ended.
+        # Ctrl-C in a terminal is for the supervisor. Until mpirun is there, Python's own handler would leave Horovod
+        # waiting for a helper that has ended.
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Horovod has a shell wait for mpirun, which passes no signal on and hides how mpirun ended.
+        execute = os.execve
+        os.execve = lambda sh, argv, env: execute(sh, [*argv[:-1], f"exec {argv[-1]}"], env)  # type: ignore
         # Stands in the command lines of its daemons on other hosts, where agents look for it.
         environ[f"OMPI_MCA_{MPI_PARAMETER}"] = os.environ[LAUNCH_ID]
         mpi_run.mpi_run(settings, nics, environ, arguments.command)
@@ -142,6 +147,26 @@ def start_elastic_ranks(
         ),
         sys.executable,
     )
+
+
+def noted_signals() -> list[int]:
+    """From now on the list gets the signals that end this process once it has ended its ranks over Gloo."""
+    came: list[int] = []
+    register = gloo_run.register_shutdown_event
+
+    def noting() -> Any:
+        event = register()
+
+        def note(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+            event.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, note)
+        return event
+
+    gloo_run.register_shutdown_event = noting
+    return came
 
 
 def _settings(arguments: argparse.Namespace, nics: Collection[str] | None) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS
+from hvdtrain.launch.running.outcome import how_it_ended
+from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
@@ -24,6 +26,10 @@ from hvdtrain.start.parts.rank_watch import RankWatch
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
 """Time for a launcher to end its ranks. mpirun would wait forever for a host that is cut off."""
+TOGETHER_SECONDS = 0.2
+"""Whoever ends all processes of a launch signals this one soon after the launcher."""
+_BY_KERNEL = 0x80
+"""si_code (siginfo.h) of a signal that no process has sent."""
 DEAF_SECONDS = 2.0
 """After which mpirun gets the signal again: the first one has no effect while it starts its ranks."""
 
@@ -46,18 +52,21 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     while True:
         received = signal.sigtimedwait(watched, TICK_SECONDS)
         number = received.si_signo if received else None
-        if number == signal.SIGUSR1:
+        if received and number in ending:
+            end.ask(received)
+        elif number == signal.SIGUSR1:
             ranks.warn()
         elif number == signal.SIGUSR2:
             ranks.show_stacks()
-        elif number in ending:
-            end.ask(signal.Signals(number))
+        is_mpirun = end.is_mpirun()
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             code = os.waitstatus_to_exitcode(status)
             ranks.tick()
             ranks.look_again()
-            if code:
+            if code < 0 and not signal.sigtimedwait(ending, TOGETHER_SECONDS):
+                end.tell_what_ended(is_mpirun, code)
+            elif code:
                 end.has_lost_hosts()
             return end.code_of(shell_code(code))
         ranks.tick()
@@ -144,7 +153,7 @@ class _End:
 
     Attributes:
         child: the launcher's process.
-        code: the exit code if the launcher, having been ended, claims success.
+        code: the exit code if the launcher was asked to end, and did so by itself.
     """
 
     child: int
@@ -158,13 +167,28 @@ class _End:
 
     def code_of(self, launcher: int) -> int:
         """The exit code of the run whose launcher ended with this one."""
-        return EXIT_FAILURE if self.lost else launcher or self.code
+        killed = launcher > EXIT_SIGNAL_BASE
+        return EXIT_FAILURE if self.lost else launcher if killed else self.code or launcher
 
-    def ask(self, number: signal.Signals) -> None:
-        """The user's signal; the second one ends all at once."""
+    def tell_what_ended(self, is_mpirun: bool, code: int) -> None:
+        """The launcher, by a signal, unless it was asked to end."""
+        if self._ended_at is None:
+            what = "mpirun" if is_mpirun else "Horovod's launcher"
+            how = how_it_ended(shell_code(code))
+            _say(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
+
+    def ask(self, received: signal.struct_siginfo) -> None:
+        """The signal of the user, or of somebody else; the second one ends all at once."""
         if self._grace_until is not None:
             self._end()
             return
+        number = signal.Signals(received.si_signo)
+        # `hvdtrain run` passes the user's signals on; the terminal's are the kernel's.
+        if received.si_pid != os.getppid() and received.si_code != _BY_KERNEL:
+            name = name_of(received.si_pid) or "has ended"
+            _say(
+                f"horovodrun (process {os.getpid()}) was sent {number.name} by process {received.si_pid} ({name})"
+            )
         self.code = EXIT_SIGNAL_BASE + number
         self._signal = number
         self._grace_until = time.monotonic() + float(os.environ.get(GRACE_SECONDS, 0))
@@ -176,9 +200,10 @@ class _End:
         if self._ended_at is not None:
             if now - self._ended_at > ENDING_SECONDS:
                 self._send(signal.SIGKILL)
-            elif now - self._ended_at > DEAF_SECONDS and not self._repeated and self._is_mpirun():
+            elif now - self._ended_at > DEAF_SECONDS and not self._repeated:
                 self._repeated = True
-                self._send(self._signal)
+                if self.is_mpirun():
+                    self._send(self._signal)
         elif self._grace_until is not None:
             if now >= self._grace_until or not self.ranks.are_ending():
                 self._end()
@@ -189,7 +214,7 @@ class _End:
         """Whether hosts were lost before anything else ended the run; reports them."""
         if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
             self.lost = True
-            print(f"hvdtrain: the connection to host {', '.join(lost)} broke", file=sys.stderr)
+            _say(f"the connection to host {', '.join(lost)} broke")
         return self.lost
 
     def _end(self) -> None:
@@ -198,12 +223,17 @@ class _End:
             self.ranks.end_elsewhere()
             self._send(self._signal)
 
-    def _send(self, number: signal.Signals) -> None:
-        (os.killpg if self._is_mpirun() else os.kill)(self.child, number)
-
-    def _is_mpirun(self) -> bool:
-        """Whether the launcher leads a process group, which mpirun is in: see `start_ranks`."""
+    def is_mpirun(self) -> bool:
+        """Whether the launcher leads a process group: see `start_ranks`."""
         return os.getpgid(self.child) == self.child
+
+    def _send(self, number: signal.Signals) -> None:
+        os.kill(self.child, number)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # Nobody may read it any more.
+        print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _news_pipe() -> int | None:
@@ -239,4 +269,7 @@ def _be_the_launcher(
         atexit._run_exitfuncs()  # Those of multiprocessing; the caller's frames are not for here.
         sys.stdout.flush()
         sys.stderr.flush()
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
         os._exit(code)
