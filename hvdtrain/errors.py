@@ -4,7 +4,8 @@
 `exit_code`; any other exception is a bug in the user's script or in hvdtrain and keeps its traceback.
 """
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 
@@ -51,6 +52,23 @@ class ReplicaError(HvdtrainError):
 
 class EngineError(HvdtrainError):
     """Horovod is missing or does not load; a collective stopped, or the rank for which this one waits failed."""
+
+
+def exit_code_of(program: Callable[[], int]) -> int:
+    """Run a program of hvdtrain's own; an error that it raises on purpose becomes one message on standard error.
+
+    Args:
+        program: returns an exit code.
+
+    Returns:
+        That exit code, or the error's.
+    """
+    try:
+        return program()
+    except HvdtrainError as error:
+        for line in str(error).splitlines():
+            print(f"hvdtrain: {line}", file=sys.stderr)
+        return error.exit_code
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -26,9 +26,10 @@ def main() -> None:
     """Launch; exit as the launch does."""
     listen_for_warnings()
     # Horovod starts a helper process a rank over Gloo, which loads this module again: it stays light.
+    from hvdtrain.errors import exit_code_of
     from hvdtrain.start.parts.horovod_launcher import launch_ranks
 
-    sys.exit(launch_ranks(sys.argv[1:]))
+    sys.exit(exit_code_of(lambda: launch_ranks(sys.argv[1:])))
 
 
 if __name__ == "__main__":

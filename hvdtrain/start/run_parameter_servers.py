@@ -32,10 +32,10 @@ from hvdtrain.environment import (
     EXIT_FAILURE,
     EXIT_HANG,
     EXIT_SIGNAL_BASE,
-    EXIT_USAGE,
     LAUNCH_ID,
     TERMINAL,
 )
+from hvdtrain.errors import HvdtrainError, UsageError, exit_code_of
 from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.env_forwarding import into_tasks, travelling, without_value
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
@@ -67,18 +67,26 @@ _AGENT = "hvdtrain.start.agent"
 
 def main() -> None:
     """Launch; exit as the chief does."""
+    sys.exit(exit_code_of(lambda: launch_roles(sys.argv[1:])))
+
+
+def launch_roles(arguments: Sequence[str]) -> int:
+    """Launch with these arguments; returns the exit code of the chief.
+
+    Raises:
+        HvdtrainError: the launch cannot begin, here or on another host.
+    """
     received = _record_signals()
-    options = _options(sys.argv[1:])
+    options = _options(arguments)
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     layout = layout_of(options)
     environ = into_tasks(os.environ, options.env) if options.srun else dict(os.environ)
     commands = _agent_commands(layout, options, launch_id)
     if missing := missing_program(commands.values()):
-        _say(missing)
-        sys.exit(EXIT_FAILURE)
+        raise HvdtrainError(missing)
     with Agents(commands, environ) as agents:
         agents.keep_alive()
-        sys.exit(Launch(layout, options, agents, received).run())
+        return Launch(layout, options, agents, received).run()
 
 
 @dataclass(frozen=True)
@@ -142,10 +150,8 @@ class Launch:
     _lost: str = ""
 
     def run(self) -> int:
-        problems = self._greet()
-        if problems:
-            _say(*problems)
-            return EXIT_FAILURE
+        if problems := self._greet():
+            raise HvdtrainError("\n".join(problems))
         for role in self.layout.roles:
             self._start(role)
         while (code := self._code()) is None:
@@ -306,8 +312,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if not options.command:
         parser.error("no COMMAND for the chief")
     if missing := without_value(options.env, os.environ):
-        _say(missing)
-        sys.exit(EXIT_USAGE)
+        raise UsageError(missing)
     return options
 
 
@@ -358,8 +363,8 @@ def _record_signals() -> list[int]:
     return received
 
 
-def _say(*messages: str) -> None:
-    for line in "\n".join(messages).splitlines():
+def _say(message: str) -> None:
+    for line in message.splitlines():
         _write(2, f"hvdtrain: {line}\n".encode())
 
 

@@ -26,11 +26,11 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import EXIT_USAGE, HASH_SEED
-from hvdtrain.errors import EngineError
+from hvdtrain.environment import HASH_SEED
+from hvdtrain.errors import EngineError, UsageError, exit_code_of
 from hvdtrain.launch.addresses import address_towards
 from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
-from hvdtrain.launch.running.processes import CannotStart, start
+from hvdtrain.launch.running.processes import start
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.agent import own_report
@@ -42,10 +42,18 @@ LOOPBACK = "127.0.0.1"
 
 def main() -> None:
     """Launch; exit as srun does."""
+    sys.exit(exit_code_of(launch_tasks))
+
+
+def launch_tasks() -> int:
+    """Launch; return srun's exit code.
+
+    Raises:
+        HvdtrainError: the launch cannot begin.
+    """
     asked = forwarded(os.environ)
     if missing := without_value(asked, os.environ):
-        print(f"hvdtrain: {missing}", file=sys.stderr)
-        sys.exit(EXIT_USAGE)
+        raise UsageError(missing)
     sys.argv[0] = "horovodrun"
     options = launch.parse_args()
     environment = into_tasks(os.environ, asked)
@@ -54,12 +62,8 @@ def main() -> None:
     environment |= interfaces(options)
     if options.use_gloo:
         environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        try:
-            environment |= _start_rendezvous(options)
-        except EngineError as error:
-            print(f"hvdtrain: {error}", file=sys.stderr)
-            sys.exit(error.exit_code)
-    sys.exit(_run(options.command, environment))
+        environment |= _start_rendezvous(options)
+    return _run(options.command, environment)
 
 
 def interfaces(options: Namespace) -> dict[str, str]:
@@ -122,11 +126,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
         signal.signal(number, pass_on)
     # Blocked over the start: srun fetches a pending signal once it has its handler, which before would kill it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    try:
-        process = start(argv, environment, stdin=None, output=None, session=False)
-    except CannotStart as error:
-        print(f"srun: {error}", file=sys.stderr)
-        return error.exit_code
+    process = start(argv, environment, stdin=None, output=None, session=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for missed in early:
         process.send_signal(missed)

@@ -197,3 +197,28 @@ def test_a_script_sees_the_terminal_and_its_size(
         os.close(ours)
         os.close(theirs)
     assert json.loads((tmp_path / f"seen.{rank}").read_text()) == seen
+
+
+@pytest.mark.parametrize(
+    ("limit", "named"),
+    [("-n 20", "20 open files (ulimit -n)"), ("-f 0", "0 blocks in a file (ulimit -f)")],
+)
+def test_limits_under_which_nothing_runs_are_one_message(
+    limit: str, named: str, tmp_path: Path
+) -> None:
+    # The file that the launch would make is how far it may get: none.
+    command = f"ulimit {limit}; exec {sys.executable} -P -m hvdtrain.cli run -np 1 --log-dir logs train.py"
+    (tmp_path / "train.py").write_text("print('hi')")
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"Error: this shell allows only {named}")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "logs").exists()

@@ -146,7 +146,7 @@ def test_no_srun(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         127,
-        "srun: cannot start no-srun: No such file or directory\n",
+        "hvdtrain: cannot start no-srun: No such file or directory\n",
     )
 
 

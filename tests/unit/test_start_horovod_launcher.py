@@ -1,6 +1,7 @@
 """What is told to Horovod's launcher in place of its questions."""
 
 import argparse
+import errno
 import json
 import os
 import shutil
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.errors import exit_code_of
 from hvdtrain.start.parts import horovod_launcher
-from hvdtrain.start.parts.horovod_launcher import exit_code_of, in_command_line, launch_ranks
+from hvdtrain.start.parts.horovod_launcher import code_in, in_command_line, launch_ranks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -20,7 +22,7 @@ def test_a_variable_that_is_asked_for_must_be_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_FORWARD", "PATH,NO_KEY")
-    assert launch_ranks(["--help"]) == 2
+    assert exit_code_of(lambda: launch_ranks(["--help"])) == 2
     said = "hvdtrain: --env NO_KEY: not set here, so no rank would have it: set it first\n"
     assert capsys.readouterr().err == said
 
@@ -32,17 +34,32 @@ def test_without_ssh_other_hosts_are_out_of_reach(
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(horovod_launcher, "_remote_hosts", lambda parsed: ["a", "b"])
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
-    assert launch_ranks(["-np", "2", "-H", "a:1,b:1", "python"]) == 1
+    assert exit_code_of(lambda: launch_ranks(["-np", "2", "-H", "a:1,b:1", "python"])) == 1
     assert capfd.readouterr().err.startswith(
         "hvdtrain: ssh, which reaches the other hosts, is not in"
     )
 
 
+def test_an_agent_that_cannot_be_started_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_process_is_left(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(horovod_launcher, "_remote_hosts", lambda parsed: ["a"])
+    monkeypatch.setattr(subprocess, "Popen", no_process_is_left)
+    monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
+    assert exit_code_of(lambda: launch_ranks(["-np", "1", "-H", "a:1", "python"])) == 127
+    said = "hvdtrain: cannot start ssh: Resource temporarily unavailable\n"
+    assert capfd.readouterr().err == said
+
+
 def test_the_exit_code_of_the_rank_that_ended_first() -> None:
     text = "Horovod detected\nProcess name: 1\nExit code: {}\n"
-    assert exit_code_of(RuntimeError(text.format(7))) == 7
-    assert exit_code_of(RuntimeError(text.format(256))) == 1
-    assert exit_code_of(RuntimeError("something else")) == 1
+    assert code_in(RuntimeError(text.format(7))) == 7
+    assert code_in(RuntimeError(text.format(256))) == 1
+    assert code_in(RuntimeError("something else")) == 1
 
 
 @pytest.mark.parametrize("controller", ["gloo", "mpi"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from hvdtrain.environment import (
     LOG_DIR,
     TERMINAL,
 )
+from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.command_runner import run_process
 from hvdtrain.launch.running.log_folder import make_log_dir
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
@@ -36,6 +38,8 @@ from hvdtrain.launch.running.watchdog import Limits, Watchdog
 # Wrong use and the user's own signal; what nobody reads any more ends like the latter.
 _FINAL = {0, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_SIGNAL_BASE + signal.SIGHUP}
 LOOK_SECONDS = 1.0
+LEAST_FILES = 32
+"""Two ranks start with 40, and not with 20."""
 _WARNED = "\nSIGUSR1: this job will end soon; notifying all ranks"
 
 
@@ -93,7 +97,12 @@ def run_launch(
         elastic: the others go on without a rank that fails, and may come to a good end.
         process_names: what its processes are called.
         on_outcome: told how it ended, and its log folder, in place of the user.
+
+    Raises:
+        UsageError: with the limits of this shell (ulimit) nothing can be launched.
+        CannotStart: the command does not exist, or cannot be started.
     """
+    _require_limits()
     environ = os.environ if environ is None else environ
     restarts = 0
     while True:
@@ -109,6 +118,20 @@ def run_launch(
             file=sys.stderr,
             flush=True,
         )
+
+
+def _require_limits() -> None:
+    """Programs under limits as these end without a word about it, or with a wrong one."""
+    for kind, option, least, what in (
+        (resource.RLIMIT_NOFILE, "-n", LEAST_FILES, "open files"),
+        (resource.RLIMIT_FSIZE, "-f", 1, "blocks in a file"),
+    ):
+        soft, _ = resource.getrlimit(kind)
+        if soft != resource.RLIM_INFINITY and soft < least:
+            raise UsageError(
+                f"this shell allows only {soft} {what} (ulimit {option}): no launch works with that. "
+                "`hvdtrain doctor` names good limits"
+            )
 
 
 def _run_once(

@@ -13,8 +13,8 @@ import traceback
 import uuid
 from collections.abc import Collection, Sequence
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_USAGE, FORWARD, LAUNCH_ID
-from hvdtrain.errors import HvdtrainError
+from hvdtrain.environment import EXIT_FAILURE, FORWARD, LAUNCH_ID
+from hvdtrain.errors import HvdtrainError, UsageError, exit_code_of
 from hvdtrain.launch.env_forwarding import acts_at_start, forwarded, travelling, without_value
 from hvdtrain.launch.host_report import (
     NO_COMMON_INTERFACE,
@@ -49,43 +49,40 @@ START_SECONDS = 30
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
-    """Launch with the arguments of horovodrun; returns the exit code."""
+    """Launch with the arguments of horovodrun; returns the exit code.
+
+    Raises:
+        HvdtrainError: the launch cannot begin, here or on another host.
+    """
     asked = forwarded(os.environ)
     os.environ.pop(FORWARD, None)
     if missing := without_value(asked, os.environ):
-        print(f"hvdtrain: {missing}", file=sys.stderr)
-        return EXIT_USAGE
+        raise UsageError(missing)
     sys.argv = ["horovodrun", *arguments]
     parsed = launch.parse_args()
-    try:
-        settle(parsed, installed_controllers())
-    except HvdtrainError as error:
-        print(f"hvdtrain: {error}", file=sys.stderr)
-        return error.exit_code
+    settle(parsed, installed_controllers())
     launch_id = os.environ.setdefault(LAUNCH_ID, uuid.uuid4().hex)
     remote = _remote_hosts(parsed)
     reach = _reach(parsed)
     if missing := missing_program([["ssh"]] if remote else []):
-        print(f"hvdtrain: {missing}", file=sys.stderr)
-        return EXIT_FAILURE
+        raise HvdtrainError(missing)
     commands = {host: agent_argv(host, launch_id, reach) for host in remote}
     elastic = ElasticAgents(launch_id, reach) if _is_elastic(parsed) else None
     with elastic or Agents(commands, os.environ) as agents:
         problems = [] if elastic else _prepare(parsed, agents, reach, asked)
         if problems:
-            for line in "\n".join(problems).splitlines():
-                print(f"hvdtrain: {line}", file=sys.stderr)
-            return EXIT_FAILURE
+            raise HvdtrainError("\n".join(problems))
         hosts = _elastic_hosts(parsed, elastic, asked) if elastic else None
         one_host = not elastic and not remote
         shown = functools.partial(in_command_line, parsed, asked, one_host=one_host)
         replace_functions(parsed, shown, one_host)
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        return supervise(lambda: _run_horovod(parsed, hosts), launch_id, agents)
+        run = functools.partial(_run_horovod, parsed, hosts)
+        return supervise(lambda: exit_code_of(run), launch_id, agents)
 
 
-def exit_code_of(error: Exception) -> int:
+def code_in(error: Exception) -> int:
     """The exit code of the rank that ended first, where Horovod's error names it; else 1."""
     found = re.search(r"^Exit code: (\d+)", str(error), re.MULTILINE)
     return (int(found[1]) & 0xFF or EXIT_FAILURE) if found else EXIT_FAILURE
@@ -209,12 +206,11 @@ def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> i
                     arguments, hosts.interfaces, lambda found: FitHosts(found, hosts)
                 )
         return -received[0] if received else 0
-    except HvdtrainError as error:
-        print(f"hvdtrain: {error}", file=sys.stderr)
-        return error.exit_code
+    except HvdtrainError:
+        raise
     except Exception as error:
         if arguments.verbose:
             traceback.print_exc()
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return -received[0] if received else exit_code_of(error)
+        return -received[0] if received else code_in(error)
