@@ -6,6 +6,7 @@ processes that it has started.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -85,10 +86,10 @@ def mpi_daemons_of(launch_id: str) -> set[int]:
     """
     parents = (one.state.parent for one in rank_processes(launch_id).values())
     found = {pid for pid in parents if name_of(pid) in _MPI_DAEMONS}
+    own = re.compile(rb'%s[\0 "]+%s\b' % (MPI_PARAMETER.encode(), launch_id.encode()))
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            command = (entry / "cmdline").read_bytes()
-            if MPI_PARAMETER.encode() in command and launch_id.encode() in command:
+            if own.search((entry / "cmdline").read_bytes()):
                 found.add(int(entry.name))
     return found
 
