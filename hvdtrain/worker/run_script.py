@@ -151,13 +151,12 @@ def _wait_for_threads() -> None:
 
 
 def _take_delivery() -> None:
-    """Set the variables that were sent to this host; those already set stay."""
+    """Set the variables that were sent to this host, also those of which its login shell has another value."""
     launch_id = os.environ.get(LAUNCH_ID)
     if launch_id is None:
         return
     try:
-        for name, value in delivered(launch_id).items():
-            os.environ.setdefault(name, value)
+        os.environ.update(delivered(launch_id))
     except (HvdtrainError, OSError, ValueError) as error:
         _fail(EXIT_FAILURE, False, f"cannot read the secret variables for this host: {error}")
 

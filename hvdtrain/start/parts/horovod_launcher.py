@@ -44,6 +44,10 @@ from hvdtrain.start.parts.horovod_patches import (
 )
 from hvdtrain.start.parts.supervisor import supervise
 
+_INTERFACES = "NCCL_SOCKET_IFNAME"
+"""Horovod sets it behind the user's, in the command."""
+_ROOM = 100_000
+"""Bytes for variables in a command, which has room for 128 kB."""
 START_SECONDS = 30
 """Horovod's default for --start-timeout."""
 
@@ -117,18 +121,18 @@ def in_command_line(
 ) -> bool:
     """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
 
-    Over Gloo the others are brought to other hosts by their agents, and here each rank inherits them: a command has
-    room for 128 kB. Horovod's options become variables of its own, which only the command has.
+    A command has room for 128 kB: it has what a rank needs when its interpreter starts, and Horovod's options, which
+    become variables in its launcher alone. The others are brought to other hosts by their agents, and here each rank
+    inherits them.
     """
     if not _travels(asked, name):
         return False
-    if not arguments.use_gloo:
-        return True
-    if looks_secret(name, os.environ.get(name, "")):
+    if arguments.use_gloo and looks_secret(name, os.environ.get(name, "")):
         return False
-    if one_host and name in os.environ and not name.startswith("HOROVOD_"):
-        return False
-    return name not in asked or acts_at_start(name)
+    if name.startswith("HOROVOD_"):
+        return name not in asked
+    at_start = acts_at_start(name) or name == _INTERFACES
+    return at_start and not (one_host and name in os.environ)
 
 
 def _travels(asked: Collection[str], name: str) -> bool:
@@ -148,6 +152,8 @@ def _prepare(
         # Ranks of one host meet on its loopback interface.
         arguments.nics = loopback_interfaces(own)
         return [wrong] if wrong else []
+    if too_long := _too_long(arguments, asked):
+        return [too_long]
     greetings = dict.fromkeys(agents.hosts, Greeting(secrets=_brought(arguments, asked)))
     answers = greet(agents, greetings, own, reach=reach)
     if answers.problems:
@@ -162,6 +168,22 @@ def _prepare(
     elif arguments.use_gloo:
         return [NO_COMMON_INTERFACE]
     return []
+
+
+def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
+    """An error message if the variables that must be in a command do not fit there; empty if they do."""
+    sizes = {
+        name: len(name) + (len(value.encode(errors="replace")) if arguments.use_gloo else 0)
+        for name, value in os.environ.items()
+        if in_command_line(arguments, asked, name)
+    }
+    if sum(sizes.values()) <= _ROOM:
+        return ""
+    longest = max(sizes, key=lambda name: sizes[name])
+    return (
+        f"the {len(sizes)} variables that ranks on other hosts need when they start have {sum(sizes.values())} bytes, "
+        f"and a command has room for {_ROOM} of them: unset some, or shorten {longest}, the longest ({sizes[longest]})"
+    )
 
 
 def _elastic_hosts(
