@@ -9,10 +9,10 @@ parameter servers. When its input ends, or is silent for SILENCE_SECONDS, the su
 agent ends everything of the launch on this host.
 
 Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
-{"stacks": true}, {"signal": number}. News: {"report": ..., "ports": [...]}, {"problem": text},
-{"output": [number, descriptor, text]}, {"ended": [number, exit code]}, {"ranks": [...], "stopped": [programs]} once a
-second, and after a signal with {"passed_on": number}; {"left": [names]}: processes that scripts left behind, which
-the agent has ended.
+{"stacks": true}, {"signal": number}, {"look": true}. News: {"report": ..., "ports": [...]}, {"problem": text},
+{"output": [number, descriptor, text]}, {"ended": [number, exit code]}, and once a second {"ranks": [...], "stopped":
+[programs], "left": [names], "leaving": whether}, of processes that scripts left behind: which the agent has ended, and
+whether there are any; with {"answer": true} also after a signal and a look.
 """
 
 from __future__ import annotations
@@ -132,8 +132,6 @@ class Agent:
             if self._is_alone:
                 for statuses in self._watch.tick():
                     self._tell_of(statuses)
-                    if names := self._watch.end_left_behind():
-                        _tell(left=names)
 
     def end(self) -> None:
         """End all processes of the launch on this host."""
@@ -148,13 +146,19 @@ class Agent:
                         os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
 
-    def _tell_of(self, ranks: list[RankStatus]) -> None:
-        """Also which of the programs that look after them are stopped."""
+    def _tell_of(self, ranks: list[RankStatus], **more: bool) -> None:
+        """Also of the programs that look after them, and of what they left behind."""
         if not self._has_ranks:  # Daemons come before the first rank.
             self._daemons = mpi_daemons_of(self._launch_id)
             self._has_ranks = bool(ranks)
         stopped = self._stopped.look(self._daemons)
-        _tell(ranks=as_json(ranks), stopped=[asdict(one) for one in stopped])
+        _tell(
+            ranks=as_json(ranks),
+            stopped=[asdict(one) for one in stopped],
+            left=self._watch.end_left_behind(),
+            leaving=self._watch.is_left,
+            **more,
+        )
 
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
@@ -173,7 +177,9 @@ class Agent:
                 self._watch.show_stacks()
             case {"signal": int(number)}:
                 self._watch.pass_on(number)
-                _tell(ranks=as_json(self._watch.look()), passed_on=number)
+                self._tell_of(self._watch.look(), answer=True)
+            case {"look": _}:
+                self._tell_of(self._watch.look(), answer=True)
 
     def _settle(self, greeting: Greeting) -> None:
         try:

@@ -37,6 +37,8 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(share),
         "TF_NUM_INTRAOP_THREADS": str(share),
         "TF_NUM_INTEROP_THREADS": str(share),
+        # UCX takes SIGHUP, the end of a terminal, for a wish to be debugged: the rank would live on.
+        "UCX_DEBUG_SIGNO": "0",
         **STALL_DEFAULTS,
     }
     return {name: value for name, value in defaults.items() if name not in environ}

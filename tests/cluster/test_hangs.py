@@ -87,9 +87,8 @@ def test_what_a_script_leaves_behind_holds_no_run_open(
     job = start(LEFT, "-np", "2", "--controller", controller)
     stdout, stderr = job.process.communicate(timeout=30)
     assert (job.process.returncode, stdout) == (0, "done\n")
-    # Over MPI the script's output passes through a helper, which is not waited for.
     ended = "ended processes that the script left behind: python"
-    assert stderr.strip().startswith(ended if controller == "gloo" else "")
+    assert stderr.strip().startswith(ended)
     assert job.left() == []
 
 

@@ -47,6 +47,21 @@ def test_signals_end_all_ranks(
     assert stderr.strip() == f"{number.name}: stopping all ranks (repeat to stop at once)"
 
 
+@pytest.mark.slow
+def test_a_closed_terminal_ends_ranks_whose_libraries_handle_sighup(
+    start: Callable[..., Job],
+) -> None:
+    """UCX does, which Open MPI loads; the script itself wants no grace."""
+    job = start(TRAIN, "-np", "2", "--controller", "mpi")
+    job.wait_for("started", 2)
+    os.kill(job.process.pid, signal.SIGHUP)
+    asked = time.monotonic()
+    job.process.communicate(timeout=SECONDS)
+    assert time.monotonic() - asked < 5
+    assert job.process.returncode == 129
+    assert job.left() == []
+
+
 def test_ranks_that_ignore_sigterm_are_killed(start: Callable[..., Job]) -> None:
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP
     job = start(deaf, "-np", "2", "--controller", "gloo")

@@ -21,7 +21,8 @@ def test_cores_are_shared_between_local_ranks() -> None:
 def test_the_users_own_settings_stay() -> None:
     chosen = rank_environment({"OMP_NUM_THREADS": "7", "HOROVOD_LOCAL_SIZE": "2"}, 8)
     assert "OMP_NUM_THREADS" not in chosen
-    assert chosen.items() >= STALL_DEFAULTS.items()
+    assert chosen.items() >= {**STALL_DEFAULTS, "UCX_DEBUG_SIGNO": "0"}.items()
+    assert "UCX_DEBUG_SIGNO" not in rank_environment({"UCX_DEBUG_SIGNO": "12"}, 8)
 
 
 PROGRAM = """

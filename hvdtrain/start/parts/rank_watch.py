@@ -87,6 +87,11 @@ class RankWatch:
         more = len(told) - MOST_NAMED
         return [*told[:MOST_NAMED], *([f"and {more} more"] if more > 0 else [])] if first else []
 
+    @property
+    def is_left(self) -> bool:
+        """Whether scripts had left processes behind when `end_left_behind` looked."""
+        return self._gone_since > 0
+
     def warn(self) -> None:
         """Warn all ranks that the job will end soon: each once, when it has a handler; before that it would die."""
         self._warned = set()

@@ -21,7 +21,7 @@ from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
-from hvdtrain.start.parts.rank_watch import RankWatch
+from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
 
 TICK_SECONDS = 0.5
 ENDING_SECONDS = 10.0
@@ -64,6 +64,8 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
             code = os.waitstatus_to_exitcode(status)
             ranks.tick()
             ranks.look_again()
+            if code == 0 and not end.code:
+                ranks.see_off()
             if code < 0 and not signal.sigtimedwait(ending, TOGETHER_SECONDS):
                 end.tell_what_ended(is_mpirun, code)
             elif code:
@@ -81,6 +83,7 @@ class _AllRanks:
         self._here = RankWatch(launch_id)
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
+        self._leaving: set[str] = set()
         self._pipe = _news_pipe()
         self._beaten = float("-inf")
         for host in agents.hosts:
@@ -119,10 +122,14 @@ class _AllRanks:
                 self._elsewhere[host] = from_json(news["ranks"], host)
                 self._tell_of(self._elsewhere[host])
                 self._tell(host=host, stopped=news["stopped"])
-            if "passed_on" in news:
+            if "answer" in news:
                 self._unanswered.discard(host)
-            if "left" in news:
+            if news.get("left"):
                 self._tell(left=f"{', '.join(news['left'])} on host {host}")
+            if news.get("leaving"):
+                self._leaving.add(host)
+            else:
+                self._leaving.discard(host)
         for statuses in self._here.tick():
             self._tell_of(statuses)
             if names := self._here.end_left_behind():
@@ -131,6 +138,18 @@ class _AllRanks:
     def look_again(self) -> None:
         """Tell the last state of the ranks on this host."""
         self._tell_of(self._here.look())
+
+    def see_off(self) -> None:
+        """Wait a moment for what scripts left behind on any host, and end it: mpirun does not wait for it."""
+        self._here.end_left_behind()
+        self._unanswered = set(self._agents.hosts)
+        self._agents.order_all(look=True)
+        deadline = time.monotonic() + LEAVING_SECONDS + LOOK_SECONDS + TICK_SECONDS
+        while self._unanswered or self._leaving or self._here.is_left:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(TICK_SECONDS / 10)
+            self.tick()
 
     def _tell_of(self, statuses: list[RankStatus]) -> None:
         """One line for each rank: short enough that the pipe takes it whole or not at all."""
