@@ -77,7 +77,7 @@ class NamespaceHost:
         return found
 
     def listeners(self) -> set[str]:
-        """The programs that listen on every interface of the host, sshd apart."""
+        """The programs, or Python modules, that listen on every interface of the host, sshd apart."""
         sockets = set()
         for version in ("tcp", "tcp6"):
             for line in Path(f"/proc/{self.pid}/net/{version}").read_text().splitlines()[1:]:
@@ -85,7 +85,7 @@ class NamespaceHost:
                 if words[3] == _LISTEN and not int(words[1].partition(":")[0], 16):
                     sockets.add(f"socket:[{words[9]}]")
         return {
-            Path(line.split()[0]).name
+            _program_of(line.split())
             for pid, line in self.processes().items()
             if pid not in self.quiet and sockets & set(_open_files(pid))
         }
@@ -98,6 +98,12 @@ class NamespaceHost:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+
+def _program_of(words: list[str]) -> str:
+    if "-m" in words[1:3]:
+        return words[words.index("-m") + 1]
+    return Path(words[0]).name
 
 
 def _open_files(pid: int) -> list[str]:
