@@ -1,0 +1,1 @@
+"""Checkpoints: the state of a training in folders that are complete or absent, and how often they are written."""

@@ -1,0 +1,219 @@
+"""A checkpoint is a folder that is complete or absent, whatever happens while it is written.
+
+    step-000000120/
+        arrays.safetensors    variables, as safetensors writes them
+        ranks.bin             what each rank has of its own, as `collectives.encoding` writes it
+        manifest.json         format version, facts, and size and SHA-256 of the other two; written last
+
+It is written under a temporary name. Each file is flushed to the disk, then the folder; only then is it renamed, and
+the folder above flushed. So a name without a dot is a complete checkpoint, as long as the disk keeps what it has:
+reading verifies that. Nothing is pickled.
+
+Costs: while it is written, the process holds the variables' bytes twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as read_arrays
+from safetensors.numpy import save as write_arrays
+
+from hvdtrain.collectives.encoding import decode, encode
+
+FORMAT = 1
+ARRAYS, RANKS, MANIFEST = "arrays.safetensors", "ranks.bin", "manifest.json"
+PREFIX, UNFINISHED = "step-", ".unfinished-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Attributes:
+        facts: what it was made of and where the training stood; JSON.
+        arrays: the variables by name, in their order.
+        ranks: what each rank has of its own, in the order of ranks; what `encoding.encode` takes.
+    """
+
+    facts: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+    ranks: list[Any]
+
+
+class Damaged(Exception):
+    """A checkpoint is not as it was written; says which file and why."""
+
+
+class Disk:
+    """What is asked of the file system, one operation each: tests record them, and lose those that were not flushed."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True)
+
+    def write(self, path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+
+    def flush(self, path: Path) -> None:
+        """Return when a file, or the names in a folder, will outlast a loss of power."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, path: Path, to: Path) -> None:
+        path.rename(to)
+
+    def remove(self, path: Path) -> None:
+        shutil.rmtree(path)
+
+
+FILE_SYSTEM = Disk()
+
+
+def save(
+    folder: Path, number: int, checkpoint: Checkpoint, keep: int = 2, disk: Disk = FILE_SYSTEM
+) -> Path:
+    """Write `checkpoint` below `folder`, then remove all but the last `keep` up to it; return where it is.
+
+    Args:
+        folder: of all checkpoints of a run; exists.
+        number: of training steps so far. One of the same number is replaced.
+        checkpoint: what to write.
+        keep: checkpoints, this one included.
+        disk: the file system.
+
+    Raises:
+        OSError: it cannot be written; those before it are all there.
+    """
+    final = folder / f"{PREFIX}{number:09d}"
+    temporary = folder / f"{UNFINISHED}{number:09d}"
+    for left in folder.glob(f"{UNFINISHED}*"):
+        disk.remove(left)
+    # In the order of the state: safetensors has an order of its own.
+    kinds = {name: array.dtype.name for name, array in checkpoint.arrays.items()}
+    files = {ARRAYS: _packed(checkpoint.arrays), RANKS: encode(checkpoint.ranks)}
+    listed = {name: [len(data), _digest(data)] for name, data in files.items()}
+    content = {
+        "format": FORMAT,
+        "facts": dict(checkpoint.facts),
+        "arrays": kinds,
+        "files": listed,
+    }
+    disk.make_folder(temporary)
+    for name, data in files.items():
+        disk.write(temporary / name, data)
+        disk.flush(temporary / name)
+    disk.write(temporary / MANIFEST, _signed(content))
+    disk.flush(temporary / MANIFEST)
+    disk.flush(temporary)
+    if final.exists():
+        # Only after an older one was taken in place of this one, which was damaged then.
+        disk.remove(final)
+    disk.rename(temporary, final)
+    disk.flush(folder)
+    found = numbered(folder)
+    here = found.index(final)
+    # Newer ones were damaged: the training would have gone on from them.
+    for other in found[:here] + found[here + keep :]:
+        disk.remove(other)
+    return final
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """Return the newest checkpoint below `folder` that is as it was written; None if there is none.
+
+    Damaged ones are warned of, and passed over.
+    """
+    for path in numbered(folder):
+        try:
+            return load(path)
+        except Damaged as error:
+            warnings.warn(
+                f"Checkpoint {str(path)!r} is damaged, and the one before it is used: {error}",
+                stacklevel=2,
+            )
+    return None
+
+
+def numbered(folder: Path) -> list[Path]:
+    """Return the checkpoints below `folder`, newest first."""
+    found = (path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal())
+    return sorted(found, key=lambda path: int(path.name[len(PREFIX) :]), reverse=True)
+
+
+def load(path: Path) -> Checkpoint:
+    """Return the checkpoint at `path`.
+
+    Raises:
+        Damaged: it is not as it was written.
+    """
+    content = _verified(_bytes(path / MANIFEST))
+    if content["format"] != FORMAT:
+        raise Damaged(f"{MANIFEST}: format {content['format']}; this hvdtrain reads {FORMAT}")
+    files = {}
+    for name, (size, digest) in content["files"].items():
+        files[name] = _bytes(path / name)
+        if len(files[name]) != size:
+            raise Damaged(f"{name} has {len(files[name])} of {size} bytes")
+        if _digest(files[name]) != digest:
+            raise Damaged(f"{name} has another checksum than when it was written")
+    try:
+        arrays = _unpacked(files[ARRAYS], content["arrays"])
+    except SafetensorError as error:
+        raise Damaged(f"{ARRAYS}: {error}") from error
+    return Checkpoint(content["facts"], arrays, decode(files[RANKS]))
+
+
+def _packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+    # safetensors writes arrays that are not contiguous wrongly, and knows no bfloat16 of NumPy's.
+    return write_arrays({n: _bits(np.asarray(a, order="C")) for n, a in arrays.items()})
+
+
+def _unpacked(data: bytes, kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
+    found = read_arrays(data)
+    return {
+        name: found[name].view(np.dtype(getattr(ml_dtypes, kind, kind)))
+        for name, kind in kinds.items()
+    }
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """Return types that NumPy itself does not have (kind V) as unsigned integers of their size."""
+    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _signed(content: dict[str, Any]) -> bytes:
+    """Return the manifest, with a checksum of itself behind it."""
+    text = json.dumps(content).encode()
+    return text + b"\n" + _digest(text).encode()
+
+
+def _verified(manifest: bytes) -> dict[str, Any]:
+    text, _, digest = manifest.rpartition(b"\n")
+    if _digest(text).encode() != digest:
+        raise Damaged(f"{MANIFEST} has another checksum than when it was written")
+    return json.loads(text)
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from error
