@@ -47,6 +47,7 @@ state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
 @hvd.elastic.run
 def train(state: Any) -> str:
+    print(f"epoch {state.epoch} on rank {hvd.rank()}", flush=True)
     say(
         what="trains",
         size=hvd.size(),

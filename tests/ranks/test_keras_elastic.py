@@ -39,6 +39,10 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     old, new = sorted(again, key=lambda one: one["rank"])
     assert old["pid"] in {one["pid"] for one in starts} - {dead}
     assert new["pid"] not in {one["pid"] for one in starts}
+    for number in range(2):
+        log = (tmp_path / "logs" / f"rank.{number}" / "stdout").read_text()
+        assert f"epoch 2 on rank {number}\n" in log
+        assert f"rank {1 - number}\n" not in log
     ends = [event for event in found if event["what"] == "finished"]
     assert [(e["size"], e["epoch"], e["iterations"]) for e in ends] == [(2, 6, 6 * STEPS)] * 2
 

@@ -14,6 +14,7 @@ from horovod.runner.elastic import driver as elastic_driver
 from horovod.runner.elastic.discovery import FixedHosts
 
 from hvdtrain.start.parts.elastic_driver import MOST_FAILURES, PatientDriver, PatientHosts
+from hvdtrain.start.parts.output_tags import CurrentRank
 
 SECONDS = 10
 
@@ -34,11 +35,14 @@ class Job:
         self.found = FixedHosts(hosts)
         self.driver = PatientDriver(Rendezvous(), self.found, 1, 8, timeout=SECONDS)
         self.started: list[tuple[str, int]] = []
+        self.marks: dict[tuple[str, int], CurrentRank] = {}
         self.ends: dict[tuple[str, int], queue.Queue[int]] = {}
 
     def run_rank(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
         place = (slot.hostname, slot.local_rank)
         self.ends[place] = end = queue.Queue()
+        assert isinstance(slot.rank, CurrentRank)
+        self.marks[place] = slot.rank
         self.started.append(place)
         while not any(event.is_set() for event in events):
             try:
@@ -102,6 +106,9 @@ def test_a_job_on_one_host_goes_on(start: Callable[..., Job]) -> None:
     assert job.ranks() == {0: ("a", 0), 1: ("a", 2), 2: ("a", 1)}
     job.fail(("a", 0))
     assert job.ranks() == {0: ("a", 2), 1: ("a", 1), 2: ("a", 0)}
+    # What they write is marked so, too.
+    assert {mark.now(): place for place, mark in job.marks.items()} == job.ranks()
+    assert job.marks["a", 2] == 2, "as it was started"
 
 
 def test_a_host_whose_ranks_all_failed_comes_last(start: Callable[..., Job]) -> None:

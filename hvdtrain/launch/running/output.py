@@ -190,9 +190,9 @@ class Output:
     def _take_failure(self, rank: int, failure: Failure) -> None:
         text = encoded(f"{failure.text}\n")
         if self.process_names.is_vital(rank):
-            # Only ranks know their numbers.
+            # A rank of an elastic job knows the number that it had at its start. Without tags only ranks know theirs.
             self.failures.append(
-                replace(failure, rank=rank) if self.process_names.roles else failure
+                replace(failure, rank=rank) if self.process_names.tagged else failure
             )
         else:
             self._write("stderr", self._labelled(rank, text))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from horovod.runner.elastic.discovery import DiscoveredHosts, HostManager
 from horovod.runner.elastic.driver import ElasticDriver
 from horovod.runner.elastic.registration import FAILURE
 
+from hvdtrain.start.parts.output_tags import CurrentRank
 from hvdtrain.start.parts.rendezvous import say
 
 MOST_FAILURES = 3
@@ -44,6 +46,18 @@ class PatientDriver(ElasticDriver):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._failed_at: defaultdict[str, list[float]] = defaultdict(list)
         super().__init__(*args, **kwargs)
+
+    def start(self, num_proc: int, create_worker_fn: Callable[..., Any]) -> None:
+        """Horovod's, whose workers' output is marked with the rank that they have when they write it."""
+
+        def create(slot: SlotInfo, events: list[Any]) -> Any:
+            def now() -> int:
+                current: int = self.get_slot_info(slot.hostname, slot.local_rank).rank
+                return current
+
+            return create_worker_fn(replace(slot, rank=CurrentRank(slot.rank, now)), events)
+
+        super().start(num_proc, create)
 
     def resume(self) -> None:
         """After a failure, or when hosts have come or gone: start the ranks that are missing."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import TextIO
 
@@ -33,6 +33,22 @@ def marked(data: bytes, rank: int, descriptor: int) -> bytes:
         ended + piece if piece.endswith(b"\n") else b"%s%s\n" % (cut, piece)
         for piece in _PIECE.findall(data)
     )
+
+
+class CurrentRank(int):
+    """A worker's number when it was started, and now: in an elastic job it changes when others die or come."""
+
+    def __new__(cls, number: int, now: Callable[[], int]) -> CurrentRank:
+        rank = super().__new__(cls, number)
+        rank._now = now
+        return rank
+
+    _now: Callable[[], int]
+
+    def now(self) -> int:
+        """The number that it has now; that of its start if it has lost its place."""
+        now = self._now()
+        return now if now >= 0 else int(self)
 
 
 def marked_news(text: str, rank: int) -> bytes:
@@ -60,7 +76,8 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
     screen, *files = getattr(target, "_files", [target])
     while data := os.read(source.fileno(), 65536):
         # Other threads write there too, for other ranks; a buffer would mix what is larger than itself.
-        for lines in atoms(marked(data, rank, descriptor)):
+        number = rank.now() if isinstance(rank, CurrentRank) else rank
+        for lines in atoms(marked(data, number, descriptor)):
             write_all(screen.fileno(), lines)
         for file in files:
             file.buffer.write(data)
