@@ -6,6 +6,7 @@ and help are in one place.
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import types
@@ -207,6 +208,18 @@ def expanded(text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:  # Of a user that does not exist: a name like any other, as to a shell.
         return Path(text)
+
+
+class Seconds(click.FloatRange):
+    """A time. Python reads `nan`, which is no longer than anything, and `inf`, which no clock takes."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
 
 
 class FilePath(Parsed):

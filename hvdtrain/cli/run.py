@@ -27,6 +27,7 @@ from hvdtrain.cli.hints import unread_variables
 from hvdtrain.cli.launch_options import (
     PATH,
     GroupedOption,
+    Seconds,
     files_here,
     launch_options,
     strategy_options,
@@ -80,12 +81,12 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     help="SCRIPT is the name of a module, as with python -m.",
 )  # fmt: skip
 @click.option(
-    "--grace-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True, metavar="SECONDS",
+    "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     cls=GroupedOption, group="basic",
     help="How long scripts that handle SIGTERM or KeyboardInterrupt may take to stop.",
 )  # fmt: skip
 @click.option(
-    "--hang-timeout", type=click.FloatRange(min=0), default=HANG_SECONDS, show_default=True,
+    "--hang-timeout", type=Seconds(min=0), default=HANG_SECONDS, show_default=True,
     metavar="SECONDS", cls=GroupedOption, group="stall",
     help="End the run when no worker has made progress for this long; after 20 s if one is frozen or gone. 0: never.",
 )  # fmt: skip

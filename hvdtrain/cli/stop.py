@@ -7,6 +7,7 @@ import time
 
 import click
 
+from hvdtrain.cli.launch_options import Seconds
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 
@@ -18,7 +19,7 @@ SECONDS = 45.0
 @click.command()
 @click.argument("job")
 @click.option(
-    "--timeout", type=click.FloatRange(min=0), default=SECONDS, show_default=True, metavar="SECONDS",
+    "--timeout", type=Seconds(min=0), default=SECONDS, show_default=True, metavar="SECONDS",
     help="How long to wait for JOB to end.",
 )  # fmt: skip
 def stop(job: str, timeout: float) -> None:

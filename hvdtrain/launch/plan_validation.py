@@ -7,6 +7,7 @@ where Horovod's use of it allows that, else only harmless characters are let thr
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -134,7 +135,8 @@ def check_bounds(option: Option, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
             continue
-        # Written so that NaN is out of bounds.
+        if not math.isfinite(number):
+            raise UsageError(f"{option.name} {number}: must be a finite number")
         enough = least is None or number >= least
         if not enough or not (most is None or number <= most):
             raise UsageError(f"{option.name} {number}: must be {_range(option)}")

@@ -224,3 +224,24 @@ def test_ctrl_c_is_130_in_every_command(monkeypatch: pytest.MonkeyPatch) -> None
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == names.EXIT_INTERRUPTED
     assert result.stderr == "\nInterrupted.\n"
+
+
+@pytest.mark.parametrize("number", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--grace-seconds"],
+        ["run", "--hang-timeout"],
+        ["run", "--cycle-time-ms"],
+        ["run", "--autotune", "--autotune-gaussian-process-noise"],
+        ["stop", "--timeout"],
+    ],
+)
+def test_a_time_without_end_is_refused(words: list[str], number: str, tmp_path: Path) -> None:
+    """A limit that no time is longer than would never end anything."""
+    script = tmp_path / "train.py"
+    script.touch()
+    more = ["-np", "1", "--dry-run", str(script)] if words[0] == "run" else ["job"]
+    result = CliRunner().invoke(main, [*words, number, *more])
+    assert (result.exit_code, "number" in result.stderr) == (2, True), result.stderr
+    assert number in result.stderr
