@@ -11,6 +11,7 @@ import pytest
 
 from hvdtrain.environment import LAUNCH_ID, TERMINAL
 from hvdtrain.worker.failure_report import Failure, from_line
+from hvdtrain.worker.secret_files import deliver, withdraw
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -263,3 +264,14 @@ def test_an_error_may_name_a_file_that_is_no_utf_8(tmp_path: Path) -> None:
     assert failure is not None and failure.text.endswith("No such file or directory: b'caf\\xe9'")
     script = r"raise SystemExit('no file caf\udce9')" + "\n"
     assert "caf\\udce9" in work(tmp_path, script, **{TERMINAL: "0"}).stderr
+
+
+def test_what_was_sent_goes_before_what_the_hosts_login_sets(tmp_path: Path) -> None:
+    launch_id = f"test-{os.getpid()}"
+    deliver(launch_id, {"WANTED": "sent"})
+    try:
+        script = "import os; print(os.environ['WANTED'])"
+        result = work(tmp_path, script, **{LAUNCH_ID: launch_id, "WANTED": "of the login"})
+    finally:
+        withdraw(launch_id)
+    assert result.stdout == "sent\n"
