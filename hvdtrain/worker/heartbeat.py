@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import mmap
 import os
+import stat
 import struct
 import time
 from collections.abc import Iterator
@@ -199,8 +200,12 @@ def has_page_of(pid: int, launch_id: str) -> bool:
 
 
 def _pages(pid: int) -> Iterator[tuple[Path, str]]:
-    """The pages among the open files of a process: where they can be opened, and their names."""
+    """The pages of a process among its open files: where they can be opened, and their names.
+
+    Who watches ranks has theirs open too, to read them.
+    """
     for link in (Path("/proc") / str(pid) / "fd").iterdir():
         with suppress(OSError):
-            if (name := os.readlink(link)).startswith(_LINK):  # noqa: PTH115
+            name = os.readlink(link)  # noqa: PTH115
+            if name.startswith(_LINK) and link.lstat().st_mode & stat.S_IWUSR:
                 yield link, name

@@ -71,7 +71,13 @@ class NamespaceHost:
         for entry in Path("/proc").glob("[0-9]*"):
             # Processes end while we look; one that has ended has no command line any more.
             with contextlib.suppress(OSError):
-                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                line = (
+                    (entry / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
                 if line and (entry / "ns/pid").readlink() == space:
                     found[int(entry.name)] = line
         return found

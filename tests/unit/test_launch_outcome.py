@@ -132,6 +132,15 @@ def test_a_killed_launcher_counts_more_than_the_ranks_that_it_took_along() -> No
     assert judge(-15, BUG).message.startswith("rank 1 failed:")
 
 
+def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> None:
+    prose = "".join(f"* reason {number}\n" for number in range(30))
+    said = f"ORTE was unable to reliably start one or more daemons.\nThis usually is caused by:\n{prose}"
+    found = judge(255, launcher=said)
+    assert found.exit_code == 1
+    assert found.message.startswith("mpirun's daemon (orted) did not start on another host")
+    assert "reason" not in found.message
+
+
 def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:
     assert "mpirun ends its ranks so when it is sent a signal" in judge(1).message
 

@@ -20,7 +20,15 @@ from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
-from hvdtrain.worker.heartbeat import Heartbeat, beat, current, in_phase, long_phase, page_of
+from hvdtrain.worker.heartbeat import (
+    Heartbeat,
+    beat,
+    current,
+    has_page_of,
+    in_phase,
+    long_phase,
+    page_of,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 LIMITS = Limits(still=20, waiting=300, busy=900, hang=1800)
@@ -395,5 +403,9 @@ def test_a_rank_that_overwrites_its_environment_is_found() -> None:
             assert b"PATH" not in Path(f"/proc/{process.pid}/environ").read_bytes()
             assert processes_of(identity) == [process.pid]
             assert processes_of(uuid.uuid4().hex) == []
+            assert has_page_of(process.pid, identity)
+            page = page_of(process.pid)
+            assert page is not None
+            assert not has_page_of(os.getpid(), identity), "who reads it is no rank"
         finally:
             process.kill()

@@ -22,6 +22,7 @@ _MPI_LEFT = re.compile(r"process rank (\d+) with PID \d+ on\s+node \S+ exiting i
 _MPI_LOST = re.compile(
     r"lost communication with a remote daemon.*?Remote daemon: +\S+ on node (\S+)", re.DOTALL
 )
+_MPI_NOT_STARTED = "unable to reliably start one or more daemons"
 _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
@@ -108,6 +109,9 @@ def outcome_of(
         return Outcome(code, f"{_only(process_names)} {how_it_ended(code)}\n{logs}")
     if broken := ssh_error_in(launcher_text):
         return Outcome(code, f"{broken}\n{logs}")
+    if _MPI_NOT_STARTED in launcher_text:
+        what = "mpirun's daemon (orted) did not start on another host, or was killed there, or its ssh here"
+        return Outcome(EXIT_FAILURE, f"{what}: is Open MPI installed there as it is here?\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = "horovodrun" if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
