@@ -30,6 +30,9 @@ NEWS = "HVDTRAIN_NEWS"
 GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"
 """How long scripts that have a handler for the signal may take when a run is ended."""
 
+STOPPED_SECONDS = "HVDTRAIN_STOPPED_SECONDS"
+"""After which a process of the run that is stopped (SIGSTOP) counts as hung; inf: never (--hang-timeout 0)."""
+
 LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 """Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
 

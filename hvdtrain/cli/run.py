@@ -173,13 +173,14 @@ def run(
     if choice.note:
         click.echo(choice.note, err=True)
     view = View(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
+    limits = limits_of(hang_timeout) if hang_timeout else None
+    patience = Patience(grace_seconds, limits, restarts)
     left_out = _names_left_out(values["env"])
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
 
         env = tuple(map(variable_to_pass, values["env"]))
         launch = other_launch(ctx, choice.name, workers, ps, values | {"env": env})
-        patience = Patience(grace_seconds, restarts=restarts)
         _print_or_run(launch, view, patience, dry_run, left_out)
         return
     check_servers(choice.name, workers, ps)
@@ -191,8 +192,6 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     plan = plan_of(values, site, partial(click.echo, err=True), from_behind(ctx))
-    limits = limits_of(hang_timeout) if hang_timeout else None
-    patience = Patience(grace_seconds, limits, restarts)
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
 
 

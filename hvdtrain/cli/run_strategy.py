@@ -32,6 +32,7 @@ _ALWAYS = {
     *("script", "arguments", "module", "strategy", "env", "verbose"),
     *("config", "show_config", "dry_run"),
     *("log_dir", "all_ranks", "prefix_output_with_timestamp", "grace_seconds", "restarts"),
+    "hang_timeout",
 }
 _OF_ONE_PROCESS = {"np"}
 _OF_SERVERS = {

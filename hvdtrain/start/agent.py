@@ -40,6 +40,7 @@ from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch, state_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, mpi_daemons_of
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
+from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import without_place
 from hvdtrain.signals import outlive_signals
 from hvdtrain.standard_streams import write_all
@@ -68,6 +69,7 @@ class Greeting:
         processes: number of processes that the agent will start; they share the cores.
         workers: number of workers of the whole launch.
         ports: number of free TCP ports to find.
+        still: seconds after which a process that is stopped is ended.
     """
 
     folder: str = ""
@@ -76,6 +78,7 @@ class Greeting:
     processes: int = 0
     workers: int = 0
     ports: int = 0
+    still: float = STILL_SECONDS
 
 
 def main() -> None:
@@ -166,6 +169,7 @@ class Agent:
                 # That of another version may say more; it shall hear of our version.
                 known = {one.name for one in fields(Greeting)}
                 self._greeting = Greeting(**{k: v for k, v in order.items() if k in known})
+                self._watch.still = self._processes.still = self._greeting.still
                 self._settle(self._greeting)
             case {"start": int()}:
                 self._start(**order)

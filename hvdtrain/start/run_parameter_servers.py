@@ -42,6 +42,7 @@ from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.parameter_server_roles import CHIEF, Role, cast, place, role_environment
 from hvdtrain.launch.running.outcome import how_it_ended
+from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.launch.ssh import path_variables
 from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
@@ -204,6 +205,7 @@ class Launch:
             processes=len(roles),
             workers=self.options.workers,
             ports=len(roles),
+            still=stopped_seconds(os.environ),
         )
 
     def _start(self, role: Role) -> None:

@@ -14,7 +14,6 @@ import pytest
 from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import parse_status, state_of
 from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER, mpi_daemons_of, topmost
-from hvdtrain.start.parts import rank_watch
 from hvdtrain.start.parts.rank_watch import RankWatch
 
 RANK = """
@@ -110,10 +109,9 @@ def test_a_warning_that_stands_costs_one_search_a_look(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("elastic", [True, False])
 def test_a_stopped_rank_of_an_elastic_job_is_ended(
-    elastic: bool, monkeypatch: pytest.MonkeyPatch
+    elastic: bool,
 ) -> None:
     """After a restart two ranks may have begun with the same number; each has a place of its own."""
-    monkeypatch.setattr(rank_watch, "STILL_SECONDS", 0.2)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "1"}
     if elastic:
@@ -122,7 +120,7 @@ def test_a_stopped_rank_of_an_elastic_job_is_ended(
         subprocess.Popen(["sleep", "60"], env={**environment, "HOROVOD_LOCAL_RANK": place})
         for place in ("0", "1")
     ]
-    watch = RankWatch(mark)
+    watch = RankWatch(mark, still=0.2)
     wait_until(lambda: len(watch.look()) == (2 if elastic else 1))
     stopped = next(one for one in ranks if one.pid == watch.look()[-1].pid)
     stopped.send_signal(signal.SIGSTOP)

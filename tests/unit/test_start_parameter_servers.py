@@ -23,7 +23,6 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.processes import Pipes, processes_of
 from hvdtrain.start import run_parameter_servers
-from hvdtrain.start.parts import host_ranks
 from hvdtrain.start.parts.host_ranks import STOPPED, HostRanks
 from hvdtrain.start.run_parameter_servers import Launch, Layout, layout_of
 
@@ -230,10 +229,9 @@ def test_a_chief_that_is_killed(begin: Begin) -> None:
     assert (code, stderr) == (137, "chief was killed by SIGKILL (out of memory?)\nlogs: logs\n")
 
 
-def test_a_stopped_process_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_ranks, "STILL_SECONDS", 0.3)
+def test_a_stopped_process_is_ended() -> None:
     ended: list[object] = []
-    processes = HostRanks(Pipes(), lambda **news: ended.append(news["ended"]))
+    processes = HostRanks(Pipes(), lambda **news: ended.append(news["ended"]), still=0.3)
     for number in range(2):
         processes.start(number, ["sleep", "60"], os.environ)
     os.kill(processes._running[1].popen.pid, signal.SIGSTOP)

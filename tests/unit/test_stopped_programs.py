@@ -28,6 +28,10 @@ def test_a_stopped_launcher_is_named_and_a_rank_is_not(monkeypatch: pytest.Monke
         _wait_until_stopped(rank)
         assert watch.look([command.pid]) == []
         (sleep,) = _children(launcher)
+        while (
+            Path(f"/proc/{sleep}/comm").read_text() != "sleep\n"
+        ):  # It has a shell's name until it is one.
+            assert time.monotonic() < deadline
         os.kill(sleep, signal.SIGSTOP)
         _wait_until_stopped(sleep)
         assert watch.look([command.pid]) == [StoppedProgram("sleep", sleep, 0.0)]

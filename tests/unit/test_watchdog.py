@@ -212,13 +212,17 @@ def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> No
     assert dog.verdict().startswith("no news from host c for 300 s: have hvdtrain")
 
 
-def test_a_stopped_program_ends_a_run_after_the_limit() -> None:
-    dog = Watchdog(LIMITS)
+@pytest.mark.parametrize(
+    "limits", [LIMITS, None], ids=["watched ranks", "ranks that others look after"]
+)
+def test_a_stopped_program_ends_a_run_after_the_limit(limits: Limits | None) -> None:
+    dog = Watchdog(limits, still=20.0)
     orted = StoppedProgram("orted", 9, 19.9, "b")
     assert dog.verdict([orted]) == ""
     assert dog.verdict([replace(orted, held=20.0)]).startswith(
-        "orted on host b (process 9), which starts the ranks and waits for them, is stopped (SIGSTOP)"
+        "orted on host b (process 9), which the run waits for, is stopped (SIGSTOP)"
     )
+    assert Watchdog(limits).verdict([replace(orted, held=9e9)]) == "", "--hang-timeout 0"
 
 
 def test_whom_a_failed_rank_may_have_missed() -> None:

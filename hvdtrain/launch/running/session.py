@@ -20,6 +20,7 @@ from hvdtrain.environment import (
     EXIT_TERMINATED,
     EXIT_USAGE,
     LOG_DIR,
+    STOPPED_SECONDS,
     TERMINAL,
 )
 from hvdtrain.errors import UsageError
@@ -147,11 +148,13 @@ def _run_once(
     log_dir = make_log_dir(view.log_dir)
     terminals = () if view.all_ranks else _terminals()
     launch_id = uuid.uuid4().hex
+    still = patience.limits.still if patience.limits else float("inf")
     environment = {
         **_window(terminals),
         **environ,
         LOG_DIR: str(log_dir.resolve()),
         TERMINAL: "".join(map(str, terminals)) or "0",
+        STOPPED_SECONDS: str(still),
     }
     output = Output(
         log_dir,
@@ -164,7 +167,8 @@ def _run_once(
     )
     run = _ShownRun(
         output,
-        Watchdog(None if elastic else patience.limits),
+        # Elastic ranks and those of other strategies come and go: who starts them looks after them.
+        Watchdog(None if elastic or process_names != RANKS else patience.limits, still),
         StoppedPrograms(),
         process_names,
         elastic,

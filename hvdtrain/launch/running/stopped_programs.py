@@ -12,6 +12,7 @@ from typing import Any
 
 from hvdtrain.launch.running.processes import environment_of
 from hvdtrain.rank_variables import is_rank
+from hvdtrain.tf_config import TF_CONFIG
 
 LOOK_SECONDS = 2.0
 PAUSE_SECONDS = 5.0
@@ -37,7 +38,7 @@ class StoppedProgram:
     def __str__(self) -> str:
         place = f" on host {self.host}" if self.host else ""
         return (
-            f"{self.name}{place} (process {self.pid}), which starts the ranks and waits for them, "
+            f"{self.name}{place} (process {self.pid}), which the run waits for, "
             "is stopped (SIGSTOP): what stopped it? `kill -CONT` lets it go on"
         )
 
@@ -86,7 +87,8 @@ def _name(pid: int) -> str:
 def _stopped(pid: int) -> Iterator[int]:
     """Those of a process and its descendants that are stopped, without the ranks and what these have started."""
     with suppress(OSError):
-        if is_rank(environment_of(pid)):
+        environ = environment_of(pid)
+        if is_rank(environ) or TF_CONFIG in environ:
             return
         process = Path("/proc") / str(pid)
         if (process / "stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T":

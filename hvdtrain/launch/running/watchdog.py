@@ -7,9 +7,10 @@ frozen, never called init or has gone: over MPI it waits for such a rank itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from hvdtrain.environment import STOPPED_SECONDS
 from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
@@ -41,6 +42,11 @@ class Limits:
     hang: float = HANG_SECONDS
 
 
+def stopped_seconds(environ: Mapping[str, str]) -> float:
+    """Seconds after which a stopped process counts, as `hvdtrain run` tells the programs that it starts."""
+    return float(environ.get(STOPPED_SECONDS, STILL_SECONDS))
+
+
 def limits_of(hang: float) -> Limits:
     """None is longer than the user's `--hang-timeout`, but for ranks that compute while others wait for them."""
     return Limits(
@@ -56,13 +62,15 @@ class Watchdog:
     """What is known of a launch's ranks.
 
     Attributes:
-        limits: None watches without ever ending a run.
+        limits: of the ranks; None: others look after them, or nobody.
+        still: seconds after which a stopped program that looks after the ranks counts.
         statuses: of each rank that was ever seen, the last one.
         steps: the most that a rank has finished in an epoch.
         working_since: when the first rank was past init (time.monotonic()); 0 before.
     """
 
     limits: Limits | None
+    still: float = float("inf")
     statuses: dict[int, RankStatus] = field(default_factory=dict)
     steps: int = 0
     working_since: float = 0.0
@@ -93,21 +101,23 @@ class Watchdog:
         Args:
             programs: those that look after the ranks and are stopped.
         """
-        if self.limits is None:
-            return ""
         now = time.monotonic()
         if now - self._asked > PAUSE_SECONDS:
             self._resumed = now
         self._asked = now
         awake = now - self._resumed
-        ranks = [_at_most(awake, one) for one in self.statuses.values()]
-        late = (str(one) for one in programs if min(awake, one.held) >= self.limits.still)
-        return self._unheard(now, awake) or verdict(ranks, self.limits) or next(late, "")
+        late = (str(one) for one in programs if min(awake, one.held) >= self.still)
+        return self._of_ranks(now, awake) or next(late, "")
 
-    def _unheard(self, now: float, awake: float) -> str:
+    def _of_ranks(self, now: float, awake: float) -> str:
+        if self.limits is None:
+            return ""
+        ranks = [_at_most(awake, one) for one in self.statuses.values()]
+        return self._unheard(now, awake, self.limits) or verdict(ranks, self.limits)
+
+    def _unheard(self, now: float, awake: float, limits: Limits) -> str:
         """Their hosts tell of ranks every few seconds, whatever these do."""
-        assert self.limits is not None
-        limit = max(self.limits.waiting, UNHEARD_SECONDS)
+        limit = max(limits.waiting, UNHEARD_SECONDS)
         there = (one for one in self.statuses.values() if one.state != "gone")
         heard = {f"host {name}": at for name, at in self._hosts.items()} | {
             _name(one): self._heard[one.rank] for one in there if one.host not in self._hosts

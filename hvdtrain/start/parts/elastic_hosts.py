@@ -25,6 +25,7 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.hosts import is_host_name
+from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
@@ -166,7 +167,7 @@ class ElasticHosts:
         except (HvdtrainError, OSError) as error:
             self._leave_out(name, str(error))
             return
-        greeting = Greeting(secrets=dict(self._variables))
+        greeting = Greeting(secrets=dict(self._variables), still=stopped_seconds(os.environ))
         answers = greet(agents, {name: greeting}, self._own, reach=self._reach)
         problem = answers.problems.get(name, "")
         if not problem and self._wanted:

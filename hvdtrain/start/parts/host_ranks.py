@@ -35,10 +35,6 @@ class _Process:
     ended_at: float | None = None
     stopped_for: float = 0.0
 
-    @property
-    def is_frozen(self) -> bool:
-        return self.stopped_for >= STILL_SECONDS
-
 
 @dataclass
 class HostRanks:
@@ -47,10 +43,12 @@ class HostRanks:
     Attributes:
         pipes: gets their output pipes, named (number, descriptor).
         tell: called with news: output=[number, descriptor, text], ended=[number, exit code].
+        still: seconds after which a process that is stopped (SIGSTOP) is ended.
     """
 
     pipes: Pipes
     tell: Callable[..., None]
+    still: float = STILL_SECONDS
     _running: dict[int, _Process] = field(default_factory=dict)
     _to_warn: set[int] = field(default_factory=set)
     _ticked: float = float("inf")
@@ -93,7 +91,8 @@ class HostRanks:
             self.pipes.drop(*own)
             end_groups([one.popen], 0.0)
             del self._running[number]
-            code = STOPPED if one.is_frozen else shell_code(one.popen.returncode)
+            is_frozen = one.stopped_for >= self.still
+            code = STOPPED if is_frozen else shell_code(one.popen.returncode)
             self.tell(ended=[number, code])
         for number in list(self._to_warn):
             waiting = self._running.get(number)
@@ -107,9 +106,9 @@ class HostRanks:
         with contextlib.suppress(OSError):
             if state_of(one.popen.pid).stopped:
                 one.stopped_for += passed
-            elif not one.is_frozen:  # Else it was killed, and is just ending.
+            elif one.stopped_for < self.still:  # Else it was killed, and is just ending.
                 one.stopped_for = 0.0
-            if one.is_frozen:
+            if one.stopped_for >= self.still:
                 one.popen.kill()
 
     def end(self) -> None:

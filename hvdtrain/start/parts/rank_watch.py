@@ -29,11 +29,13 @@ class RankWatch:
 
     Attributes:
         launch_id: of the launch.
+        still: seconds after which a rank of an elastic job that is stopped (SIGSTOP) is ended.
         _warned: the processes that have been warned; None if there was no warning.
         _asked: the signal that was forwarded to end the run, and the ranks that had a handler for it.
     """
 
     launch_id: str
+    still: float = STILL_SECONDS
     _monitor: RankMonitor = field(init=False)
     _looked: float = float("-inf")
     _warned: set[int] | None = None
@@ -62,7 +64,7 @@ class RankWatch:
 
     def _end_if_frozen(self, one: RankStatus) -> None:
         """End a stopped rank of an elastic job, which restarts it; the others would wait for it forever."""
-        if one.state == "stopped" and one.held >= STILL_SECONDS:
+        if one.state == "stopped" and one.held >= self.still:
             with suppress(OSError):
                 if is_elastic(environment_of(one.pid)):
                     os.kill(one.pid, signal.SIGKILL)

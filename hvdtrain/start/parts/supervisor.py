@@ -19,6 +19,7 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, 
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
+from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
@@ -80,7 +81,7 @@ class _AllRanks:
 
     def __init__(self, launch_id: str, agents: Agents) -> None:
         self._agents = agents
-        self._here = RankWatch(launch_id)
+        self._here = RankWatch(launch_id, stopped_seconds(os.environ))
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
         self._leaving: set[str] = set()
