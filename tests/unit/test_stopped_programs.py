@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def test_after_a_pause_of_ours_everything_counts_anew(monkeypatch: pytest.Monkey
     finally:
         command.kill()
         command.wait()
+
+
+def test_of_python_the_module_is_named() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "http.server", "--bind", "127.0.0.1", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as server:
+        try:
+            os.kill(server.pid, signal.SIGSTOP)
+            _wait_until_stopped(server.pid)
+            assert [one.name for one in StoppedPrograms().look([server.pid])] == ["http.server"]
+        finally:
+            server.kill()
 
 
 def test_what_is_told_of_other_hosts_stands_until_it_is_told_anew() -> None:

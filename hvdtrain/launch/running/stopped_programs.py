@@ -24,7 +24,7 @@ class StoppedProgram:
     """One that is stopped.
 
     Attributes:
-        name: of its file.
+        name: of its file, or of the module that Python runs.
         pid: its process id on its host.
         held: seconds since it was first seen stopped.
         host: its name as the user gave it; empty for the launcher's own.
@@ -77,10 +77,13 @@ class StoppedPrograms:
 
 
 def _name(pid: int) -> str:
-    """The name of a program's file; empty if it has ended."""
+    """The name of a program's file, or of the module that Python runs; empty if it has ended."""
     with suppress(OSError):
-        command = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace")
-        return Path(command.partition("\0")[0]).name
+        words = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").split("\0")
+        name = Path(words[0]).name
+        if name.startswith("python") and "-m" in words[:-1]:
+            return words[words.index("-m") + 1]
+        return name
     return ""
 
 
