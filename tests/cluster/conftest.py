@@ -37,17 +37,17 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Namesp
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """start(script, *options, after=()) -> Job: write the script, and launch it from its folder with arguments."""
+    """start(script, *options, after=(), **environment) -> Job: write the script, and launch it from its folder."""
 
     jobs: list[Job] = []
 
-    def begin(script: str, *options: str, after: Sequence[str] = ()) -> Job:
+    def begin(script: str, *options: str, after: Sequence[str] = (), **environment: str) -> Job:
         (tmp_path / "train.py").write_text(script)
         mark = f"JOB_OF_TEST={tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}"
         process = subprocess.Popen(
             [sys.executable, "-m", "hvdtrain.cli", "run", *options, "train.py", *after],
             cwd=tmp_path,
-            env=user_environment(JOB_OF_TEST=mark.partition("=")[2]),
+            env=user_environment(JOB_OF_TEST=mark.partition("=")[2], **environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

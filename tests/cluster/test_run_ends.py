@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from jobs import RANK, SECONDS, Job
@@ -197,3 +199,24 @@ def test_the_cause_not_what_follows_from_it(start: Callable[..., Job], controlle
     assert stderr.count("Traceback") == 1
     assert "KeyError: 'label'\nlogs of all ranks: " in stderr
     assert job.left() == []
+
+
+@pytest.mark.slow
+def test_a_launcher_that_ends_long_after_its_ranks(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """mpirun does under load; nothing of the launch counts as what the script left behind."""
+    real = Path(sys.executable).with_name("mpirun")
+    if not real.exists():
+        pytest.skip("needs the Open MPI of the wheel")
+    (tmp_path / "bin").mkdir()
+    late = tmp_path / "bin/mpirun"
+    late.write_text(f'#!/bin/sh\n"{real}" "$@"\ncode=$?\ntouch late\nsleep 6\nexit $code\n')
+    late.chmod(0o755)
+    path = f"{late.parent}{os.pathsep}{real.parent}{os.pathsep}{os.environ['PATH']}"
+    # Watched for some seconds, as real ranks are.
+    script = RANK + "time.sleep(4)\nprint('ran', flush=True)\n"
+    job = start(script, "-np", "2", "--controller", "mpi", PATH=path)
+    stdout, stderr = job.process.communicate(timeout=SECONDS)
+    assert (job.process.returncode, stdout, stderr) == (0, "ran\n", "")
+    assert (tmp_path / "late").exists()
