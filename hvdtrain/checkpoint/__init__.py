@@ -1,1 +1,5 @@
 """Checkpoints: the state of a training in folders that are complete or absent, and how often they are written."""
+
+from hvdtrain.checkpoint.save_schedule import Checkpoints
+
+__all__ = ["Checkpoints"]

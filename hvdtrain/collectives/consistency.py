@@ -53,7 +53,7 @@ def require_alike(
     """
     everyone = ranks.exchange(values, "samples")
     for rank, theirs in enumerate(everyone):
-        differing = [name for name in values if not _alike(everyone[0][name], theirs[name])]
+        differing = [name for name in values if not alike(everyone[0][name], theirs[name])]
         if differing:
             raise ReplicaError(
                 f"The ranks disagree before {what}: rank 0 and rank {rank} have different values for "
@@ -62,7 +62,9 @@ def require_alike(
             )
 
 
-def _alike(ours: list[float | str], theirs: list[float | str]) -> bool:
+def alike(ours: list[float | str], theirs: list[float | str]) -> bool:
+    """Whether two samples of data are the same, up to rounding."""
+
     def one(a: float | str, b: float | str) -> bool:
         if isinstance(a, str) or isinstance(b, str):
             return a == b

@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from hvdtrain.keras_internals.models import held_in, optimizers_of
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
@@ -36,6 +38,14 @@ def without(variables: Iterable[Any], left_out: Iterable[Any]) -> list[Any]:
 def seed_variables(model: keras.Model) -> list[Any]:
     """Return the states of the model's random seed generators (dropout and the like)."""
     return [v for v in model.variables if "seed_generator_state" in variable_name(v)]
+
+
+def global_seed_variable(create: bool) -> Any:
+    """Return the state of the generator for Keras operations without a seed; None if there is none yet."""
+    if create:
+        return seed_generator.global_seed_generator().state
+    found = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return None if found is None else found.state
 
 
 def row_states(model: keras.Model) -> list[Any]:

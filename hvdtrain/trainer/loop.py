@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first
 from hvdtrain.collectives.finite import FiniteWatch
@@ -32,6 +33,7 @@ from hvdtrain.trainer.callback_ranks import (
     saving_together,
 )
 from hvdtrain.trainer.progress import Progress
+from hvdtrain.trainer.resume import Position, SavedFit, continue_files, facts_of
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.shares import epoch_shares, grouped
 
@@ -76,6 +78,7 @@ class Loop:
         steps_per_execution: how many steps run between two calls of callbacks.
         run_dir: where the run's files go; None: nowhere.
         config: what config.json says of the Trainer.
+        saved: the checkpoints of the fit; None: it has none.
         finite: warns of nan once in each fit.
     """
 
@@ -88,12 +91,23 @@ class Loop:
     steps_per_execution: int
     run_dir: RunDir | None
     config: dict[str, Any]
+    saved: SavedFit | None = None
     finite: FiniteWatch = field(default_factory=FiniteWatch)
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train; return Keras's History."""
+        if self.saved is None:
+            return self._fit(plan, None)
+        facts = facts_of(self.config, plan.train, self.model, plan.callbacks)
+        with self.saved.opened(plan.initial_epoch, facts) as position:
+            return self._fit(plan, position)
+
+    def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
+        """Train from where `resumed` says; None: from the beginning."""
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
+        if resumed is not None and self.rank.is_first:
+            continue_files(own, resumed.epoch)
         callbacks = keras.callbacks.CallbackList(
             failing_together(own, ALL_RANKS),
             add_history=True,
@@ -107,16 +121,26 @@ class Loop:
         self.model.stop_training = False
         with self.strategy.restored_by_first(self.model):
             callbacks.on_train_begin()
+        states = CallbackStates(callbacks_with_history(own, callbacks)) if self.saved else None
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
-        self._in_run_dir(lambda run_dir: run_dir.begin(first))
+        if self.saved is None:
+            self._in_run_dir(lambda run_dir: run_dir.begin(first))
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         self._write_config(plan)
+        begin = resumed or Position(first)
+        if resumed is not None:
+            self._tell(resumed, plan)
+            if resumed.step == 0:
+                self._restore(states)
         logs: Logs = {}
-        for epoch in range(first, plan.epochs):
-            logs = self._epoch(plan, epoch, callbacks, check_first_step=epoch == first)
-            if any_rank(bool(self.model.stop_training), "stop"):
+        for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
+            logs = self._epoch(plan, epoch, callbacks, begin, states)
+            stopped = any_rank(bool(self.model.stop_training), "stop")
+            if self.saved is not None and states is not None:
+                self.saved.save(self.model, states, epoch + 1, stopped=stopped)
+            if stopped:
                 break
         if plan.epochs > first:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
@@ -144,27 +168,34 @@ class Loop:
         plan: FitPlan,
         epoch: int,
         callbacks: keras.callbacks.CallbackList,
-        check_first_step: bool,
+        begin: Position,
+        states: CallbackStates | None,
     ) -> Logs:
-        """Train one epoch; return its logs, those of all workers."""
+        """Train one epoch, the first one from the step of `begin` on; return its logs, those of all workers."""
+        check_first_step = epoch == begin.epoch
+        done = skip = begin.step if check_first_step else 0
         title = f"Epoch {epoch + 1}/{plan.epochs}"
-        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch)
+        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch, done)
         self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
         if self.strategy.part.index:
             # As in Keras, what a callback has counted by now (model.evaluate) is part of the epoch: once.
             self.strategy.reset_metrics(self.model)
+        if skip:
+            # Behind on_epoch_begin, which has run for this epoch before, and may have changed something once more.
+            self._restore(states)
         # As in Keras, an epoch that is stopped before it begins has one step.
         stopped = any_rank(bool(self.model.stop_training), "stop")
         step_logs: Logs = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
-        done = 0
-        shares = epoch_shares(plan.train, epoch, self.strategy.part)
+        shares = epoch_shares(plan.train, epoch, self.strategy.part, skip=skip)
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
+            if self.saved is not None and states is not None and done > skip:
+                self._save_if_due(self.saved, states, epoch, done)
             if self.probe and done == 0 and check_first_step:
                 self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)
@@ -176,9 +207,11 @@ class Loop:
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
             ):
                 callbacks.on_train_batch_end(done + len(group) - 1, shown)
-            if self.guard and done == 0 and check_first_step:
+            if self.guard and done == skip and check_first_step:
                 self._check(self.strategy.check_step, "after the first step")
             done += len(group)
+            if self.saved is not None:
+                self.saved.steps += len(group)
             if stopped or (global_batches and any_rank(bool(self.model.stop_training), "stop")):
                 break
         if share is None:
@@ -232,6 +265,19 @@ class Loop:
 
     # The pieces of that order.
 
+    def _restore(self, states: CallbackStates | None) -> None:
+        assert self.saved is not None and states is not None
+        self.saved.give(self.model, states)
+
+    def _save_if_due(self, saved: SavedFit, states: CallbackStates, epoch: int, done: int) -> None:
+        if saved.is_due():
+            self.steps.finish()
+            saved.save(self.model, states, epoch, done)
+
+    def _tell(self, resumed: Position, plan: FitPlan) -> None:
+        if self.rank.is_first and self.run_dir is not None:
+            print(f"run_dir {str(self.run_dir.path)!r}: {resumed.told(plan.epochs)}", flush=True)
+
     def _check(self, replicas: Callable[[keras.Model, str], None], when: str) -> None:
         replicas(self.model, when)
         if self.rank.is_first:
@@ -282,6 +328,14 @@ class Loop:
         seconds, rate = progress.seconds, progress.examples_per_second
         line = epoch_line(epoch, logs, validated, seconds, rate)
         self._in_run_dir(lambda run_dir: run_dir.append_metrics(*line))
+
+
+def callbacks_with_history(
+    own: Sequence[keras.callbacks.Callback], callbacks: keras.callbacks.CallbackList
+) -> list[keras.callbacks.Callback]:
+    """Return this rank's callbacks as the user gave them, and the History that Keras has added."""
+    history = [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.History)]
+    return [*own, *(c for c in history if c not in own)]
 
 
 def predict(

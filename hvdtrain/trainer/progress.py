@@ -32,13 +32,14 @@ class Progress:
         verbose: 0, 1 or 2, see `resolve_verbose`.
         title: such as "Epoch 1/5".
         steps: of the pass; None if known only after reading to the end.
+        done: of them, in a run that this one continues.
     """
 
-    def __init__(self, verbose: int, title: str, steps: int | None) -> None:
+    def __init__(self, verbose: int, title: str, steps: int | None, done: int = 0) -> None:
         self._verbose = verbose
         self._title = title
         self._examples = 0
-        self._steps = 0
+        self._steps = done
         self._bar: Any = None
         self._start = time.perf_counter()
         self._seconds: float | None = None

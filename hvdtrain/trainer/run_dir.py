@@ -22,11 +22,11 @@ class RunDir:
         self.path = Path(path)
         self._columns: list[str] = []
 
-    def begin(self, first_epoch: int) -> None:
+    def begin(self, first_epoch: int, continued: bool = False) -> None:
         """Make the folder.
 
         Nothing is overwritten. A run that continues where that one stopped, with `first_epoch` (from 0) after its
-        first, adds to its metrics.
+        first, adds to its metrics, and so does one that is `continued` from its checkpoints.
 
         Raises:
             UsageError: it cannot be made, or another run left its metrics there.
@@ -35,11 +35,12 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"run_dir {str(self.path)!r} cannot be created: {error}") from error
-        if first_epoch == 0 and not self._columns and (self.path / METRICS).exists():
+        known = first_epoch > 0 or continued or bool(self._columns)
+        if not known and (self.path / METRICS).exists():
             raise UsageError(
                 f"run_dir {str(self.path)!r} contains another run ({METRICS}): choose a new "
-                "folder, or move that one away. Only a run that continues it (initial_epoch, or "
-                "BackupAndRestore) may add to it"
+                "folder, or move that one away. Only a run that continues it (checkpoints, initial_epoch "
+                "or BackupAndRestore) may add to it"
             )
 
     def write_config(self, config: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -213,3 +214,11 @@ def source_facts(source: Source) -> dict[str, Any]:
         "the number of examples": source.examples,
         "the shape and dtype of an example": source.element,
     }
+
+
+def keras_file(filepath: str | Path, what: str) -> Path:
+    """Return the path of a .keras file for the method `what`; UsageError for another ending."""
+    path = Path(filepath)
+    if path.suffix != ".keras":
+        raise UsageError(f"{what}: {filepath}: give a file name that ends in .keras")
+    return path

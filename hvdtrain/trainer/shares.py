@@ -22,14 +22,16 @@ BYTES_AHEAD = 1 << 24
 
 
 def epoch_shares(
-    source: Source, epoch: int, part: Part, ranks: Communicator = ALL_RANKS
+    source: Source, epoch: int, part: Part, ranks: Communicator = ALL_RANKS, skip: int = 0
 ) -> Iterator[Share]:
-    """Yield the shares of one epoch that are `part`, as tensors, made in another thread.
+    """Yield the shares of one epoch that are `part`, but for the first `skip`, as tensors, made in another thread.
 
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
-    shares = _with_tensors(source.epoch(epoch, part.index, part.count))
+    shares = _with_tensors(
+        itertools.islice(source.epoch(epoch, part.index, part.count), skip, None)
+    )
     if ranks.size() == 1:
         return prefetch(shares)
     if isinstance(source, OwnSource):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import keras
 import tensorflow as tf
 
+from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.data import KnownSource, OwnSource, Source, is_batched, make_source, split
 from hvdtrain.data.make import check_positive
@@ -35,12 +36,14 @@ from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
+from hvdtrain.trainer.resume import saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     build_model,
     check_fixed_batch,
     check_validation_freq,
     compile_model,
+    keras_file,
     one_or_all,
     refuse_batch_size,
     source_facts,
@@ -78,6 +81,8 @@ class Trainer:
         precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy; set before
             `model` is called to build. A model instance must have been built with it. Default: as it is.
         run_dir: folder for config.json, metrics.csv and the final model.keras; default none.
+        checkpoints: hvdtrain.checkpoint.Checkpoints: save in run_dir, and go on from there when the script runs again.
+        resume: from a checkpoint in run_dir: "auto" if there is one, "must", or "never".
         seed: of initial weights (if `model` is a function) and of shuffling.
         jit_compile: compile training steps with XLA, all but what it cannot compile: Horovod's collectives, for one.
         run_eagerly: run steps without tf.function, to debug.
@@ -111,6 +116,8 @@ class Trainer:
         warmup_epochs: float = 0,
         precision: str | None = None,
         run_dir: str | Path | None = None,
+        checkpoints: Checkpoints | None = None,
+        resume: Literal["auto", "never", "must"] = "auto",
         seed: int = 0,
         jit_compile: bool = False,
         run_eagerly: bool = False,
@@ -133,6 +140,7 @@ class Trainer:
         self._steps_per_execution = steps_per_execution
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
+        self._saved = saved_fit(checkpoints, resume, self._run_dir, self.strategy)
         self.model = build_model(model, precision, self.strategy.build)
         self._ramps: list[Ramp] = []
         given = {
@@ -151,9 +159,8 @@ class Trainer:
             run_eagerly=run_eagerly,
         )
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
-        self._predicting: Steps | None = (
-            None  # The same, or before them steps that can only predict.
-        )
+        # The same, or before them steps that can only predict.
+        self._predicting: Steps | None = None
         self._trained: tuple[Any, list[int]] | None = None  # What `steps` train: see _as_compiled.
         self._config: dict[str, Any] = {
             "global_batch_size": global_batch_size,
@@ -329,7 +336,6 @@ class Trainer:
             x: as in `fit`.
             batch_size: refused; see the Trainer's global_batch_size.
             verbose: as in `fit`.
-            verbose: as in `fit`.
             steps: predict this many global batches.
 
         Returns:
@@ -365,7 +371,7 @@ class Trainer:
             EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         with engine_errors(self.rank):
-            self.strategy.save(self.model, _keras_file(filepath, "save"))
+            self.strategy.save(self.model, keras_file(filepath, "save"))
 
     def load(self, filepath: str | Path) -> None:
         """Go on from a .keras file: read the model's and the optimizer's state from it, whoever wrote it.
@@ -382,7 +388,7 @@ class Trainer:
             EngineError: Horovod stopped, because another rank failed or waited too long.
         """
         with engine_errors(self.rank):
-            self.strategy.load(self.model, _keras_file(filepath, "load"))
+            self.strategy.load(self.model, keras_file(filepath, "load"))
 
     # What they have in common.
 
@@ -470,6 +476,7 @@ class Trainer:
             steps_per_execution=self._steps_per_execution,
             run_dir=self._run_dir,
             config=self._config,
+            saved=self._saved,
         )
 
     def _compiled_anew(self, what: str) -> bool:
@@ -489,10 +496,3 @@ class Trainer:
         # From the source's own word for its shapes: the first batch of an iterator is read but once.
         count = self.strategy.part.count
         return symbolic_data(source.element, max(1, self.global_batch_size // count))
-
-
-def _keras_file(filepath: str | Path, what: str) -> Path:
-    path = Path(filepath)
-    if path.suffix != ".keras":
-        raise UsageError(f"{what}: {filepath}: give a file name that ends in .keras")
-    return path

@@ -1,0 +1,114 @@
+"""What callbacks remember: how long a metric has not improved, the best value so far, the history.
+
+A callback with `get_state()` and `set_state(state)` says itself what it remembers. Of others it is the attributes that
+have changed since training began, as far as they are numbers, texts, arrays, or lists, tuples, sets and dicts of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hvdtrain.collectives.encoding import encode
+from hvdtrain.errors import UsageError
+
+NOT_STATE = {"params", "min_delta"}
+"""Keras sets params, and gives min_delta its sign, anew in each process."""
+
+
+class CallbackStates:
+    """The states of the callbacks of one process.
+
+    Args:
+        callbacks: after their on_train_begin.
+    """
+
+    def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
+        self._callbacks = _named(callbacks)
+        self._before = {
+            name: {key: _encoded(value) for key, value in vars(callback).items()}
+            for name, callback in self._callbacks.items()
+        }
+        self._warned: set[str] = set()
+
+    def take(self) -> dict[str, Any]:
+        """Return the states by names of callbacks; what `encode` takes."""
+        return {name: self._state(name, callback) for name, callback in self._callbacks.items()}
+
+    def give(self, states: Mapping[str, Any]) -> None:
+        """Give the callbacks what `take` returned; one that was not there then begins anew."""
+        for name, callback in self._callbacks.items():
+            if name not in states:
+                continue
+            if _speaks(callback):
+                callback.set_state(states[name])
+            else:
+                vars(callback).update(states[name])
+
+    def _state(self, name: str, callback: Any) -> Any:
+        if _speaks(callback):
+            return callback.get_state()
+        found, unknown = {}, []
+        for key, value in vars(callback).items():
+            now = _encoded(value)
+            if key in NOT_STATE or now == self._before[name].get(key):
+                continue
+            if isinstance(now, bytes):
+                found[key] = value
+            elif key not in ("_model", "monitor_op"):
+                unknown.append(key)
+        if unknown and name not in self._warned and not _is_keras_own(callback):
+            self._warned.add(name)
+            warnings.warn(
+                f"Checkpoints do not hold {', '.join(unknown)} of the callback "
+                f"{type(callback).__name__}, which changed while training: a resumed run begins "
+                "with new ones. Give it get_state() and set_state(state), of numbers, texts, "
+                "arrays, lists and dicts",
+                stacklevel=2,
+            )
+        return found
+
+
+def _named(
+    callbacks: Sequence[keras.callbacks.Callback],
+) -> dict[str, Any]:
+    """Return callbacks by class and number, so that one that is added does not shift the others."""
+    seen: Counter[str] = Counter()
+    named = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        seen[kind] += 1
+        named[f"{kind} {seen[kind]}"] = callback
+    return named
+
+
+def _encoded(value: Any) -> Any:
+    """Return `value` as bytes, or itself if it cannot be."""
+    try:
+        return encode(value)
+    except UsageError:
+        return _Same(value)
+
+
+class _Same:
+    """Equal to what holds the same object, which it keeps alive, so that its id is not given away."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _speaks(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _is_keras_own(callback: Any) -> bool:
+    return type(callback).__module__.partition(".")[0] == "keras"

@@ -1,0 +1,35 @@
+"""How often a training writes checkpoints, and how many it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When Trainer saves: after each epoch, and within epochs as asked.
+
+    Args:
+        every_steps: save after this many training steps within an epoch, too. All ranks count the same steps.
+        keep: how many checkpoints stay; at least 2, so that one that the disk damaged has one before it.
+
+    Raises:
+        UsageError: numbers that cannot work.
+    """
+
+    every_steps: int | None = None
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None and self.every_steps < 1:
+            raise UsageError(
+                f"Checkpoints(every_steps={self.every_steps}): give a number of steps, or leave it out "
+                "to save after each epoch"
+            )
+        if self.keep < 2:
+            raise UsageError(
+                f"Checkpoints(keep={self.keep}): keep at least 2, so that one that the disk has "
+                "damaged does not end the run"
+            )

@@ -1,0 +1,334 @@
+"""A fit that is saved while it runs, and goes on where it stopped when the same command runs again."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import keras
+import numpy as np
+
+from hvdtrain.checkpoint.callback_states import CallbackStates
+from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.save_schedule import Checkpoints
+from hvdtrain.checkpoint.state import TrainingState, own_variables
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.consistency import alike, on_first
+from hvdtrain.data import Source
+from hvdtrain.data.arrays import ArraySource
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.trainer.run_dir import RunDir
+from hvdtrain.trainer.setup import source_facts
+
+FOLDER, LOCK = "checkpoints", "lock"
+CONFIG = (
+    "optimizer",
+    "global_batch_size",
+    "learning_rate",
+    "learning_rate_scaling",
+    "precision",
+    "seed",
+    "steps_per_execution",
+    "warmup_epochs",
+)
+"""What of the Trainer's arguments the course of a training depends on."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training stands.
+
+    Attributes:
+        epoch: that is next, or being trained, counted from 0.
+        step: that is next in it.
+        steps: trained in all.
+        stopped: by a callback; the training has ended.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    steps: int = 0
+    stopped: bool = False
+
+    def told(self, epochs: int) -> str:
+        """How a run of `epochs` goes on from here, for whoever watches it."""
+        if self.stopped or self.epoch >= epochs:
+            return f"this run has finished after {self.epoch} of {epochs} epochs: nothing to train"
+        return f"goes on in epoch {self.epoch + 1} of {epochs}, after {self.step} of its steps"
+
+
+class SavedFit:
+    """The checkpoints of one fit, below its run_dir.
+
+    Args:
+        schedule: when to save.
+        resume: "auto": go on from the newest checkpoint if there is one; "must": refuse to begin anew; "never": refuse
+            to go on.
+        run_dir: of the run.
+
+    Attributes:
+        steps: trained so far, in all processes that trained this run.
+    """
+
+    def __init__(self, schedule: Checkpoints, resume: str, run_dir: RunDir) -> None:
+        self.steps = 0
+        self._schedule = schedule
+        self._resume = resume
+        self._run_dir = run_dir
+        self._folder = run_dir.path / FOLDER
+        self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
+        self._last = 0
+        self._facts: dict[str, Any] = {}
+        self._opened = False
+
+    @contextmanager
+    def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
+        """In this block the folder belongs to this run; yield where to go on, None: at the beginning. A collective.
+
+        Args:
+            initial_epoch: at which a new run begins.
+            facts: that must be the same when it is resumed, see `facts_of`.
+
+        Raises:
+            UsageError: on all ranks: another run is at work there, or another one was.
+        """
+        if self._opened:
+            raise UsageError(
+                "fit was called before: with checkpoints a Trainer trains once, and goes on when "
+                "the script runs again. Give epochs to the first fit, or make a new Trainer with "
+                "another run_dir"
+            )
+        self._opened = True
+        self._facts = json.loads(json.dumps(facts, default=str))
+        lock: list[int] = []
+        try:
+            name = f"run_dir {str(self._run_dir.path)!r}"
+            found = on_first(lambda: self._open(initial_epoch, lock), name)
+            position = None if found is None else Position(**found)
+            if position is not None:
+                self.steps = self._last = position.steps
+            yield position
+        finally:
+            for descriptor in lock:
+                os.close(descriptor)
+
+    def _open(self, initial_epoch: int, lock: list[int]) -> dict[str, Any] | None:
+        path, began = str(self._run_dir.path), self._folder.is_dir()
+        if self._resume == "never" and numbered(self._folder):
+            raise UsageError(
+                f"run_dir {path!r} has checkpoints, and resume='never': choose a new folder, or "
+                "move that one away"
+            )
+        if self._resume == "must" and not numbered(self._folder):
+            raise UsageError(
+                f"run_dir {path!r} has no checkpoint, and resume='must': look whether it is the "
+                "right folder, or use resume='auto' to begin anew"
+            )
+        self._run_dir.begin(initial_epoch, continued=began)
+        self._folder.mkdir(exist_ok=True)
+        lock.append(_locked(self._folder / LOCK, path))
+        self._found = newest(self._folder)
+        if self._found is None:
+            if numbered(self._folder):
+                raise UsageError(
+                    f"run_dir {path!r}: all checkpoints are damaged. Move {str(self._folder)!r} "
+                    "away to begin anew"
+                )
+            return None
+        _refuse_changes(self._found.facts["run"], self._facts, path)
+        return dict(self._found.facts["position"])
+
+    def give(self, model: keras.Model, callbacks: CallbackStates) -> None:
+        """Set model and callbacks to what was found. A collective.
+
+        Raises:
+            UsageError: on all ranks: the model or its optimizer has changed; names the first variable.
+        """
+        found, self._found = self._found, None
+        arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
+        try:
+            states = TrainingState(model, ALL_RANKS).give(arrays, ranks)
+        except UsageError as error:
+            raise UsageError(
+                f"The checkpoints in {str(self._folder)!r} are of another model or optimizer: {error}. "
+                "Choose a new run_dir, or restore the model"
+            ) from error
+        callbacks.give(states)
+
+    def is_due(self) -> bool:
+        """Whether to save now, within an epoch: the same on every rank."""
+        every = self._schedule.every_steps
+        return every is not None and self.steps - self._last >= every
+
+    def save(
+        self,
+        model: keras.Model,
+        callbacks: CallbackStates,
+        epoch: int,
+        step: int = 0,
+        stopped: bool = False,
+    ) -> None:
+        """Write a checkpoint; what cannot be written is warned of, and the training goes on. A collective.
+
+        Args:
+            model: whose steps are finished.
+            callbacks: of this rank.
+            epoch: see Position.
+            step: see Position.
+            stopped: see Position.
+        """
+        self._last = self.steps
+        arrays, ranks = TrainingState(model, ALL_RANKS).take(callbacks.take())
+        if ALL_RANKS.rank() != 0:
+            return
+        bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
+        if bad is not None:
+            warnings.warn(
+                f"No checkpoint after step {self.steps}: {bad!r} holds nan or inf. The one before "
+                "is kept",
+                stacklevel=2,
+            )
+            return
+        position = Position(epoch, step, self.steps, stopped)
+        facts = {"run": self._facts, "position": asdict(position)}
+        try:
+            save(self._folder, self.steps, Checkpoint(facts, arrays, ranks), self._schedule.keep)
+        except OSError as error:
+            warnings.warn(
+                f"No checkpoint after step {self.steps}, training goes on: {error}. The one before "
+                "is kept",
+                stacklevel=2,
+            )
+
+
+def saved_fit(
+    schedule: Checkpoints | None,
+    resume: Literal["auto", "never", "must"],
+    run_dir: RunDir | None,
+    strategy: Strategy,
+) -> SavedFit | None:
+    """Return the SavedFit of what a user gave Trainer; None without `schedule`.
+
+    Raises:
+        UsageError: it cannot work.
+    """
+    if resume not in ("auto", "never", "must"):
+        raise UsageError(f"resume={resume!r}: choose 'auto', 'never' or 'must'")
+    if schedule is None:
+        if resume == "must":
+            raise UsageError("resume='must' needs checkpoints=Checkpoints() and a run_dir")
+        return None
+    if run_dir is None:
+        raise UsageError("checkpoints needs a run_dir, where they are written")
+    if strategy.name != "horovod" or strategy.saves_together:
+        raise UsageError(
+            "checkpoints works with strategy='horovod' on whole models, without layout and "
+            f"shard_optimizer (here: {strategy.name}): leave it out, and use keras.callbacks.ModelCheckpoint"
+        )
+    return SavedFit(schedule, resume, run_dir)
+
+
+def facts_of(
+    config: Mapping[str, Any], source: Source, model: keras.Model, callbacks: Sequence[Any]
+) -> dict[str, Any]:
+    """Return what must be the same when a fit is resumed, by names for messages.
+
+    Raises:
+        UsageError: a fit that cannot be resumed exactly.
+    """
+    if not isinstance(source, ArraySource):
+        raise UsageError(
+            "checkpoints needs arrays as training data, whose place in an epoch is known exactly: "
+            "pass NumPy arrays (np.memmap for those that do not fit into memory), or leave "
+            "checkpoints out and use keras.callbacks.ModelCheckpoint"
+        )
+    if len(optimizers_of(model)) > 1:
+        raise UsageError("checkpoints works with one optimizer, and the model has several")
+    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
+        raise UsageError("checkpoints do what BackupAndRestore does: leave BackupAndRestore out")
+    reading = source.reading
+    return {
+        **{name: config[name] for name in CONFIG},
+        "the number of workers": ALL_RANKS.size(),
+        "shuffle": reading.shuffle,
+        "class_weight": None
+        if reading.class_weight is None
+        else sorted(reading.class_weight.items()),
+        **source_facts(source),
+        "the metrics": [metric.name for metric in model.metrics],
+        "the shapes of seeds, statistics and metrics": [
+            list(variable.shape) for variable in own_variables(model)
+        ],
+        "the training data": source.sample(),
+    }
+
+
+def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
+    """Let CSVLogger go on in its file, without the lines of `epoch`, counted from 0, and after: they come again."""
+    for callback in callbacks:
+        path = Path(getattr(callback, "filename", ""))
+        if not isinstance(callback, keras.callbacks.CSVLogger) or not path.is_file():
+            continue
+        callback.append = True
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file, delimiter=callback.sep))
+        kept = [row for row in rows if row and not (row[0].isdecimal() and int(row[0]) >= epoch)]
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", newline="") as file:
+            csv.writer(file, delimiter=callback.sep).writerows(kept)
+        temporary.replace(path)
+
+
+def _locked(path: Path, run_dir: str) -> int:
+    """Return the descriptor of a lock file, which is free again when it is closed or this process ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+        os.close(descriptor)
+        raise UsageError(
+            f"run_dir {run_dir!r} is in use by {owner}: choose another folder, or end that run first"
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return descriptor
+
+
+def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
+    for name in {**before, **now}:
+        if _same(before.get(name), now.get(name)):
+            continue
+        what = (
+            name
+            if isinstance(now.get(name), dict)
+            else f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        )
+        raise UsageError(
+            f"run_dir {path!r} has checkpoints of a run that differs from this one: {what}. "
+            "Choose a new run_dir, or run what ran before"
+        )
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Whether two facts are; sums over the data differ in rounding between machines."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        return before.keys() == now.keys() and all(alike(before[k], now[k]) for k in before)
+    return before == now
+
+
+def _is_finite(value: np.ndarray) -> bool:
+    if value.dtype.kind == "V":  # bfloat16 and its like
+        value = value.astype(np.float32)
+    return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())

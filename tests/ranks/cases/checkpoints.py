@@ -1,0 +1,222 @@
+"""Fits that are ended at some step and run again, against the undisturbed one."""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import hvdtrain
+from hvdtrain.checkpoint import Checkpoints
+from hvdtrain.collectives.consistency import on_first
+
+EPOCHS, EXAMPLES, BATCH = 6, 52, 8
+STEPS = -(-EXAMPLES // BATCH)
+
+
+class Ended(Exception):
+    """Stands for the end of the process."""
+
+
+class EndAt(keras.callbacks.Callback):
+    """Ends the fit after a step, counted in this process."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Ended
+
+    def get_state(self) -> None:
+        return None
+
+    def set_state(self, state: None) -> None:
+        pass
+
+
+class Count(keras.callbacks.Callback):
+    """Says itself what it remembers, and counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = {"batches": 0}
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen["batches"] += 1
+
+    def get_state(self) -> dict[str, int]:
+        return dict(self.seen)
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.seen = dict(state)
+
+
+def folder() -> Path:
+    """A new folder, the same on all ranks."""
+    return Path(on_first(tempfile.mkdtemp, "folder"))
+
+
+def data() -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(EXAMPLES, 6)).astype(np.float32)
+    return x, rng.integers(0, 3, EXAMPLES)
+
+
+def optimizers() -> dict[str, Any]:
+    adam = keras.optimizers.Adam
+    return {
+        "adam": adam(0.02),
+        "accumulation": adam(0.02, gradient_accumulation_steps=3),
+        "averages": adam(0.02, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=None),
+        "loss scaling": keras.optimizers.LossScaleOptimizer(adam(0.02), dynamic_growth_steps=5),
+        "momentum": keras.optimizers.SGD(0.05, momentum=0.9),
+    }
+
+
+def model(units: int = 7) -> keras.Model:
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.layers.Input((6,)),
+            keras.layers.Dense(units, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(3, activation="softmax"),
+        ]
+    )
+
+
+def train(
+    run_dir: Path,
+    optimizer: str = "adam",
+    every: int | None = 1,
+    end_at: int = 0,
+    epochs: int = EPOCHS,
+    units: int = 7,
+    resume: Any = "auto",
+    **options: Any,
+) -> dict[str, Any] | None:
+    """Return what a fit leaves; None if it was ended."""
+    built = model(units)
+    trainer = hvdtrain.Trainer(
+        built,
+        optimizers()[optimizer],
+        "sparse_categorical_crossentropy",
+        ["accuracy"],
+        global_batch_size=BATCH,
+        run_dir=run_dir,
+        checkpoints=Checkpoints(every) if every else None,
+        resume=resume,
+        **options,
+    )
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True)
+    reduce = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=0.05, factor=0.5)
+    count = Count()
+    callbacks: list[Any] = [stop, reduce, count]
+    callbacks += [keras.callbacks.CSVLogger(run_dir / "log.csv")]
+    callbacks += [EndAt(end_at)] if end_at else []
+    x, y = data()
+    try:
+        history = trainer.fit(
+            (x, y), validation_data=(x[:20], y[:20]), epochs=epochs, callbacks=callbacks, verbose=0
+        )
+    except Ended:
+        return None
+    variables = [*built.variables, *built.optimizer.variables]
+    return {
+        "variables": [v.numpy() for v in variables],
+        "history": {**history.history, "epoch": history.epoch},
+        "stopping": [stop.wait, stop.best, stop.best_epoch, reduce.wait, reduce.best],
+        "batches": count.seen["batches"],
+        "log": (run_dir / "log.csv").read_text(),
+        "metrics": metrics(run_dir),
+    }
+
+
+def metrics(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    times = ("seconds", "examples_per_second")
+    return [{k: v for k, v in row.items() if k not in times} for row in rows]
+
+
+def differences(found: Any, expected: Any) -> list[str]:
+    """Which of what fits left differs, at all."""
+    bad = [key for key in expected if key != "variables" and found[key] != expected[key]]
+    pairs = zip(found["variables"], expected["variables"], strict=True)
+    far = [float(np.max(np.abs(a - b), initial=0)) for a, b in pairs if a.dtype.kind in "fiu"]
+    return bad + [f"variable {n}: {value}" for n, value in enumerate(far) if value]
+
+
+def ended_and_resumed(optimizer: str, every: int, ends: Sequence[int], **options: Any) -> list[str]:
+    undisturbed = train(folder(), optimizer, None, **options)
+    run_dir = folder()
+    for end_at in ends:
+        assert train(run_dir, optimizer, every, end_at, **options) is None
+    return differences(train(run_dir, optimizer, every, **options), undisturbed)
+
+
+def case_exact() -> dict[str, list[str]]:
+    """Ends: at the first step, within an epoch, at the last step of one, at the first of another; the last step."""
+    return {
+        "twice within epochs": ended_and_resumed("adam", 3, [5, STEPS + 4]),
+        "before the first checkpoint": ended_and_resumed("adam", 5, [2, 3, 9]),
+        "last and first step": ended_and_resumed("adam", 1, [STEPS, 2, 1, STEPS]),
+        "epochs alone": ended_and_resumed("adam", 1000, [STEPS + 2, STEPS + 1]),
+    }
+
+
+def case_optimizers() -> dict[str, list[str]]:
+    """Each kind of state that an optimizer may have, ended where gradients wait."""
+    names = [name for name in optimizers() if name != "adam"]
+    return {name: ended_and_resumed(name, 1, [STEPS + 3]) for name in names}
+
+
+def case_steps_per_execution() -> list[str]:
+    return ended_and_resumed("momentum", 2, [3], steps_per_execution=2, warmup_epochs=2)
+
+
+def case_more_epochs() -> dict[str, Any]:
+    """A finished run trains nothing; with more epochs it goes on as one that had them from the beginning."""
+    undisturbed = train(folder(), every=None)
+    run_dir = folder()
+    short = train(run_dir, epochs=2)
+    again = train(run_dir, epochs=2)
+    return {
+        "again": differences(again, short),
+        "longer": differences(train(run_dir), undisturbed),
+        "finished": differences(train(run_dir), undisturbed),
+    }
+
+
+def case_refused() -> dict[str, str]:
+    """The messages for what cannot go on."""
+    run_dir = folder()
+    train(run_dir, epochs=1)
+    calls: dict[str, dict[str, Any]] = {
+        "model": {"units": 8},
+        "optimizer": {"optimizer": "momentum"},
+        "state": {"optimizer": "averages"},
+        "seed": {"seed": 5},
+        "never": {"resume": "never"},
+    }
+    found = {name: refusal(run_dir, **options) for name, options in calls.items()}
+    found["must"] = refusal(folder(), resume="must")
+    return found
+
+
+def refusal(run_dir: Path, **options: Any) -> str:
+    try:
+        train(run_dir, **options)
+    except hvdtrain.UsageError as error:
+        return str(error)
+    return "not refused"

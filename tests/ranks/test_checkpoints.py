@@ -1,0 +1,44 @@
+"""A fit that was ended and run again equals the undisturbed one, to the bit: weights, optimizer, metrics, History."""
+
+from __future__ import annotations
+
+import pytest
+from launch import Results, on_ranks
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+def results(request: pytest.FixtureRequest) -> Results:
+    return on_ranks("checkpoints", np=request.param)
+
+
+def test_ended_at_any_step(results: Results) -> None:
+    for found in results.of("case_exact"):
+        assert {name: far for name, far in found.items() if far} == {}
+
+
+@pytest.mark.slow
+def test_every_kind_of_optimizer_state(results: Results) -> None:
+    for found in results.of("case_optimizers"):
+        assert {name: far for name, far in found.items() if far} == {}
+
+
+@pytest.mark.slow
+def test_several_steps_at_once_with_warm_up(results: Results) -> None:
+    for found in results.of("case_steps_per_execution"):
+        assert found == []
+
+
+@pytest.mark.slow
+def test_a_finished_run_and_more_epochs(results: Results) -> None:
+    for found in results.of("case_more_epochs"):
+        assert found == {"again": [], "longer": [], "finished": []}
+
+
+def test_what_has_changed_is_named(results: Results) -> None:
+    for found in results.of("case_refused"):
+        assert "the shapes of seeds, statistics and metrics" in found["model"]
+        assert "optimizer: 'Adam' before, 'SGD' now" in found["optimizer"]
+        assert "average" in found["state"]
+        assert "seed: 0 before, 5 now" in found["seed"]
+        assert "resume='never'" in found["never"]
+        assert "resume='must'" in found["must"]

@@ -1,0 +1,107 @@
+"""What a resumed fit does beside its state: its lock, the files of others, what callbacks remember."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain.checkpoint.callback_states import CallbackStates
+from hvdtrain.checkpoint.save_schedule import Checkpoints
+from hvdtrain.errors import UsageError
+from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.trainer.resume import _is_finite, _locked, continue_files, saved_fit
+from hvdtrain.trainer.run_dir import RunDir
+
+
+def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    first = _locked(tmp_path / "lock", "runs/a")
+    with pytest.raises(UsageError, match=rf"'runs/a' is in use by process {os.getpid()} on"):
+        _locked(tmp_path / "lock", "runs/a")
+    os.close(first)
+    os.close(_locked(tmp_path / "lock", "runs/a"))
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((Checkpoints(), "auto", None), "needs a run_dir"),
+        ((None, "must", RunDir("a")), "needs checkpoints="),
+        ((Checkpoints(), "yes", RunDir("a")), "'auto', 'never' or 'must'"),
+        ((Checkpoints(), "auto", RunDir("a")), "strategy='horovod'"),
+    ],
+)
+def test_what_cannot_work_is_said_at_once(given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        saved_fit(*given, Strategy())
+
+
+def test_a_schedule_that_cannot_work() -> None:
+    with pytest.raises(UsageError, match="every_steps=0"):
+        Checkpoints(every_steps=0)
+    with pytest.raises(UsageError, match="keep=1"):
+        Checkpoints(keep=1)
+
+
+def test_a_csv_logger_goes_on_without_the_lines_that_come_again(tmp_path: Path) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch;loss\n0;1.0\n1;0.5\n2;0.25\n")
+    logger = keras.callbacks.CSVLogger(path, separator=";")
+    continue_files([logger, keras.callbacks.TerminateOnNaN()], epoch=1)
+    assert path.read_text().split() == ["epoch;loss", "0;1.0"]
+    logger.on_train_begin()
+    logger.on_epoch_end(1, {"loss": 0.5})
+    logger.on_train_end()
+    assert path.read_text().split()[:2] == ["epoch;loss", "0;1.0"]
+    assert path.read_text().split()[2].startswith("1;0.5")
+
+
+def stopping() -> keras.callbacks.EarlyStopping:
+    callback = keras.callbacks.EarlyStopping("loss", patience=2, min_delta=0.1)
+    callback.set_model(keras.Sequential())
+    callback.on_train_begin()
+    return callback
+
+
+def test_early_stopping_goes_on_counting() -> None:
+    first = stopping()
+    states = CallbackStates([first])
+    for epoch, loss in enumerate([1.0, 1.0]):
+        first.on_epoch_end(epoch, {"loss": loss})
+    second = stopping()
+    CallbackStates([keras.callbacks.TerminateOnNaN(), second]).give(states.take())
+    assert (second.wait, second.best) == (first.wait, first.best) == (1, 1.0)
+    second.on_epoch_end(2, {"loss": 0.95})
+    assert second.model.stop_training  # 0.95 is no improvement by 0.1: min_delta has its sign once.
+
+
+class Held(keras.callbacks.Callback):
+    """Keeps what cannot be written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.file = np.zeros(2), object()
+
+
+def test_what_is_not_kept_is_named_once() -> None:
+    callback = Held()
+    states = CallbackStates([callback])
+    callback.count = np.ones(2)
+    callback.file = object()
+    with pytest.warns(UserWarning, match="do not hold file of the callback Held"):
+        found = states.take()
+    assert list(found["Held 1"]) == ["count"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        states.take()
+
+
+def test_a_large_number_is_finite() -> None:
+    assert _is_finite(np.array([1e300]))
+    assert _is_finite(np.array([3]))
+    assert not _is_finite(np.array([np.nan], np.float16))
