@@ -12,9 +12,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.checkpoint.save_schedule import Checkpoints
     from hvdtrain.collectives.first_rank import first_rank_first
     from hvdtrain.collectives.mesh import Mesh
-    from hvdtrain.errors import EngineError, HvdtrainError, LaunchError, ReplicaError, UsageError
+    from hvdtrain.errors import (
+        EngineError,
+        HvdtrainError,
+        LaunchError,
+        Preempted,
+        ReplicaError,
+        UsageError,
+    )
     from hvdtrain.parallel.layout import Layout
     from hvdtrain.runtime import Rank, init, shutdown
     from hvdtrain.trainer import Trainer
@@ -23,11 +31,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Checkpoints",
     "EngineError",
     "HvdtrainError",
     "LaunchError",
     "Layout",
     "Mesh",
+    "Preempted",
     "Rank",
     "ReplicaError",
     "Trainer",
@@ -42,6 +52,7 @@ ROOMS = ("data", "keras", "launch")
 
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
+    "Checkpoints": "hvdtrain.checkpoint.save_schedule",
     "Layout": "hvdtrain.parallel.layout",
     "Mesh": "hvdtrain.collectives.mesh",
     "Rank": "hvdtrain.runtime",
@@ -52,6 +63,7 @@ _HOMES = {
     "EngineError": "hvdtrain.errors",
     "HvdtrainError": "hvdtrain.errors",
     "LaunchError": "hvdtrain.errors",
+    "Preempted": "hvdtrain.errors",
     "ReplicaError": "hvdtrain.errors",
     "UsageError": "hvdtrain.errors",
 }

@@ -24,6 +24,9 @@ EXIT_TERMINATED = 143
 EXIT_HANG = 124
 """The watchdog ended the run: a rank was frozen, had gone or did not come, or no rank made progress."""
 
+EXIT_PREEMPTED = 75
+"""A training was told to end, has saved, and goes on when it is run again (EX_TEMPFAIL in sysexits.h)."""
+
 NEWS = "HVDTRAIN_NEWS"
 """Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
 

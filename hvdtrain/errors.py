@@ -8,11 +8,19 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from hvdtrain.environment import EXIT_PREEMPTED
+
 
 class HvdtrainError(Exception):
     """Something went wrong at run time. Base of all errors that hvdtrain raises on purpose."""
 
     exit_code = 1
+
+
+class Preempted(HvdtrainError):
+    """The job was told to end. The training has saved and stopped; it goes on when it is run again."""
+
+    exit_code = EXIT_PREEMPTED
 
 
 class LaunchError(HvdtrainError):

@@ -140,6 +140,8 @@ class Loop:
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
                 self.saved.save(self.model, states, epoch + 1, stopped=stopped)
+                if epoch + 1 < plan.epochs and not stopped and self.saved.is_told_to_end():
+                    raise self.saved.preempted()
             if stopped:
                 break
         if plan.epochs > first:
@@ -270,9 +272,13 @@ class Loop:
         self.saved.give(self.model, states)
 
     def _save_if_due(self, saved: SavedFit, states: CallbackStates, epoch: int, done: int) -> None:
-        if saved.is_due():
+        """Raises Preempted if the job was told to end."""
+        ends = saved.is_told_to_end()
+        if ends or saved.is_due():
             self.steps.finish()
             saved.save(self.model, states, epoch, done)
+        if ends:
+            raise saved.preempted()
 
     def _tell(self, resumed: Position, plan: FitPlan) -> None:
         if self.rank.is_first and self.run_dir is not None:

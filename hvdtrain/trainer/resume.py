@@ -25,9 +25,10 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike, on_first
 from hvdtrain.data import Source
 from hvdtrain.data.arrays import ArraySource
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import source_facts
 
@@ -91,6 +92,7 @@ class SavedFit:
         self._last = 0
         self._facts: dict[str, Any] = {}
         self._opened = False
+        self._preemption = Preemption()
 
     @contextmanager
     def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
@@ -118,7 +120,8 @@ class SavedFit:
             position = None if found is None else Position(**found)
             if position is not None:
                 self.steps = self._last = position.steps
-            yield position
+            with self._preemption.listening():
+                yield position
         finally:
             for descriptor in lock:
                 os.close(descriptor)
@@ -166,10 +169,21 @@ class SavedFit:
             ) from error
         callbacks.give(states)
 
+    def is_told_to_end(self) -> bool:
+        """Whether to save and stop now: the same on every rank. A collective at some steps."""
+        return self._preemption.agreed(self.steps)
+
     def is_due(self) -> bool:
         """Whether to save now, within an epoch: the same on every rank."""
         every = self._schedule.every_steps
         return every is not None and self.steps - self._last >= every
+
+    def preempted(self) -> Preempted:
+        """What to raise after saving, where this job was told to end."""
+        return Preempted(
+            f"this job was told to end, and stopped after {self.steps} steps. Run the same command again to go on from "
+            f"the newest checkpoint in {str(self._folder)!r}"
+        )
 
     def save(
         self,

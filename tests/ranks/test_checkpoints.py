@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from launch import Results, on_ranks
+
+from hvdtrain.environment import EXIT_PREEMPTED
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
@@ -11,9 +15,20 @@ def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("checkpoints", np=request.param)
 
 
+@pytest.mark.slow
 def test_ended_at_any_step(results: Results) -> None:
     for found in results.of("case_exact"):
         assert {name: far for name, far in found.items() if far} == {}
+
+
+def test_a_job_that_is_told_to_end_saves_and_stops(results: Results) -> None:
+    for found in results.of("case_preempted"):
+        assert found["differences"] == [] and found["restored"]
+        (first, code), (second, other) = found["messages"]
+        assert code == other == EXIT_PREEMPTED
+        # The ranks look once a second, and a step takes milliseconds.
+        assert 2 <= int(re.search(r"after (\d+) steps", first)[1]) < 42
+        assert int(re.search(r"after (\d+) steps", second)[1]) > 2
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hvdtrain.environment import (
     EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
     EXIT_SIGNAL_BASE,
     EXIT_TERMINATED,
     EXIT_USAGE,
@@ -36,8 +37,15 @@ from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Watchdog
 
-# Wrong use and the user's own signal; what nobody reads any more ends like the latter.
-_FINAL = {0, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_SIGNAL_BASE + signal.SIGHUP}
+# Wrong use, the user's own signal, and a job that has no time left; what nobody reads any more ends like a signal.
+_FINAL = {
+    0,
+    EXIT_USAGE,
+    EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
+    EXIT_SIGNAL_BASE + signal.SIGHUP,
+    EXIT_PREEMPTED,
+}
 LOOK_SECONDS = 1.0
 LEAST_FILES = 32
 """Two ranks start with 40, and not with 20."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import os
+import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +14,10 @@ import keras
 import numpy as np
 
 import hvdtrain
-from hvdtrain.checkpoint import Checkpoints
+from hvdtrain import Checkpoints
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first
+from hvdtrain.worker import preemption_notice
 
 EPOCHS, EXAMPLES, BATCH = 6, 52, 8
 STEPS = -(-EXAMPLES // BATCH)
@@ -34,6 +38,25 @@ class EndAt(keras.callbacks.Callback):
         self.left -= 1
         if self.left == 0:
             raise Ended
+
+    def get_state(self) -> None:
+        return None
+
+    def set_state(self, state: None) -> None:
+        pass
+
+
+class TellToEnd(keras.callbacks.Callback):
+    """Sends the last rank a signal after a step, counted in this process."""
+
+    def __init__(self, number: signal.Signals, steps: int) -> None:
+        super().__init__()
+        self.number, self.left = number, steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0 and ALL_RANKS.rank() == ALL_RANKS.size() - 1:
+            os.kill(os.getpid(), self.number)
 
     def get_state(self) -> None:
         return None
@@ -103,6 +126,7 @@ def train(
     epochs: int = EPOCHS,
     units: int = 7,
     resume: Any = "auto",
+    told: tuple[signal.Signals, int] | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Return what a fit leaves; None if it was ended."""
@@ -124,6 +148,7 @@ def train(
     callbacks: list[Any] = [stop, reduce, count]
     callbacks += [keras.callbacks.CSVLogger(run_dir / "log.csv")]
     callbacks += [EndAt(end_at)] if end_at else []
+    callbacks += [TellToEnd(*told)] if told else []
     x, y = data()
     try:
         history = trainer.fit(
@@ -183,6 +208,28 @@ def case_optimizers() -> dict[str, list[str]]:
 
 def case_steps_per_execution() -> list[str]:
     return ended_and_resumed("momentum", 2, [3], steps_per_execution=2, warmup_epochs=2)
+
+
+def case_preempted() -> dict[str, Any]:
+    """One rank is told to end: all save at one step, soon, and go on there. Checkpoints are far apart else."""
+    undisturbed = train(folder(), every=None)
+    run_dir, messages = folder(), []
+    before = signal.getsignal(signal.SIGTERM)
+    for number, steps in ((signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
+        heard = signal.getsignal(signal.SIGUSR1)
+        preemption_notice.listen(ALL_RANKS.rank())
+        try:
+            train(run_dir, every=1000, told=(number, steps))
+        except hvdtrain.Preempted as error:
+            messages.append([str(error), error.exit_code])
+        finally:
+            signal.signal(signal.SIGUSR1, heard)
+    found = train(run_dir, every=1000)
+    return {
+        "messages": messages,
+        "differences": differences(found, undisturbed),
+        "restored": signal.getsignal(signal.SIGTERM) == before,
+    }
 
 
 def case_more_epochs() -> dict[str, Any]:

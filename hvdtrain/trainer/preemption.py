@@ -1,0 +1,69 @@
+"""A job that is told to end: its ranks agree on the step at which all of them save and stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import numpy as np
+
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
+from hvdtrain.worker.preemption_notice import warned
+
+LOOK_SECONDS = 1.0
+"""Between two looks, which cost a small allreduce each."""
+MOST_STEPS = 1000
+"""Between two looks, however fast the steps are."""
+
+
+class Preemption:
+    """Listens for SIGTERM, and for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end.
+
+    Args:
+        ranks: that train together.
+    """
+
+    def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
+        self._ranks = ranks
+        self._terminated = False
+        self._looked: tuple[int, float] | None = None
+        self._next = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In this block SIGTERM is noted, unless the script has a handler of its own."""
+        in_main = threading.current_thread() is threading.main_thread()
+        ours = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if ours:
+            signal.signal(signal.SIGTERM, self._note)
+        try:
+            yield
+        finally:
+            if ours:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def agreed(self, steps: int) -> bool:
+        """Return whether any rank was told to end, as far as they have looked. A collective at some steps.
+
+        Args:
+            steps: trained so far, the same on all ranks.
+        """
+        if steps < self._next:
+            return False
+        now = time.monotonic()
+        pace = LOOK_SECONDS
+        if self._looked is not None and steps > self._looked[0]:
+            pace = (now - self._looked[1]) / (steps - self._looked[0])
+        self._looked = steps, now
+        # The slowest rank's pace, so that all look again at the same step.
+        mine = np.array([self._terminated or warned(), pace], np.float64)
+        told, slowest = self._ranks.allreduce(mine, "hvdtrain_preempted", Max).numpy()
+        self._next = steps + int(np.clip(LOOK_SECONDS / max(slowest, 1e-9), 1, MOST_STEPS))
+        return bool(told)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
