@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from pathlib import Path
 import hanging
 import numpy as np
 import pytest
-from jobs import RANK, REPOSITORY, SECONDS
+from jobs import RANK, REPOSITORY, SECONDS, user_environment
 from mnist import MNIST, TOLERANCE, weights
 from slurm_cluster import SlurmCluster
 
@@ -116,6 +118,58 @@ def test_a_warned_job_goes_on_after_its_restart(slurm: SlurmCluster, folder: Pat
     stdout, stderr = waiting.communicate(timeout=SECONDS)
     assert (waiting.returncode, stdout.splitlines()[-1]) == (0, "going on"), stderr
     assert stderr.endswith(f"job {job_id}: completed, restart 1\n")
+
+
+# The steps are slow, so that the warning comes in the middle of an epoch.
+TRAINS = """
+import sys, time
+import hvdtrain
+rank = hvdtrain.init().rank
+import keras, numpy as np
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        open(f"seen.{rank}", "w").write('{"rank": %d}' % rank)
+        time.sleep(float(sys.argv[2]))
+
+def build():
+    return keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+
+x = np.random.default_rng(0).normal(size=(320, 4)).astype("float32")
+trainer = hvdtrain.Trainer(
+    build, "adam", "mse", global_batch_size=8, run_dir=sys.argv[1], checkpoints=hvdtrain.Checkpoints()
+)
+trainer.fit(x, x.sum(1), epochs=2, callbacks=[Slow()], verbose=0)
+if rank == 0:
+    np.save(sys.argv[1], np.concatenate([weight.ravel() for weight in trainer.model.get_weights()]))
+"""
+
+
+def test_a_training_that_is_warned_saves_and_goes_on_in_mid_epoch(
+    slurm: SlurmCluster, folder: Path
+) -> None:
+    (folder / "train.py").write_text(TRAINS)
+    by_two = ("--nodes", "2", "--tasks-per-node", "1", "--time", "5", "--requeue")
+    job_id = submit(slurm, folder, *by_two, "train.py", "warned", "0.5")
+    wait_for_ranks(folder, 2)
+    slurm.run("scancel", "--batch", "--signal=USR1", job_id)
+    while slurm.wait_for(job_id, "PENDING", "RUNNING")["Restarts"] == "0":
+        time.sleep(0.2)
+    slurm.start_again(job_id)
+    slurm.wait_for(job_id, "COMPLETED")
+    (said,) = (path.read_text() for path in folder.glob(".hvdtrain/jobs/*.out"))
+    found = re.search(r"this job was told to end, and stopped after (\d+) steps", said)
+    assert found and 0 < int(found[1]) < 40, said
+    assert f"goes on in epoch 1 of 2, after {found[1]} of its steps" in said
+    subprocess.run(
+        [sys.executable, "train.py", "undisturbed", "0"],
+        cwd=folder,
+        env=user_environment(),
+        check=True,
+    )
+    # Two ranks add up what one process adds up in another order: float32 over 80 steps.
+    warned, undisturbed = np.load(folder / "warned.npy"), np.load(folder / "undisturbed.npy")
+    np.testing.assert_allclose(warned, undisturbed, atol=1e-5)
 
 
 def test_a_job_of_higher_priority(slurm: SlurmCluster, folder: Path) -> None:
