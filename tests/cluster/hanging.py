@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 SCRIPT = """
@@ -35,6 +36,8 @@ class Save(keras.callbacks.Callback):
 trainer.fit((x, x[:, :1]), validation_data=(x, x[:, :1]), epochs=1000, callbacks=[Save()], verbose=0)
 """
 PHASES = ("starting", "init", "training", "evaluating", "saving", "callbacks")
+ALL_CASES = "HVDTRAIN_ALL_CASES" in os.environ
+"""Whether to try each rank in each phase over each controller, and under srun, as before a release."""
 LIMIT = "3"
 """Seconds for `--hang-timeout`."""
 EXIT_HANG = 124

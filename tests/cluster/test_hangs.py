@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import pytest
-from hanging import EXIT_HANG, LIMIT, PHASES, SCRIPT, assert_named
+from hanging import ALL_CASES, EXIT_HANG, LIMIT, PHASES, SCRIPT, assert_named
 from jobs import RANK, SECONDS, Job
+
+
+SOME = [
+    *((("mpi", "gloo")[n % 2], (1, 0, 1)[n % 3], phase) for n, phase in enumerate(PHASES)),
+    ("mpi", 0, "init"),
+    ("gloo", 1, "training"),
+]
 
 
 @pytest.mark.parametrize(
     ("controller", "stopped", "phase"),
-    [(("mpi", "gloo")[n % 2], (1, 0, 1)[n % 3], phase) for n, phase in enumerate(PHASES)]
-    + [("mpi", 0, "init"), ("gloo", 1, "training")],
+    product(("mpi", "gloo"), (0, 1), PHASES) if ALL_CASES else SOME,
 )
 def test_a_frozen_rank(
     start: Callable[..., Job], controller: str, stopped: int, phase: str

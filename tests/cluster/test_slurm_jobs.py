@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import hanging
@@ -240,16 +241,20 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     assert slurm.left(seconds=5) == []
 
 
-def test_a_frozen_rank(slurm: SlurmCluster, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("stopped", "phase"),
+    product((0, 1), hanging.PHASES) if hanging.ALL_CASES else [(1, "training")],
+)
+def test_a_frozen_rank(slurm: SlurmCluster, folder: Path, stopped: int, phase: str) -> None:
     (folder / "train.py").write_text(hanging.SCRIPT)
     job = slurm.start(
         *("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *HVDTRAIN, "run"),
-        *("--hang-timeout", hanging.LIMIT, "train.py", "1", "training"),
+        *("--hang-timeout", hanging.LIMIT, "train.py", str(stopped), phase),
         cwd=folder,
     )
     _, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == hanging.EXIT_HANG, stderr
-    hanging.assert_named(stderr, 1, "training", host="n2")
+    hanging.assert_named(stderr, stopped, phase, host=f"n{stopped + 1}")
     assert "most recent call first" in stderr
     assert slurm.left(seconds=5) == []
 
