@@ -9,7 +9,6 @@ import pytest
 from hanging import ALL_CASES, EXIT_HANG, LIMIT, PHASES, SCRIPT, assert_named
 from jobs import RANK, SECONDS, Job
 
-
 SOME = [
     *((("mpi", "gloo")[n % 2], (1, 0, 1)[n % 3], phase) for n, phase in enumerate(PHASES)),
     ("mpi", 0, "init"),
