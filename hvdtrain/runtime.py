@@ -30,6 +30,7 @@ from hvdtrain.worker.cpu_scheduling import (
     schedule_promptly,
     threads_of_this_process,
 )
+from hvdtrain.worker.phases import follow_imported
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
 
 GONE = "Horovod has not been initialized"
@@ -136,6 +137,7 @@ def init(
     start_horovod(process_sets=[hvd.ProcessSet(group) for group in groups])
     import keras
 
+    follow_imported()
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     if mesh is not None:
         mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.

@@ -36,6 +36,8 @@ from hvdtrain.trainer.progress import Progress
 from hvdtrain.trainer.resume import Position, SavedFit, continue_files, facts_of
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.shares import epoch_shares, grouped
+from hvdtrain.trainer.stragglers import COLUMNS, StragglerWatch
+from hvdtrain.worker.heartbeat import in_phase
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,14 @@ class Loop:
             if resumed.step == 0:
                 self._restore(states)
         logs: Logs = {}
+        stragglers = StragglerWatch()
         for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
             logs = self._epoch(plan, epoch, callbacks, begin, states)
+            self._write_rank_times(stragglers.look(epoch))
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
-                self.saved.save(self.model, states, epoch + 1, stopped=stopped)
+                with in_phase("saving"):
+                    self.saved.save(self.model, states, epoch + 1, stopped=stopped)
                 if epoch + 1 < plan.epochs and not stopped and self.saved.is_told_to_end():
                     raise self.saved.preempted()
             if stopped:
@@ -276,7 +281,8 @@ class Loop:
         ends = saved.is_told_to_end()
         if ends or saved.is_due():
             self.steps.finish()
-            saved.save(self.model, states, epoch, done)
+            with in_phase("saving"):
+                saved.save(self.model, states, epoch, done)
         if ends:
             raise saved.preempted()
 
@@ -333,7 +339,11 @@ class Loop:
         validated = plan.validation is not None
         seconds, rate = progress.seconds, progress.examples_per_second
         line = epoch_line(epoch, logs, validated, seconds, rate)
-        self._in_run_dir(lambda run_dir: run_dir.append_metrics(*line))
+        self._in_run_dir(lambda run_dir: run_dir.metrics.append([line[0]], line[1]))
+
+    def _write_rank_times(self, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            self._in_run_dir(lambda run_dir: run_dir.rank_times.append(rows, COLUMNS))
 
 
 def callbacks_with_history(

@@ -1,9 +1,10 @@
-"""The folder of a run: config.json, metrics.csv (a line an epoch) and the final model. Rank 0 writes it."""
+"""The folder of a run: config.json, metrics.csv, rank_times.csv and the final model. Rank 0 writes it."""
 
 from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ from hvdtrain.errors import UsageError
 
 CONFIG = "config.json"
 METRICS = "metrics.csv"
+RANK_TIMES = "rank_times.csv"
 MODEL = "model.keras"
 
 
 class RunDir:
     """Files of one run. config.json and the model are complete or absent: each is written beside its place and
-    renamed. metrics.csv grows by a line an epoch."""
+    renamed. metrics.csv grows by a line per epoch, rank_times.csv by a line per rank and epoch."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._columns: list[str] = []
+        self.metrics = EpochTable(self.path / METRICS)
+        self.rank_times = EpochTable(self.path / RANK_TIMES)
 
     def begin(self, first_epoch: int, continued: bool = False) -> None:
         """Make the folder.
@@ -35,7 +38,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"run_dir {str(self.path)!r} cannot be created: {error}") from error
-        known = first_epoch > 0 or continued or bool(self._columns)
+        known = first_epoch > 0 or continued or self.metrics.is_begun
         if not known and (self.path / METRICS).exists():
             raise UsageError(
                 f"run_dir {str(self.path)!r} contains another run ({METRICS}): choose a new "
@@ -49,39 +52,58 @@ class RunDir:
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
         temporary.replace(self.path / CONFIG)
 
-    def append_metrics(self, row: dict[str, Any], columns: list[str]) -> None:
-        """Add the line of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs."""
-        if not self._columns:
-            self._begin_metrics(row["epoch"], columns)
-        with (self.path / METRICS).open("a", newline="") as file:
-            plain = {
-                name: getattr(value, "tolist", lambda v=value: v)() for name, value in row.items()
-            }
-            csv.DictWriter(file, self._columns, extrasaction="ignore").writerow(plain)
+    @property
+    def model(self) -> Path:
+        """The file of the final model with its optimizer."""
+        return self.path / MODEL
 
-    def _begin_metrics(self, epoch: int, columns: list[str]) -> None:
+
+class EpochTable:
+    """A CSV file with lines for each epoch, in order. Lines of epochs that are trained again are replaced.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = []
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether this object has written to it."""
+        return bool(self._columns)
+
+    def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
+        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs."""
+        if not self._columns:
+            self._begin(rows[0]["epoch"], columns)
+        with self._path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
+            writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+
+    def _begin(self, epoch: int, columns: list[str]) -> None:
         """Write the header, and the lines before `epoch` of the run that this one continues."""
-        path = self.path / METRICS
         before: list[dict[str, str]] = []
-        if path.exists():
-            with path.open(newline="") as file:
+        if self._path.exists():
+            with self._path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
                 before = [
                     row for row in reader if row["epoch"].isdecimal() and int(row["epoch"]) < epoch
                 ]
-        temporary = self.path / f".{METRICS}.tmp"
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
         with temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")
             writer.writeheader()
             writer.writerows(before)
-        temporary.replace(path)
+        temporary.replace(self._path)
         self._columns = columns
 
-    @property
-    def model(self) -> Path:
-        """The file of the final model with its optimizer."""
-        return self.path / MODEL
+
+def _plain(value: Any) -> Any:
+    """A number or list of NumPy's as Python's own."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def epoch_line(

@@ -80,7 +80,7 @@ class Trainer:
             "none"). Needs a rate that is a number.
         precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy; set before
             `model` is called to build. A model instance must have been built with it. Default: as it is.
-        run_dir: folder for config.json, metrics.csv and the final model.keras; default none.
+        run_dir: folder for config.json, metrics.csv, rank_times.csv and the final model.keras; default none.
         checkpoints: hvdtrain.checkpoint.Checkpoints: save in run_dir, and go on from there when the script runs again.
         resume: from a checkpoint in run_dir: "auto" if there is one, "must", or "never".
         seed: of initial weights (if `model` is a function) and of shuffling.

@@ -89,6 +89,12 @@ def current() -> Heartbeat:
     return Heartbeat() if page is None else page.read()
 
 
+def own_seconds() -> dict[Phase, float]:
+    """Seconds that this rank has spent in each phase until now, without those in which it waited in a collective."""
+    page = _own_page()
+    return {} if page is None else page.own_seconds()
+
+
 @contextmanager
 def in_phase(
     phase: Phase, detail: str = "", *, waiting: bool = False, allowed: float = 0.0
@@ -139,18 +145,35 @@ class Page:
         self._owner = os.getpid()
         self._writes = 0
         self._step = -1
+        self._now: tuple[Phase, bool, float] = ("starting", False, time.monotonic())
+        self._own: dict[Phase, float] = {}
 
     def write(
         self, phase: Phase, step: int | None, detail: str, waiting: bool, allowed: float
     ) -> None:
         if os.getpid() != self._owner:
             return  # A process that the rank has forked shares the page.
+        now = time.monotonic()
+        self._count(now)
+        self._now = phase, waiting, now
         self._writes += 1
         self._step = self._step if step is None else step
         self._memory[: _PAGE.size] = _PAGE.pack(
-            *(self._writes, self._step, time.monotonic(), allowed, waiting),
+            *(self._writes, self._step, now, allowed, waiting),
             *(phase.encode(), detail.encode(errors="replace")[:103], self._writes),
         )
+
+    def own_seconds(self) -> dict[Phase, float]:
+        phase, waiting, _ = self._now
+        now = time.monotonic()
+        self._count(now)
+        self._now = phase, waiting, now
+        return dict(self._own)
+
+    def _count(self, now: float) -> None:
+        phase, waiting, since = self._now
+        if not waiting:
+            self._own[phase] = self._own.get(phase, 0.0) + now - since
 
     def read(self) -> Heartbeat:
         """Raises ValueError for a page that is being written, again and again."""

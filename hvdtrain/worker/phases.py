@@ -8,6 +8,7 @@ of the script's own is not seen: between two marks such a rank stays in the phas
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -116,9 +117,26 @@ def _follow_saving(module: ModuleType) -> None:
         setattr(module, name, follow(getattr(module, name)))
 
 
+def _once(follow: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def follow_once(module: ModuleType) -> None:
+        if not hasattr(module, _FOLLOWED):
+            setattr(module, _FOLLOWED, True)
+            follow(module)
+
+    return follow_once
+
+
+_FOLLOWED = "_hvdtrain_follows"
 HOOKS: Hooks = {
-    "horovod.common.basics": _follow_init,
-    "horovod.tensorflow.mpi_ops": _follow_collectives,
-    "keras.src.callbacks.callback_list": _follow_loops,
-    "keras.src.saving.saving_api": _follow_saving,
+    "horovod.common.basics": _once(_follow_init),
+    "horovod.tensorflow.mpi_ops": _once(_follow_collectives),
+    "keras.src.callbacks.callback_list": _once(_follow_loops),
+    "keras.src.saving.saving_api": _once(_follow_saving),
 }
+
+
+def follow_imported() -> None:
+    """Follow a rank that was not started by `hvdtrain run`, from here on: what it has imported by now."""
+    for name, follow in HOOKS.items():
+        if name in sys.modules:
+            follow(sys.modules[name])

@@ -103,6 +103,24 @@ def test_backup_while_gradients_wait(results: Results) -> None:
         assert found["weights"] <= 1e-6
 
 
+def test_a_rank_that_the_others_wait_for_is_named(results: Results, folder: Path) -> None:
+    first, second = results.of("case_straggler")
+    assert [len(one) for one in (first["slow"], second["slow"])] == [1, 0], "once, on rank 0"
+    assert "wait for rank 1 (host " in first["slow"][0]
+    assert "in callbacks: look for one that works on this rank alone" in first["slow"][0]
+    with (folder / "runs" / "slow" / "rank_times.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["epoch"], row["rank"]) for row in rows] == [
+        (str(epoch), str(rank)) for epoch in range(1, 6) for rank in range(2)
+    ]
+    # The last sleep comes after the last line.
+    spent = [sum(float(r["callbacks"]) for r in rows if r["rank"] == rank) for rank in "01"]
+    assert spent[1] - spent[0] >= 4 * 0.2 - 0.1, "as far as the other's callbacks took no time"
+    for row in rows:
+        parts = sum(float(row[name]) for name in ("steps", "input", "callbacks", "saving"))
+        assert 0 < parts <= float(row["seconds"]) + 0.01, row
+
+
 def test_run_dir(results: Results, folder: Path) -> None:
     ranks = results.of("case_run_dir")
     run_dir = folder / "runs" / "one"
@@ -110,6 +128,7 @@ def test_run_dir(results: Results, folder: Path) -> None:
         "config.json",
         "metrics.csv",
         "model.keras",
+        "rank_times.csv",
     ]
     config = json.loads((run_dir / "config.json").read_text())
     assert config["workers"] == 2

@@ -180,8 +180,8 @@ def test_run_dir(tmp_path: Path) -> None:
     run_dir.begin(0)
     run_dir.write_config({"seed": 1, "path": Path("x")})
     row = {"epoch": 1, "loss": 0.5, "val_loss": 1.0, "learning_rate": 0.1}
-    run_dir.append_metrics({"epoch": 1, "loss": 0.25}, ["epoch", "loss", "val_loss"])
-    run_dir.append_metrics(row, ["another"])
+    run_dir.metrics.append([{"epoch": 1, "loss": 0.25}], ["epoch", "loss", "val_loss"])
+    run_dir.metrics.append([row], ["another"])
     run_dir.begin(0)
     with pytest.raises(UsageError, match="contains another run"):
         RunDir(tmp_path / "a" / "b").begin(0)
@@ -190,7 +190,7 @@ def test_run_dir(tmp_path: Path) -> None:
             {"epoch": "1", "loss": "0.25", "val_loss": ""},
             {"epoch": "1", "loss": "0.5", "val_loss": "1.0"},
         ]
-    run_dir.append_metrics({"loss": np.array([0.5, 1.0])}, [])
+    run_dir.metrics.append([{"loss": np.array([0.5, 1.0])}], [])
     assert (run_dir.path / "metrics.csv").read_text().endswith(',"[0.5, 1.0]",\n')
     assert json.loads((run_dir.path / "config.json").read_text()) == {"path": "x", "seed": 1}
     Strategy().save(small(), run_dir.model)
@@ -221,11 +221,13 @@ def test_splitting_a_tuple_keeps_the_weights_beside_it() -> None:
 def test_a_run_that_goes_on_adds_to_the_metrics(tmp_path: Path) -> None:
     first = RunDir(tmp_path)
     for epoch in (1, 2, 3):
-        first.append_metrics({"epoch": epoch, "loss": 1 / epoch}, ["epoch", "loss"])
+        first.metrics.append([{"epoch": epoch, "loss": 1 / epoch}], ["epoch", "loss"])
     again = RunDir(tmp_path)
     again.begin(2)
     # It goes on after epoch 2: what was written of the third is written again, now with another column.
-    again.append_metrics({"epoch": 3, "loss": 0.25, "val_loss": 0.5}, ["epoch", "loss", "val_loss"])
+    again.metrics.append(
+        [{"epoch": 3, "loss": 0.25, "val_loss": 0.5}], ["epoch", "loss", "val_loss"]
+    )
     assert (tmp_path / "metrics.csv").read_text().split() == [
         *("epoch,loss,val_loss", "1,1.0,", "2,0.5,", "3,0.25,0.5"),
     ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +247,25 @@ def case_run_dir() -> dict[str, Any]:
     except hvdtrain.UsageError as error:
         return {"history": history, "again": str(error)}
     return {"history": history, "again": ""}
+
+
+class Slow(keras.callbacks.Callback):
+    """Works for a while at the end of each epoch, on one rank."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if hvdtrain.init().rank == 1:
+            time.sleep(0.2)
+
+
+def case_straggler() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, callbacks in (("slow", [Slow()]), ("alike", [])):
+        run_dir = FOLDER / "runs" / name
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(trainer(run_dir=run_dir), callbacks, epochs=5)
+        found[name] = [str(w.message) for w in caught if "wait for rank" in str(w.message)]
+    return found
 
 
 def case_learning_rate() -> dict[str, Any]:

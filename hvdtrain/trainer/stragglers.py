@@ -1,0 +1,126 @@
+"""Which rank the others wait for: the time that each spends outside of steps, compared at the end of every epoch.
+
+A step ends on all ranks together, when its gradients are reduced. What one rank spends between two steps beyond what
+the others spend (on its data, in a callback, on a slow disk), all of them lose.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
+from hvdtrain.worker.heartbeat import Phase, own_seconds
+
+OUTSIDE: dict[Phase, str] = {
+    "input": "waiting for its data: look at what reads them there (a slower disk, fewer threads, a busy processor)",
+    "callbacks": "in callbacks: look for one that works on this rank alone, and let it do so less often",
+    "saving": "saving: save less often, or to a faster disk",
+}
+"""Phase outside of steps -> what a rank is slow at there, and what to do."""
+COLUMNS = ["epoch", "rank", "steps", *OUTSIDE, "seconds"]
+"""Of rank_times.csv; all but the first two in seconds."""
+LEAST_SHARE = 0.05
+"""Of the epoch, and ..."""
+LEAST_SECONDS = 0.1
+"""... in each of two epochs in a row, before a rank is named: less is noise."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the others waited for in one epoch.
+
+    Attributes:
+        rank: its number.
+        phase: what it spent the most time on, compared with the others; of OUTSIDE.
+        seconds: spent on that.
+        typical: seconds that the median rank spent on it.
+        epoch_seconds: that the epoch took.
+    """
+
+    rank: int
+    phase: Phase
+    seconds: float
+    typical: float
+    epoch_seconds: float
+
+
+def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | None:
+    """Return the rank that the others waited for.
+
+    Args:
+        outside: seconds of each rank in each phase of OUTSIDE, of shape (ranks, phases).
+        epoch_seconds: that the epoch took.
+    """
+    slowest = int(outside.sum(axis=1).argmax())
+    lost = outside[slowest].sum() - _typical(outside.sum(axis=1))
+    if lost < max(LEAST_SECONDS, LEAST_SHARE * epoch_seconds):
+        return None
+    typical = np.array([_typical(column) for column in outside.T])
+    phase = int((outside[slowest] - typical).argmax())
+    return Straggler(
+        slowest,
+        list(OUTSIDE)[phase],
+        float(outside[slowest, phase]),
+        float(typical[phase]),
+        epoch_seconds,
+    )
+
+
+def _typical(seconds: np.ndarray) -> float:
+    """The median; of an even number of ranks the lower of the two in the middle, so that of two it is the faster."""
+    return float(np.sort(seconds)[(len(seconds) - 1) // 2])
+
+
+class StragglerWatch:
+    """Compares the ranks' times in one fit, and warns on rank 0 of one that holds the others back.
+
+    Args:
+        ranks: that train together.
+    """
+
+    def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
+        self._ranks = ranks
+        self._before = _times()
+        self._suspect: tuple[int, Phase] | None = None
+        self._named: set[int] = set()
+
+    def look(self, epoch: int) -> Sequence[dict[str, Any]]:
+        """Return the rows of `epoch`, counted from 0, for rank_times.csv; none for a rank alone. A collective."""
+        if self._ranks.size() == 1:
+            return []
+        now = _times()
+        mine, self._before = now - self._before, now
+        everyone = self._ranks.allgather(mine[None], "hvdtrain_rank_times").numpy()
+        found = find_straggler(everyone[:, 1:-1], float(everyone[:, -1].max()))
+        seen = None if found is None else (found.rank, found.phase)
+        if found and seen == self._suspect and found.rank not in self._named:
+            self._named.add(found.rank)
+            self._warn(found, epoch)
+        self._suspect = seen
+        return [
+            dict(zip(COLUMNS, [epoch + 1, rank, *times.round(3).tolist()], strict=True))
+            for rank, times in enumerate(everyone)
+        ]
+
+    def _warn(self, slow: Straggler, epoch: int) -> None:
+        host = self._ranks.exchange(socket.gethostname(), "hosts")[slow.rank]
+        if self._ranks.rank() == 0:
+            warnings.warn(
+                f"The other ranks wait for rank {slow.rank} (host {host}): of the {slow.epoch_seconds:.1f} s of "
+                f"epoch {epoch + 1} it spent {slow.seconds:.1f} s between steps, others {slow.typical:.1f} s, "
+                f"{OUTSIDE[slow.phase]}",
+                stacklevel=2,
+            )
+
+
+def _times() -> np.ndarray:
+    """This rank's seconds until now in steps and in the phases of OUTSIDE, and those that have passed."""
+    spent = own_seconds()
+    return np.array([*(spent.get(p, 0.0) for p in ("training", *OUTSIDE)), time.monotonic()])
