@@ -17,7 +17,7 @@ from typing import Literal
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.launch.env_forwarding import EnvVar
-from hvdtrain.launch.hosts import Host
+from hvdtrain.launch.hosts import MOST_SLOTS, Host
 from hvdtrain.launch.installed_horovod import Controller
 from hvdtrain.launch.option_types import option
 from hvdtrain.launch.plan_validation import check
@@ -47,7 +47,7 @@ class LaunchPlan:
     # fmt: off
     np: int = option(
         "basic", "Number of workers. In an elastic job, the number to start with.", MISSING, flag="-np",
-        names=("-np", "--num-proc"), metavar="N", least=1,
+        names=("-np", "--num-proc"), metavar="N", least=1, most=MOST_SLOTS,
         aliases=("-n", "--np", "--gpus", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes"),
         unset="all slots of the hosts or of the Slurm job; else one per GPU, or per core, at most 8")
     controller: Controller = option(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.hosts import MOST_SLOTS
 from hvdtrain.launch.option_types import Need, Option, options_of
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.user_files import check_files, check_script
@@ -157,8 +158,8 @@ def check_servers(strategy: str, workers: int | None, servers: int | None) -> No
             raise UsageError(
                 f"{option} is for --strategy {PARAMETER_SERVER}; for Horovod's workers use -np N"
             )
-        if number is not None and number < 1:
-            raise UsageError(f"{option} {number}: must be at least 1")
+        if number is not None and not 1 <= number <= MOST_SLOTS:
+            raise UsageError(f"{option} {number}: must be a number from 1 to {MOST_SLOTS}")
 
 
 def check_image(image: str) -> None:

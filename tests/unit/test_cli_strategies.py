@@ -81,7 +81,7 @@ def test_dry_run(args: list[str], composed: str) -> None:
         ([*STORAGE, "-np", "0"], "-np 0: must be at least 1"),
         ([*SERVERS, "-np", "2"], "-np has no effect with --strategy parameter-server: leave it out; give --w"),
         ([*SERVERS, "--max-np", "2"], "--max-np has no effect with --strategy parameter-server"),
-        ([*SERVERS, "--ps", "0"], "--ps 0: must be at least 1"),
+        ([*SERVERS, "--ps", "0"], "--ps 0: must be a number from 1 to 1000000"),
         ([*SERVERS, "-H", "a:1,b:1"], "3 workers and servers are more than the 2 slots of a:1, b:1"),
         ([*SERVERS, "-H", "a:1", "--hostfile", "hostfile"], "use only one of them"),
         ([*SERVERS, "-p", "99999"], "--ssh-port 99999: must be a number from 1 to 65535"),
