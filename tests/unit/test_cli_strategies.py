@@ -78,7 +78,7 @@ def test_dry_run(args: list[str], composed: str) -> None:
         ([*STORAGE, "-H", "a:2"], "--hosts has no effect with --strategy central-storage"),
         ([*STORAGE, "--min-np", "2"], "--min-np has no effect with --strategy central-storage"),
         ([*STORAGE, "--workers", "2"], "--workers has no effect with --strategy central-storage"),
-        ([*STORAGE, "-np", "0"], "-np 0: must be at least 1"),
+        ([*STORAGE, "-np", "0"], "-np 0: must be a number from 1 to 1000000"),
         ([*SERVERS, "-np", "2"], "-np has no effect with --strategy parameter-server: leave it out; give --w"),
         ([*SERVERS, "--max-np", "2"], "--max-np has no effect with --strategy parameter-server"),
         ([*SERVERS, "--ps", "0"], "--ps 0: must be a number from 1 to 1000000"),
