@@ -5,7 +5,7 @@ Only the rank's own examples are copied, or none where there is no shuffling. Ar
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight
-from hvdtrain.data.indexed import KnownSource
+from hvdtrain.data.indexed import KnownSource, Slot
 from hvdtrain.data.rows import Rows, in_rows, is_in_rows
 from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
@@ -36,9 +36,9 @@ class ArraySource(KnownSource):
     def sample(self) -> dict[str, list[float | str]]:
         return structures.sample(self.data)
 
-    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+    def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
         order = self.order(self.pass_length)
-        for slot in self.slots(epoch, rank, size):
+        for slot in slots:
             rows = order.rows(slot.begin, slot.end)
             data = (
                 structures.read(structures.cut(self.data, rows.start, rows.stop))

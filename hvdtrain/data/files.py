@@ -25,7 +25,7 @@ import numpy as np
 from hvdtrain.data import structures, tf_dataset
 from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.indexed import KnownSource
+from hvdtrain.data.indexed import KnownSource, Slot
 from hvdtrain.data.share import Reading, Share
 from hvdtrain.errors import UsageError
 
@@ -130,37 +130,34 @@ class FileSource(KnownSource):
         )
         return {"the files": [_mark(self.files.paths[place]) for place in places]}
 
-    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+    def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
         bare = structures.is_bare(self._given)
-        batches = self._batches(epoch, rank, size)
-        for slot, batch in zip(self.slots(epoch, rank, size), batches, strict=True):
+        for slot, batch in zip(slots, self._batches(slots), strict=True):
             data = structures.cast_floats((batch,) if bare else batch, self.reading.float_dtype)
             data = apply_class_weight(
                 data, self.reading.class_weight, self.reading.float_dtype, "the files"
             )
             yield slot.share(structures.as_given(data, bare))
 
-    def _batches(self, epoch: int, rank: int, size: int) -> Iterator[Any]:
+    def _batches(self, slots: Sequence[Slot]) -> Iterator[Any]:
         """What `read` makes of the rank's examples, a share at a time."""
         import tensorflow as tf
 
         # All shares but the last have as many rows, so batches of that length are the shares.
-        rows = next(slot.end - slot.begin for slot in self.slots(epoch, rank, size))
+        rows = slots[0].end - slots[0].begin
         damaged: list[UsageError] = []
         try:
-            wanted = self._wanted(epoch, rank, size, damaged)
+            wanted = self._wanted(slots, damaged)
             yield from tf_dataset.read(self._decoded(wanted, rows))
         except tf.errors.OpError:
             if damaged:  # tf.data has made a traceback in a text of it.
                 raise damaged[0] from None
             raise
 
-    def _wanted(
-        self, epoch: int, rank: int, size: int, damaged: list[UsageError]
-    ) -> Iterator[tuple]:
+    def _wanted(self, slots: Sequence[Slot], damaged: list[UsageError]) -> Iterator[tuple]:
         """What `read` is given for the rank's examples; errors on the way are also put into `damaged`."""
         order = self.order(self.pass_length)
-        for slot in self.slots(epoch, rank, size):
+        for slot in slots:
             rows = order.rows(slot.begin, slot.end)
             rows = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
             try:

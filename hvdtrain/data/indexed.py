@@ -6,7 +6,7 @@ size or history, so a rank reads no more than its own examples.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -41,6 +41,7 @@ class KnownSource:
     pass_length: int  # examples in one pass
 
     agreed: ClassVar[bool] = True
+    unrepeatable: ClassVar[str] = ""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -62,14 +63,19 @@ class KnownSource:
     def sample(self) -> dict[str, list[float | str]]:
         """What ranks compare before they start, to see that they have the same data."""
 
-    def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, size: int, begin: int = 0) -> Iterator[Share]:
+        """As Source.epoch, from the step `begin` on: nothing of those before it is read."""
         check_workers(self.reading.global_batch_size, size)
         if self.steps_per_epoch > self._steps_per_pass:
             warn_of_too_few(self.steps_per_epoch, self._steps_per_pass)
-        return self._shares(epoch, rank, size)
+        return self._shares(list(self.slots(epoch, rank, size))[begin:])
+
+    def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
+        pass
 
     @abstractmethod
-    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]: ...
+    def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
+        """Yield the shares in `slots`, at least one, which follow each other in an epoch."""
 
     def positions(self, epoch: int) -> tuple[int, int]:
         """Begin and end of an epoch; both lie in one pass."""

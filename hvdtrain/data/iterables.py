@@ -25,7 +25,13 @@ def python_stream(value: Any, *, float_dtype: str) -> Stream:
     name = type(value).__name__
     if isinstance(value, Iterator):
         once = _Once(value, name, float_dtype)
-        return Stream(name, open=once.open, element=once.element, once=True)
+        return Stream(
+            name,
+            open=once.open,
+            element=once.element,
+            once=True,
+            unrepeatable=f"the {name} is under way and cannot be rewound: pass the function that makes it",
+        )
     if _is_function(value):
         name = f"function {getattr(value, '__name__', 'given')}"
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
-from hvdtrain.data.indexed import KnownSource, Order
+from hvdtrain.data.indexed import KnownSource, Order, Slot
 from hvdtrain.data.share import Reading, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
@@ -64,6 +64,12 @@ class Items:
         """
         return _ahead(self.__getitem__, order, self.dataset.workers)
 
+    def skip(self, epochs: int) -> None:
+        """Let the dataset change itself as in so many epochs, and make no item."""
+        for _ in range(epochs):
+            self.dataset.on_epoch_begin()
+            self.dataset.on_epoch_end()
+
 
 def py_dataset_stream(items: Items, reading: Reading) -> Stream:
     """All items one after the other, in an order by seed and pass where `shuffle`."""
@@ -85,6 +91,7 @@ def py_dataset_stream(items: Items, reading: Reading) -> Stream:
             map(items.__getitem__, first), items.name, reading.float_dtype
         ),
         endless=count is None,
+        skip=items.skip,
     )
 
 
@@ -108,14 +115,19 @@ class ItemSource(KnownSource):
         # Items are compared as they are read: to look at one beforehand costs as much.
         return {}
 
-    def _shares(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
+    def epoch(self, epoch: int, rank: int, size: int, begin: int = 0) -> Iterator[Share]:
+        if self.reading.warns_of_joining(self.item_length, size):
+            warn_of_joining(self.items.name, self.item_length, self.reading.global_batch_size)
+        return super().epoch(epoch, rank, size, begin)
+
+    def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
+        self.items.skip(len(epochs))
+
+    def _shares(self, slots: Sequence[Slot]) -> Iterator[Share]:
         reading = self.reading
-        if reading.warns_of_joining(self.item_length, size):
-            warn_of_joining(self.items.name, self.item_length, reading.global_batch_size)
         order = self.order(-(-self.pass_length // self.item_length))
-        slots = list(self.slots(epoch, rank, size))
         wanted = [list(self._pieces(order, slot.begin, slot.end)) for slot in slots]
-        first, _ = self.positions(epoch)
+        first = slots[0].begin - slots[0].offset
         compared = next(self._pieces(order, first, first + 1)).whole
         data = self._read([compared, *itertools.chain(*wanted)])
         checksum: int | None = structures.checksum(next(data))

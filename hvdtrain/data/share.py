@@ -1,7 +1,7 @@
 """What a data source is, and what it hands to one rank at one step."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,12 +98,23 @@ class Source(Protocol):
     def agreed(self) -> bool:
         """Whether all lengths are known up front, so that ranks need no agreement step by step."""
 
+    @property
+    def reading(self) -> Reading:
+        """How it is read."""
+
+    @property
+    def unrepeatable(self) -> str:
+        """Why another process that runs the same script may not read the same once more; "": it does."""
+
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         """Return this rank's shares of the global batches of one epoch (counted from 0), in order.
 
         Raises:
             UsageError: the global batch is smaller than the number of workers.
         """
+
+    def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
+        """Be as after `epochs` were read, one after the other; what their order depends on is read, if anything."""
 
 
 def split(examples: int, rank: int, size: int) -> tuple[int, int]:

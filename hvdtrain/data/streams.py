@@ -16,7 +16,8 @@ At most one global batch and one batch of the stream are in memory.
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -52,6 +53,8 @@ class Stream:
     once: whether there is only one pass, which cannot be restarted.
     steps, examples: in a pass, None where unknown.
     point: where in it each rank continues with its own examples, if anywhere.
+    skip: does to what is read later what that many whole passes do; None: only reading them does it.
+    unrepeatable: see `Source`.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Stream:
     steps: int | None = None
     examples: int | None = None
     point: ShardPoint | None = None
+    skip: Callable[[int], None] | None = None
+    unrepeatable: str = ""
 
 
 @dataclass(eq=False)
@@ -95,6 +100,10 @@ class StreamSource:
         return weighted(self.stream.element(), self.reading.class_weight, self.reading.float_dtype)
 
     @property
+    def unrepeatable(self) -> str:
+        return self.stream.unrepeatable
+
+    @property
     def varies(self) -> bool:
         """Whether examples differ in length, so that batches cannot be joined or cut again."""
         return structures.varies(self.element)
@@ -106,6 +115,13 @@ class StreamSource:
         part = Part(rank, size)
         steps = self.reading.steps
         return self._next_steps(steps, part) if steps else self._pass(epoch, part)
+
+    def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
+        if self.stream.skip is not None and not self.reading.steps:
+            self.stream.skip(len(epochs))
+            return
+        for epoch in epochs:
+            deque(self.epoch(epoch, rank, size), maxlen=0)
 
     def _pass(self, number: int, part: Part) -> Iterator[Share]:
         empty = True

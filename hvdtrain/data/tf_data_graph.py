@@ -1,6 +1,6 @@
 """What the graph of a tf.data pipeline shows: whether its elements are batches, and where ranks go apart."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hvdtrain.data import structures
@@ -44,6 +44,34 @@ ONE_TO_ONE = {
     "_UnbatchDataset",
 }
 """What may follow a shard point: what comes out is what went in, in its order."""
+
+AT_ONCE = (
+    ONE_TO_ONE
+    | UNBATCHING
+    | {
+        "_FilterDataset",
+        "_PaddedBatchDataset",
+        "_RebatchDataset",
+        "_ShuffleDataset",
+        "_TensorDataset",
+        "_ZipDataset",
+    }
+)
+"""Of these the iterator opens those of what they read as soon as it is made, and there alone chance comes in: an order
+is drawn for each iterator, whether it is read or not."""
+
+DRAWING = {
+    "Multinomial",
+    "ParameterizedTruncatedNormal",
+    "RandomGamma",
+    "RandomPoissonV2",
+    "RandomShuffle",
+    "RandomStandardNormal",
+    "RandomUniform",
+    "RandomUniformInt",
+    "TruncatedNormal",
+}
+"""TensorFlow's operations that draw random numbers and count them."""
 
 POINT = "hvdtrain_shard_point"
 """Attribute of the Dataset that is a shard point."""
@@ -110,6 +138,47 @@ def batched_by_pipeline(dataset: Any) -> bool | None:
         return None
     answers = {batched_by_pipeline(source) for source in dataset._inputs()}
     return answers.pop() if len(answers) == 1 else None
+
+
+def opens_at_once(dataset: Any) -> bool:
+    """Whether to make an iterator does all that reading a pass does to those after it."""
+    return type(dataset).__name__ in AT_ONCE and all(map(opens_at_once, dataset._inputs()))
+
+
+def unrepeatable(dataset: Any) -> str:
+    """Why another process may not read the same once more, as far as the pipeline shows; "": it does."""
+    operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
+    here = f"in the tf.data.Dataset {operation}"
+    if _is_unseeded(getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)):
+        return (
+            f"{here} has no seed: give it one (seed=1), or make the Dataset after hvdtrain.init()"
+        )
+    if getattr(dataset, "_deterministic", None) == "false":
+        return f"{here} has deterministic=False, so the order is another each time: leave it out"
+    parallel = getattr(dataset, "_num_parallel_calls", None) is not None
+    for function in dataset._functions():
+        for node in _nodes(function.function.graph.as_graph_def()):
+            if node.op not in DRAWING:
+                continue
+            if parallel:
+                return (
+                    f"{here} draws random numbers ({node.op}) in several threads at once: leave num_parallel_calls "
+                    "out, or use the functions of tf.random that begin with stateless_"
+                )
+            if _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
+                return f"{here} draws random numbers without a seed ({node.op}): give it one"
+    return next(filter(None, map(unrepeatable, dataset._inputs())), "")
+
+
+def _is_unseeded(*seeds: Any) -> bool:
+    """Whether TensorFlow takes a seed of its own for these two."""
+    return None not in seeds and not any(map(int, seeds))
+
+
+def _nodes(graph: Any) -> Iterator[Any]:
+    yield from graph.node
+    for function in graph.library.function:
+        yield from function.node_def
 
 
 def as_tuple(element: Any) -> tuple:

@@ -12,7 +12,13 @@ from typing import Any
 from hvdtrain.data import structures
 from hvdtrain.data.share import Reading
 from hvdtrain.data.streams import Stream
-from hvdtrain.data.tf_data_graph import as_tuple, find_point, is_batched
+from hvdtrain.data.tf_data_graph import (
+    as_tuple,
+    find_point,
+    is_batched,
+    opens_at_once,
+    unrepeatable,
+)
 from hvdtrain.errors import UsageError
 
 FLOATS = ("float16", "float32", "float64")
@@ -41,11 +47,17 @@ def dataset_stream(
     dataset = dataset.with_options(options_of(dataset, threads))
     known = length >= 0 and not (batched and point is None)
 
+    # Keras opens a Dataset of known length twice in each epoch that is a pass: so do we, for one that shuffles
+    # anew each time to come in the same orders.
+    twice = length >= 0 and not reading.steps
+
     def read_pass(number: int) -> Iterator[Any]:
         yield from read(dataset)
-        # Keras opens a Dataset of known length twice in each epoch that is a pass: so do we, for one that shuffles
-        # anew each time to come in the same orders.
-        if length >= 0 and not reading.steps:
+        if twice:
+            iter(dataset)
+
+    def skip(passes: int) -> None:
+        for _ in range(passes * (2 if twice else 1)):
             iter(dataset)
 
     return Stream(
@@ -56,6 +68,8 @@ def dataset_stream(
         steps=-(-length // reading.global_batch_size) if known else None,
         examples=length if known else None,
         point=point,
+        skip=skip if opens_at_once(dataset) else None,
+        unrepeatable=unrepeatable(dataset),
     )
 
 

@@ -1,10 +1,10 @@
 """Data that the user divides among the ranks: each brings its own examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.data.share import Share, Source
+from hvdtrain.data.share import Reading, Share, Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,5 +29,16 @@ class OwnSource:
     def element(self) -> Any:
         return self.part.element
 
+    @property
+    def reading(self) -> Reading:
+        return self.part.reading
+
+    @property
+    def unrepeatable(self) -> str:
+        return self.part.unrepeatable
+
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
         return self.part.epoch(epoch, 0, 1)
+
+    def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
+        self.part.skip(epochs, 0, 1)

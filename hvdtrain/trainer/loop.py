@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ from hvdtrain.trainer.callback_ranks import (
 from hvdtrain.trainer.progress import Progress
 from hvdtrain.trainer.resume import Position, SavedFit, continue_files, facts_of
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
-from hvdtrain.trainer.shares import epoch_shares, grouped
+from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import COLUMNS, StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
 
@@ -100,7 +101,7 @@ class Loop:
         """Train; return Keras's History."""
         if self.saved is None:
             return self._fit(plan, None)
-        facts = facts_of(self.config, plan.train, self.model, plan.callbacks)
+        facts = facts_of(self.config, plan.train, plan.validation, self.model, plan.callbacks)
         with self.saved.opened(plan.initial_epoch, facts) as position:
             return self._fit(plan, position)
 
@@ -134,6 +135,8 @@ class Loop:
         begin = resumed or Position(first)
         if resumed is not None:
             self._tell(resumed, plan)
+            if not resumed.stopped and resumed.epoch < plan.epochs:
+                self._skip(plan, range(first, resumed.epoch))
             if resumed.step == 0:
                 self._restore(states)
         logs: Logs = {}
@@ -188,16 +191,22 @@ class Loop:
         if self.strategy.part.index:
             # As in Keras, what a callback has counted by now (model.evaluate) is part of the epoch: once.
             self.strategy.reset_metrics(self.model)
+        shares = epoch_shares(plan.train, epoch, self.strategy.part, skip=skip)
+        if self.saved is not None:
+            self.saved.seen = 0
         if skip:
+            read = not plan.train.agreed
+            seen = checksum_of(itertools.islice(shares, skip)) if read else None
             # Behind on_epoch_begin, which has run for this epoch before, and may have changed something once more.
             self._restore(states)
+            if self.saved is not None and seen is not None:
+                self.saved.require_seen(seen)
         # As in Keras, an epoch that is stopped before it begins has one step.
         stopped = any_rank(bool(self.model.stop_training), "stop")
         step_logs: Logs = {}
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
-        shares = epoch_shares(plan.train, epoch, self.strategy.part, skip=skip)
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
@@ -219,6 +228,7 @@ class Loop:
             done += len(group)
             if self.saved is not None:
                 self.saved.steps += len(group)
+                self.saved.seen = checksum_of(group, self.saved.seen)
             if stopped or (global_batches and any_rank(bool(self.model.stop_training), "stop")):
                 break
         if share is None:
@@ -271,6 +281,14 @@ class Loop:
         return logs
 
     # The pieces of that order.
+
+    def _skip(self, plan: FitPlan, epochs: range) -> None:
+        """Let the data be as after these epochs."""
+        part = self.strategy.part
+        plan.train.skip(epochs, part.index, part.count)
+        if plan.validation is not None:
+            evaluations = [0 for epoch in epochs if plan.validates_after(epoch)]
+            plan.validation.skip(evaluations, part.index, part.count)
 
     def _restore(self, states: CallbackStates | None) -> None:
         assert self.saved is not None and states is not None

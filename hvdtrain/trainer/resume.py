@@ -22,9 +22,8 @@ from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import alike, on_first
-from hvdtrain.data import Source
-from hvdtrain.data.arrays import ArraySource
+from hvdtrain.collectives.consistency import alike, any_rank, on_first
+from hvdtrain.data import KnownSource, Source
 from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.strategies.strategy import Strategy
@@ -80,10 +79,11 @@ class SavedFit:
 
     Attributes:
         steps: trained so far, in all processes that trained this run.
+        seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
     """
 
     def __init__(self, schedule: Checkpoints, resume: str, run_dir: RunDir) -> None:
-        self.steps = 0
+        self.steps = self.seen = 0
         self._schedule = schedule
         self._resume = resume
         self._run_dir = run_dir
@@ -167,7 +167,17 @@ class SavedFit:
                 f"The checkpoints in {str(self._folder)!r} are of another model or optimizer: {error}. "
                 "Choose a new run_dir, or restore the model"
             ) from error
-        callbacks.give(states)
+        self.seen = states["seen"]
+        callbacks.give(states["callbacks"])
+
+    def require_seen(self, seen: int) -> None:
+        """Raise UsageError unless the batches that were trained before came once more. A collective."""
+        if any_rank(seen != self.seen, "seen"):
+            raise UsageError(
+                "the training data does not bring the batches that it brought before, so the training cannot go on "
+                "within the epoch. Make its order a matter of seeds alone, and begin anew in another run_dir; or "
+                f"remove the newest checkpoint in {str(self._folder)!r} to go on from the one before"
+            )
 
     def is_told_to_end(self) -> bool:
         """Whether to save and stop now: the same on every rank. A collective at some steps."""
@@ -203,7 +213,9 @@ class SavedFit:
             stopped: see Position.
         """
         self._last = self.steps
-        arrays, ranks = TrainingState(model, ALL_RANKS).take(callbacks.take())
+        arrays, ranks = TrainingState(model, ALL_RANKS).take(
+            {"callbacks": callbacks.take(), "seen": self.seen}
+        )
         if ALL_RANKS.rank() != 0:
             return
         bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
@@ -254,19 +266,23 @@ def saved_fit(
 
 
 def facts_of(
-    config: Mapping[str, Any], source: Source, model: keras.Model, callbacks: Sequence[Any]
+    config: Mapping[str, Any],
+    source: Source,
+    validation: Source | None,
+    model: keras.Model,
+    callbacks: Sequence[Any],
 ) -> dict[str, Any]:
     """Return what must be the same when a fit is resumed, by names for messages.
 
     Raises:
         UsageError: a fit that cannot be resumed exactly.
     """
-    if not isinstance(source, ArraySource):
-        raise UsageError(
-            "checkpoints needs arrays as training data, whose place in an epoch is known exactly: "
-            "pass NumPy arrays (np.memmap for those that do not fit into memory), or leave "
-            "checkpoints out and use keras.callbacks.ModelCheckpoint"
-        )
+    for what, data in (("training", source), ("validation", validation)):
+        if data is not None and data.unrepeatable:
+            raise UsageError(
+                f"checkpoints needs {what} data that comes in the same order when the script runs again, and "
+                f"{data.unrepeatable}. Or leave checkpoints out, and use keras.callbacks.ModelCheckpoint"
+            )
     if len(optimizers_of(model)) > 1:
         raise UsageError("checkpoints works with one optimizer, and the model has several")
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
@@ -284,7 +300,7 @@ def facts_of(
         "the shapes of seeds, statistics and metrics": [
             list(variable.shape) for variable in own_variables(model)
         ],
-        "the training data": source.sample(),
+        "the training data": source.sample() if isinstance(source, KnownSource) else {},
     }
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Iterator, Sequence
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Min
-from hvdtrain.data import OwnSource, Part, Share, Source, prefetch
+from hvdtrain.data import KnownSource, OwnSource, Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
 
 MOST_AHEAD = 16
@@ -24,19 +25,31 @@ BYTES_AHEAD = 1 << 24
 def epoch_shares(
     source: Source, epoch: int, part: Part, ranks: Communicator = ALL_RANKS, skip: int = 0
 ) -> Iterator[Share]:
-    """Yield the shares of one epoch that are `part`, but for the first `skip`, as tensors, made in another thread.
+    """Yield the shares of one epoch that are `part`, as tensors, made in another thread.
+
+    Args:
+        skip: steps to leave out at the beginning, of data where they need not be read.
 
     Raises:
         ReplicaError: a stream brought another batch, or another number of batches, to some rank.
     """
-    shares = _with_tensors(
-        itertools.islice(source.epoch(epoch, part.index, part.count), skip, None)
-    )
+    if isinstance(source, KnownSource):
+        found = source.epoch(epoch, part.index, part.count, skip)
+    else:
+        found = source.epoch(epoch, part.index, part.count)
+    shares = _with_tensors(found)
     if ranks.size() == 1:
         return prefetch(shares)
     if isinstance(source, OwnSource):
         return _counted(prefetch(shares), ranks)
     return _compared(prefetch(shares), ranks) if source.agreed else _agreed(shares, ranks)
+
+
+def checksum_of(shares: Iterable[Share], before: int = 0) -> int:
+    """Return a checksum of the batches of `shares` and of those in `before`."""
+    for share in shares:
+        before = zlib.crc32(str([share.global_examples, share.checksum]).encode(), before)
+    return before
 
 
 def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:

@@ -32,6 +32,19 @@ def test_a_job_that_is_told_to_end_saves_and_stops(results: Results) -> None:
 
 
 @pytest.mark.slow
+def test_other_data_than_arrays(results: Results) -> None:
+    for found in results.of("case_data"):
+        assert {name: far for name, far in found.items() if far} == {}
+
+
+def test_data_that_does_not_come_again_is_refused(results: Results) -> None:
+    for found in results.of("case_data_has_changed"):
+        assert "does not bring the batches that it brought before" in found["other order"]
+        assert "training data that comes in the same order" in found["live"]
+        assert "cannot be rewound: pass the function that makes it" in found["live"]
+
+
+@pytest.mark.slow
 def test_every_kind_of_optimizer_state(results: Results) -> None:
     for found in results.of("case_optimizers"):
         assert {name: far for name, far in found.items() if far} == {}

@@ -6,17 +6,19 @@ import csv
 import os
 import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import Checkpoints
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first
+from hvdtrain.data import from_files
 from hvdtrain.worker import preemption_notice
 
 EPOCHS, EXAMPLES, BATCH = 6, 52, 8
@@ -93,6 +95,104 @@ def data() -> tuple[Any, Any]:
     return x, rng.integers(0, 3, EXAMPLES)
 
 
+def arrays(run_dir: Path) -> tuple[Any, Any]:
+    x, y = data()
+    return (x, y), (x[:20], y[:20])
+
+
+def files(run_dir: Path) -> tuple[Any, Any]:
+    """A file for each example, named by its number."""
+    x, y = data()
+    folder = run_dir.parent / f"{run_dir.name}-files"
+
+    def write() -> None:
+        folder.mkdir(exist_ok=True)
+        for number, (row, label) in enumerate(zip(x, y, strict=True)):
+            (folder / f"{number:03}").write_bytes(row.tobytes() + label.tobytes())
+
+    on_first(write, "files")
+
+    def read(name: Any) -> Any:
+        content = tf.io.read_file(name)
+        row = tf.io.decode_raw(tf.strings.substr(content, 0, 24), tf.float32)
+        label = tf.io.decode_raw(tf.strings.substr(content, 24, 8), tf.int64)
+        return tf.ensure_shape(row, [6]), tf.ensure_shape(label, [1])[0]
+
+    return from_files(f"{folder}/*", read), from_files(f"{folder}/00*", read)
+
+
+class Items(keras.utils.PyDataset):
+    """Shuffles itself after each epoch."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(workers=2)
+        self.x, self.y = data()
+        self.ends = np.cumsum([0, *lengths])
+        self.rng = np.random.default_rng(1)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, index: int) -> Any:
+        rows = slice(self.ends[index], self.ends[index + 1])
+        return self.x[rows], self.y[rows]
+
+    def on_epoch_end(self) -> None:
+        order = self.rng.permutation(len(self.x))
+        self.x, self.y = self.x[order], self.y[order]
+
+
+def items(run_dir: Path) -> tuple[Any, Any]:
+    """The validation data shuffles itself, too, and is not read to its end."""
+    return Items([4] * 13), Items([4] * 5)
+
+
+def dataset(run_dir: Path) -> tuple[Any, Any]:
+    """Shuffles anew for each epoch, evaluations as well, which see but a part of it."""
+    made = tf.data.Dataset.from_tensor_slices(data()).shuffle(20, seed=2)
+    other = tf.data.Dataset.from_tensor_slices(data()).shuffle(52).batch(BATCH)
+    return made.map(lambda x, y: (2 * x, y)).batch(BATCH), other.take(3)
+
+
+def generator(run_dir: Path) -> tuple[Any, Any]:
+    """Another order for each pass."""
+    x, y = data()
+    rng = np.random.default_rng(4)
+
+    def batches() -> Iterator[Any]:
+        order = rng.permutation(EXAMPLES)
+        for begin in range(0, EXAMPLES, BATCH):
+            rows = order[begin : begin + BATCH]
+            yield x[rows], y[rows]
+
+    return batches, (x[:20], y[:20])
+
+
+def changed(run_dir: Path) -> tuple[Any, Any]:
+    batches, validation = generator(run_dir)
+    return lambda: reversed(list(batches())), validation
+
+
+def divided(run_dir: Path) -> tuple[Any, Any]:
+    """Each rank's own part; the last rank's ends first."""
+    x, y = data()
+    begin, end = ALL_RANKS.rank() * 28, min(EXAMPLES, ALL_RANKS.rank() * 28 + 28)
+    own = tf.data.Dataset.from_tensor_slices((x[begin:end], y[begin:end]))
+    return own.shuffle(20, seed=3).batch(2), (x[:20], y[:20])
+
+
+SOURCES: dict[str, Callable[[Path], tuple[Any, Any]]] = {
+    "arrays": arrays,
+    "files": files,
+    "PyDataset": items,
+    "tf.data": dataset,
+    "generator": generator,
+    "changed generator": changed,
+    "live generator": lambda run_dir: (generator(run_dir)[0](), None),
+    "sharded": divided,
+}
+
+
 def optimizers() -> dict[str, Any]:
     adam = keras.optimizers.Adam
     return {
@@ -127,6 +227,8 @@ def train(
     units: int = 7,
     resume: Any = "auto",
     told: tuple[signal.Signals, int] | None = None,
+    source: str = "arrays",
+    steps: int | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Return what a fit leaves; None if it was ended."""
@@ -149,10 +251,16 @@ def train(
     callbacks += [keras.callbacks.CSVLogger(run_dir / "log.csv")]
     callbacks += [EndAt(end_at)] if end_at else []
     callbacks += [TellToEnd(*told)] if told else []
-    x, y = data()
+    train_data, validation = SOURCES[source](run_dir)
     try:
         history = trainer.fit(
-            (x, y), validation_data=(x[:20], y[:20]), epochs=epochs, callbacks=callbacks, verbose=0
+            train_data,
+            validation_data=validation,
+            epochs=epochs,
+            callbacks=callbacks,
+            verbose=0,
+            steps_per_epoch=steps,
+            sharded=source == "sharded",
         )
     except Ended:
         return None
@@ -197,6 +305,27 @@ def case_exact() -> dict[str, list[str]]:
         "before the first checkpoint": ended_and_resumed("adam", 5, [2, 3, 9]),
         "last and first step": ended_and_resumed("adam", 1, [STEPS, 2, 1, STEPS]),
         "epochs alone": ended_and_resumed("adam", 1000, [STEPS + 2, STEPS + 1]),
+    }
+
+
+def case_data() -> dict[str, list[str]]:
+    """Kinds of data and of validation data, ended within the second epoch."""
+    found = {
+        source: ended_and_resumed("adam", 3, [STEPS + 5], source=source, epochs=3)
+        for source in ("files", "PyDataset", "tf.data", "sharded")
+    }
+    options: dict[str, Any] = {"source": "generator", "steps": 5, "epochs": 3}
+    found["generator, 5 steps"] = ended_and_resumed("adam", 3, [9], **options)
+    return found
+
+
+def case_data_has_changed() -> dict[str, str]:
+    """The messages for data that does not come again."""
+    run_dir = folder()
+    train(run_dir, every=2, end_at=4, source="generator")
+    return {
+        "other order": refusal(run_dir, source="changed generator"),
+        "live": refusal(folder(), source="live generator"),
     }
 
 
