@@ -1,4 +1,7 @@
-"""How ssh reaches another host, for a launch and for the doctor alike: as the user's own configuration of ssh says."""
+"""How ssh reaches another host, for a launch and for the doctor alike: as the user's own configuration of ssh says.
+
+Only what it says of host keys that have changed is overruled: they are always refused.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,11 @@ def unseen_keys(
     identity_file: object | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """ACCEPT_NEW if the user's configuration leaves it open what to do about a key that was never seen; else nothing.
+    """ACCEPT_NEW, unless the user's configuration is as strict (`accept-new`) or stricter (`yes`); then nothing.
 
-    ssh itself would ask. A configuration that says `yes`, `no` or `accept-new` is followed.
+    Where it says `ask`, nobody is there to answer. Where it says `no`, ssh would connect to a host whose key has
+    changed, and the launch's secrets would go there.
     """
     said = ask(["ssh", "-G", *where(port, identity_file), host], environ=environ)
-    return ACCEPT_NEW if "stricthostkeychecking ask" in said.answer.splitlines() else ()
+    lax = {"stricthostkeychecking ask", "stricthostkeychecking false"}
+    return ACCEPT_NEW if lax & set(said.answer.splitlines()) else ()

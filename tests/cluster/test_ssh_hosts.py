@@ -350,7 +350,7 @@ def test_secrets_stay_here_unless_the_users_ssh_trusts_the_host(
 
     (name, kind, key), *_ = (line.split() for line in known.read_text().splitlines())
     known.write_text(f"{name} {kind} {key[:-8]}{key[-8:].swapcase()}\n")
-    for checking in ("ask", "accept-new", "yes"):
+    for checking in ("ask", "accept-new", "yes", "no"):
         code, stderr = run(checking)
         assert code == 1 and "host node2: its host key has changed" in stderr, stderr
     assert not (tmp_path / "seen.1").exists()

@@ -18,7 +18,8 @@ from hvdtrain.launch.ssh import ACCEPT_NEW, unseen_keys, where
         ("Port 2222", ACCEPT_NEW),
         ("StrictHostKeyChecking ask", ACCEPT_NEW),
         ("StrictHostKeyChecking yes", ()),
-        ("StrictHostKeyChecking no", ()),
+        ("StrictHostKeyChecking no", ACCEPT_NEW),
+        ("StrictHostKeyChecking off", ACCEPT_NEW),
         ("StrictHostKeyChecking accept-new", ()),
     ],
 )
