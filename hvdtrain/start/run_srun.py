@@ -7,7 +7,7 @@ each other, runs in this process. The ranks get the same named set of environmen
 under horovodrun, and those of a login session; they travel inside Slurm's own messages, not in command lines.
 
 Signals are forwarded to srun, which forwards SIGUSR1 and SIGUSR2 to every rank and ends the ranks at others. The exit
-code is srun's.
+code is srun's, or that of the signal.
 """
 
 from __future__ import annotations
@@ -113,8 +113,11 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     """Run srun and forward signals to it; return its exit code."""
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
+    ending: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
+        if number in ending_signals():
+            ending.append(number)
         # On a first SIGINT srun only asks for a second one.
         number = signal.SIGTERM if number == signal.SIGINT else number
         if process is None:
@@ -130,7 +133,14 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     for missed in early:
         process.send_signal(missed)
-    return shell_code(process.wait())
+    code = process.wait()
+    if ending:
+        # Else srun's last words would blame the ranks, which it has killed.
+        name = signal.Signals(ending[0]).name
+        own = f"hvdtrain.start.run_srun (process {os.getpid()})"
+        print(f"hvdtrain: {own} was sent {name}, and ended its ranks", file=sys.stderr, flush=True)
+        code = -ending[0]
+    return shell_code(code)
 
 
 if __name__ == "__main__":

@@ -259,6 +259,29 @@ def test_a_frozen_rank(slurm: SlurmCluster, folder: Path, stopped: int, phase: s
     assert slurm.left(seconds=5) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_from_outside_is_not_blamed_on_a_rank(
+    slurm: SlurmCluster, folder: Path, number: signal.Signals
+) -> None:
+    (folder / "train.py").write_text(REPORT + WAIT)
+    job = slurm.start("salloc", "--quiet", "--nodes=2", *HVDTRAIN, "run", "train.py", cwd=folder)
+    wait_for_ranks(folder, 2)
+    starter = next(
+        pid for pid, line in slurm.hosts[0].processes().items() if "hvdtrain.start.run_srun" in line
+        and "hvdtrain.cli" not in line
+    )  # fmt: skip
+    os.kill(starter, number)
+    _, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 128 + number, stderr
+    said = {
+        signal.SIGKILL: "hvdtrain.start.run_srun, which runs srun, was killed by SIGKILL",
+        signal.SIGTERM: r"hvdtrain.start.run_srun \(process \d+\) was sent SIGTERM, and ended",
+    }
+    assert re.search(said[number], stderr)
+    assert "rank 0" not in stderr
+    assert slurm.left(seconds=5) == []
+
+
 def test_what_srun_is_given_goes_to_rank_0(slurm: SlurmCluster, folder: Path) -> None:
     (folder / "train.py").write_text(RANK + "print(rank, repr(sys.stdin.read()), flush=True)\n")
     run = shlex.join([*HVDTRAIN, "run", "--all-ranks", "train.py"])

@@ -17,6 +17,7 @@ from hvdtrain.launch.launch_command import Prepared, Site, forward, rank_setting
 from hvdtrain.launch.launchers.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import rank_command
+from hvdtrain.launch.running.process_names import RANKS_OF_SRUN
 from hvdtrain.launch.slurm.allocation import Allocation
 
 STEP_SECONDS = 300
@@ -42,6 +43,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
             *_task_command(plan, site),
         ),
         settings={**rank_settings(plan, site.environ), **forward(plan)},
+        process_names=RANKS_OF_SRUN,
     )
 
 

@@ -80,12 +80,12 @@ def outcome_of(
     logs = f"logs{' of all ranks' if process_names == RANKS else ''}: {log_dir}"
     if ending.returncode < 0 and not failures and process_names == RANKS:
         code = _code_of(ending)
-        return Outcome(code, f"horovodrun {how_it_ended(code)}\n{logs}")
+        return Outcome(code, f"{process_names.starter} {how_it_ended(code)}\n{logs}")
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
     told = "\n".join(_STARTER.findall(launcher_text))
     # What befell the others is why the first of several roles failed, whatever it says itself.
-    if told and (cause is None or cause.secondary or process_names.roles):
+    if told and (cause is None or cause.secondary or _was_killed(cause) or process_names.roles):
         has_logs = failures or ended or process_names.roles
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
     if cause is not None and cause.secondary and absent:
@@ -113,7 +113,7 @@ def outcome_of(
         what = "mpirun's daemon (orted) did not start on another host, or was killed there, or its ssh here"
         return Outcome(EXIT_FAILURE, f"{what}: is Open MPI installed there as it is here?\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
-    launcher = "horovodrun" if process_names == RANKS else "the launcher"
+    launcher = process_names.starter if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
     # A launcher ends with the code of a rank that was killed, too: only its own signal is its own.
     own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
@@ -145,6 +145,11 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
     if ended is not None and ended[1] > EXIT_SIGNAL_BASE:
         return None
     return failures[0] if failures else None
+
+
+def _was_killed(failure: Failure) -> bool:
+    """Whether a signal ended it, by which it could say nothing itself."""
+    return failure.exit_code > EXIT_SIGNAL_BASE and not failure.text
 
 
 def _only(process_names: ProcessNames) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,12 @@ class ProcessNames:
     Attributes:
         roles: a name for each process, the one that the user watches first; empty: ranks.
         tagged: whether the launch marks each line with its process; else there is only one.
+        starter: what messages call the program that starts ranks.
     """
 
     roles: tuple[str, ...] = ()
     tagged: bool = True
+    starter: str = field(default="horovodrun", compare=False)
 
     def name(self, number: int) -> str:
         """In a message."""
@@ -39,6 +41,7 @@ class ProcessNames:
 
 
 RANKS = ProcessNames()
+RANKS_OF_SRUN = ProcessNames(starter="hvdtrain.start.run_srun, which runs srun,")
 ALONE = ProcessNames(tagged=False)
 """One process, without a launcher."""
 
