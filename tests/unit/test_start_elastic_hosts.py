@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from hvdtrain.start.parts import elastic_hosts
 from hvdtrain.start.parts.agents import Agents, Reach
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts
+from hvdtrain.start.parts.horovod_launcher import _too_long
 
 
 class Slow(Agents):
@@ -50,3 +52,26 @@ def test_a_host_that_leaves_is_not_read_while_it_is_ended(monkeypatch: pytest.Mo
         assert agents._over.is_set()
         assert not agents.ended_while_read
     os.close(stand_in._orders)
+
+
+def test_a_host_that_no_command_could_start_ranks_on_is_left_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stand_in = ElasticAgents("id", Reach(sys.executable, {}, None, None, 5))
+    with ElasticHosts(stand_in, {}, None, 5, unfit="too many variables") as hosts:
+        assert hosts.fit({"192.0.2.1": 2, "localhost": 1}) == {"localhost": 1}
+    os.close(stand_in._orders)
+    said = capfd.readouterr().err
+    assert "host 192.0.2.1: too many variables" in said
+    assert "host 192.0.2.1 is left out until it can run ranks" in said
+
+
+def test_variables_that_do_not_fit_into_a_command_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = Namespace(use_gloo=True)
+    assert _too_long(arguments, ()) == ""
+    monkeypatch.setenv("PYTHON_A", "a" * 50_000)
+    monkeypatch.setenv("PYTHON_B", "b" * 60_000)
+    assert "or shorten PYTHON_B, the longest (60008)" in _too_long(arguments, ())
+    assert _too_long(Namespace(use_gloo=False), ()) == "", "mpirun sends the values itself"

@@ -66,6 +66,7 @@ class ElasticHosts:
         variables: the variables that agents bring to the ranks on other hosts.
         wanted: the network interfaces to use; None finds one.
         seconds: time limit for the first hosts.
+        unfit: why no other host can run ranks of this job; empty if they can.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class ElasticHosts:
         variables: Mapping[str, str],
         wanted: set[str] | None,
         seconds: float,
+        unfit: str = "",
     ) -> None:
+        self._unfit = unfit
         self._launch_id = stand_in.launch_id
         self._reach = stand_in.reach
         self._orders = stand_in.orders
@@ -162,6 +165,8 @@ class ElasticHosts:
         try:
             if not is_host_name(name):
                 raise HvdtrainError(f"{name!r} is not a host name")
+            if self._unfit:
+                raise HvdtrainError(f"host {name}: {self._unfit}")
             command = agent_argv(name, self._launch_id, self._reach)
             agents = Agents({name: command}, os.environ)
         except (HvdtrainError, OSError) as error:

@@ -194,6 +194,7 @@ def _elastic_hosts(
         _brought(arguments, asked),
         arguments.nics,
         arguments.elastic_timeout or ELASTIC_SECONDS,
+        _too_long(arguments, asked),
     )
 
 
