@@ -153,6 +153,38 @@ def test_exit_code_and_signals_pass(podman: Podman, work: Path) -> None:
     assert podman.run("ps", "--all", "--quiet").stdout == ""
 
 
+def test_ps_logs_and_stop(podman: Podman, work: Path) -> None:
+    (work / "waits.py").write_text(
+        "import time\nprint('loud and clear', flush=True)\nopen('talking', 'w').close()\ntime.sleep(600)\n"
+    )
+    environment = {**user_environment(), **podman.environment}
+
+    def hvdtrain(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "hvdtrain.cli", *words], cwd=work, env=environment, capture_output=True, text=True,
+            timeout=SECONDS,
+        )  # fmt: skip
+        assert done.returncode == 0, (words, done.stderr)
+        return done.stdout + done.stderr
+
+    running = subprocess.Popen(
+        hvdtrain_docker("-np", "1", "--controller", "gloo", "waits.py"), cwd=work, env=environment
+    )
+    try:
+        wait_until(lambda: (work / "talking").exists())
+        (line,) = [one for one in hvdtrain("ps").splitlines() if "waits.py" in one]
+        name, kind, state, *_ = line.split()
+        assert (kind, state) == ("container", "running")
+        assert podman.run("ps", "--quiet").stdout.startswith(name)
+        assert "loud and clear" in hvdtrain("logs", name)
+        hvdtrain("stop", name)
+        assert running.wait(SECONDS) == 143
+    finally:
+        running.kill()
+    assert "waits.py" not in hvdtrain("ps")
+    assert podman.run("ps", "--all", "--quiet").stdout == ""
+
+
 def test_containers_on_two_hosts(
     podman: Podman, work: Path, expected: list[float], tmp_path: Path
 ) -> None:
