@@ -21,6 +21,7 @@ from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import overrides
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
@@ -57,8 +58,9 @@ def failing_together(
 
 
 def prepare_fit() -> None:
-    """Let `model.fit` leave writers to the first rank; calling again changes nothing."""
+    """Let `model.fit` leave writers to the first rank, and these write whole files; calling again changes nothing."""
     correct(keras.Model, "fit", _fit)
+    prepare_saving()
 
 
 def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:

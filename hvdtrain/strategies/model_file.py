@@ -14,6 +14,7 @@ import keras
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import keras_files as model_files
+from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import is_built
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import variable_name
@@ -25,20 +26,16 @@ NEW_OPTIMIZER = 2
 
 
 def write_model(model: keras.Model, path: Path) -> None:
-    """Write a .keras or .weights.h5 file beside its place, then move it there.
+    """Write a .keras or .weights.h5 file; see keras_internals.file_writes.
 
     Raises:
         UsageError: the file cannot be written: its folder cannot be made, the disk is full, a folder has its name.
     """
-    temporary = path.with_name(f".tmp.{path.name}")
+    prepare_saving()
     write = model.save_weights if path.name.endswith(WEIGHTS_ALONE) else model.save
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            write(temporary)
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write(path)
     except OSError as error:
         raise UsageError(f"save: {path} cannot be written: {error}") from error
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,21 @@ def saving_together(
     for callback in callbacks:
         if isinstance(callback, kc.ModelCheckpoint):
             callback.set_model(_SavedTogether(callback.model, save))
+
+
+@contextmanager
+def backups_kept(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
+    """Let BackupAndRestore delete its backup only after this block, which ends the training and writes the model."""
+    deleting = [c for c in callbacks if isinstance(c, kc.BackupAndRestore) and c.delete_checkpoint]
+    for callback in deleting:
+        callback.delete_checkpoint = False
+    try:
+        yield
+    finally:
+        for callback in deleting:
+            callback.delete_checkpoint = True
+    for callback in deleting:
+        callback.on_train_end()
 
 
 class _SavedTogether:

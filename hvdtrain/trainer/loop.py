@@ -28,6 +28,7 @@ from hvdtrain.strategies.strategy import Logs, Steps, Strategy
 from hvdtrain.trainer.callback_ranks import (
     TEST_METHODS,
     TRAIN_METHODS,
+    backups_kept,
     need_global_batches,
     on_this_rank,
     save_within_epochs,
@@ -154,9 +155,10 @@ class Loop:
                 break
         if plan.epochs > first:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
-        callbacks.on_train_end(logs)
-        if self.run_dir is not None:
-            self.strategy.save(self.model, self.run_dir.model)
+        with backups_kept(own):
+            callbacks.on_train_end(logs)
+            if self.run_dir is not None:
+                self.strategy.save(self.model, self.run_dir.model)
         return self.model.history
 
     def evaluate(self, plan: EvaluatePlan) -> Logs:

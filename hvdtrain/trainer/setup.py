@@ -11,6 +11,7 @@ import keras
 from hvdtrain.data import Source, Spec, validation_split
 from hvdtrain.data.make import check_positive
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import (
     compile_config,
     may_have_loss,
@@ -69,6 +70,7 @@ def compile_model(
     Raises:
         UsageError: what was given does not fit the model or the strategy.
     """
+    prepare_saving()
     run_eagerly = run_eagerly or model.run_eagerly
     if overridden(model, "compile"):
         _require_own_compile(model, given)

@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from keras.src.saving import saving_lib
 
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.keras.optimizer import DistributedOptimizer
@@ -156,11 +157,11 @@ def test_a_file_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
     write_model(made, path)
     before = path.read_bytes()
 
-    def torn(self: Any, target: Path) -> None:
+    def torn(self: Any, target: str) -> None:
         Path(target).write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(keras.Model, "save", torn)
+    monkeypatch.setattr(saving_lib, "save_model", torn)
     with pytest.raises(UsageError, match=r"model\.keras cannot be written: No space"):
         write_model(made, path)
     assert path.read_bytes() == before

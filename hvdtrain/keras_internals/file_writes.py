@@ -1,0 +1,113 @@
+"""What Keras writes over an older file is written beside it, then renamed: who is killed meanwhile keeps the older one.
+
+`Model.save`, `Model.save_weights`, and with them ModelCheckpoint; and the two files of BackupAndRestore, as a pair.
+Tested with Keras 3.15, which writes in place.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from keras.callbacks import BackupAndRestore
+from keras.src.saving import saving_api
+from keras.src.utils import file_utils
+
+from hvdtrain.keras_internals.corrections import correct
+
+_SUFFIXES = (".keras", ".h5", ".hdf5")
+
+
+def prepare_saving() -> None:
+    """Install the corrections; calling again changes nothing."""
+    correct(saving_api, "save_model", _save)
+    correct(saving_api, "save_weights", _save)
+    correct(BackupAndRestore, "_save_model", _save_backup)
+    correct(BackupAndRestore, "_load_model", _load_backup)
+
+
+def _save(
+    original: Callable[..., Any], model: Any, filepath: Any, overwrite: bool = True, **kwargs: Any
+) -> Any:
+    """saving_api.save_model and save_weights. Several files, and what is no file of this machine, are Keras's own."""
+    single = kwargs.get("zipped") is not False and kwargs.get("max_shard_size") is None
+    path = _local_file(filepath) if single else None
+    if path is None or (path.exists() and not overwrite):
+        return original(model, filepath, overwrite, **kwargs)
+    with _in_place_of(path) as temporary:
+        return original(model, str(temporary), overwrite, **kwargs)
+
+
+def _local_file(filepath: Any) -> Path | None:
+    """The file that a save replaces or makes; None if it is not a plain one, or its folder takes no other."""
+    if not isinstance(filepath, str | os.PathLike) or file_utils.is_remote_path(str(filepath)):
+        return None
+    path = Path(filepath).resolve()  # A link stays, and leads to the new file.
+    plain = path.suffix in _SUFFIXES and (path.is_file() or not path.exists())
+    return path if plain and os.access(path.parent, os.W_OK) else None
+
+
+@contextmanager
+def _in_place_of(path: Path) -> Iterator[Path]:
+    """A file to write, which then takes the place of `path`; nothing is left of one that was not finished."""
+    temporary = _beside(path)
+    try:
+        yield temporary
+        _flush(temporary)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        temporary.replace(path)
+        _flush(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _save_backup(original: Callable[..., Any], self: Any) -> None:
+    """BackupAndRestore._save_model: the weights, then the epoch. Both are there before the first is renamed."""
+    if file_utils.is_remote_path(str(self.backup_dir)):
+        original(self)
+        return
+    weights, epoch = places = Path(self._weights_path), Path(self._training_metadata_path)
+    if self.double_checkpoint:
+        before = self._prev_weights_path, self._prev_training_metadata_path
+        for place, copy in zip(places, before, strict=True):
+            if place.exists():
+                shutil.copyfile(place, copy)
+    self._weights_path, self._training_metadata_path = map(str, map(_beside, places))
+    try:
+        original(self)
+    finally:
+        self._weights_path, self._training_metadata_path = str(weights), str(epoch)
+    _flush(_beside(epoch))
+    for place in places:
+        _beside(place).replace(place)
+    _flush(weights.parent)
+
+
+def _load_backup(original: Callable[..., Any], self: Any) -> None:
+    """BackupAndRestore._load_model: finishes, or forgets, a save that was cut off."""
+    weights, epoch = Path(self._weights_path), Path(self._training_metadata_path)
+    if not file_utils.is_remote_path(str(self.backup_dir)) and _beside(epoch).exists():
+        if _beside(weights).exists():
+            _beside(epoch).unlink()
+        else:
+            _beside(epoch).replace(epoch)
+    original(self)
+
+
+def _beside(path: Path) -> Path:
+    """Where the file is written; it has the same ending, by which Keras knows the format."""
+    return path.with_name(f".tmp.{path.name}")
+
+
+def _flush(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
