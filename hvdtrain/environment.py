@@ -27,6 +27,9 @@ EXIT_HANG = 124
 EXIT_PREEMPTED = 75
 """A training was told to end, has saved, and goes on when it is run again (EX_TEMPFAIL in sysexits.h)."""
 
+RESUME = "HVDTRAIN_RESUME"
+"""auto, must or never: goes before the argument `resume` of a Trainer with checkpoints (`hvdtrain run --resume`)."""
+
 NEWS = "HVDTRAIN_NEWS"
 """Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
 

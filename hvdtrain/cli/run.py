@@ -32,6 +32,7 @@ from hvdtrain.cli.launch_options import (
     launch_options,
     strategy_options,
 )
+from hvdtrain.environment import RESUME
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.launch_command import Prepared, check_started_once, this_site
@@ -97,6 +98,10 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     "saved.",
 )  # fmt: skip
 @click.option(
+    "--resume", type=click.Choice(["auto", "must", "never"]), cls=GroupedOption, group="basic",
+    help="Whether hvdtrain.Trainer resumes from its checkpoints; overrides its argument of the same name.",
+)  # fmt: skip
+@click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="hosts",
     help="Image for the workers of a Slurm job, with Horovod and hvdtrain in it. *.sif and "
         "docker://... images run in Apptainer, others through srun's pyxis plugin.",
@@ -137,6 +142,7 @@ def run(
     grace_seconds: float,
     hang_timeout: float,
     restarts: int,
+    resume: str | None,
     container: str | None,
     dry_run: bool,
     strategy: str,
@@ -158,6 +164,8 @@ def run(
     Rank 0's output is shown as if the script ran alone; the output of all workers is kept in files. The exit
     code is that of the worker that failed first.
     """
+    if resume is not None:
+        values["env"] += (EnvVar(RESUME, resume),)
     named = {one.name for one in values["env"]}
     for message in unread_variables(ctx.command, os.environ.keys() - named):
         click.echo(message, err=True)

@@ -24,6 +24,7 @@ from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike, any_rank, on_first
 from hvdtrain.data import KnownSource, Source
+from hvdtrain.environment import RESUME
 from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.strategies.strategy import Strategy
@@ -249,10 +250,11 @@ def saved_fit(
     Raises:
         UsageError: it cannot work.
     """
-    if resume not in ("auto", "never", "must"):
-        raise UsageError(f"resume={resume!r}: choose 'auto', 'never' or 'must'")
+    wanted = os.environ.get(RESUME, resume)
+    if wanted not in ("auto", "never", "must"):
+        raise UsageError(f"resume={wanted!r} (or {RESUME}): choose 'auto', 'never' or 'must'")
     if schedule is None:
-        if resume == "must":
+        if wanted == "must":
             raise UsageError("resume='must' needs checkpoints=Checkpoints() and a run_dir")
         return None
     if run_dir is None:
@@ -262,7 +264,7 @@ def saved_fit(
             "checkpoints works with strategy='horovod' on whole models, without layout and "
             f"shard_optimizer (here: {strategy.name}): leave it out, and use keras.callbacks.ModelCheckpoint"
         )
-    return SavedFit(schedule, resume, run_dir)
+    return SavedFit(schedule, wanted, run_dir)
 
 
 def facts_of(

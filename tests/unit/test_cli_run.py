@@ -130,6 +130,17 @@ def test_without_horovod(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stderr.endswith("run: hvdtrain install-horovod\n")
 
 
+def test_resume_reaches_the_ranks_as_a_variable(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = call("run", "--dry-run", "-np", "2", "--resume", "must", "train.py").stdout
+    assert said.startswith("env ") and " HVDTRAIN_RESUME=must " in said
+    monkeypatch.setenv("HVDTRAIN_RESUME", "never")
+    assert " HVDTRAIN_RESUME=never " in call("run", "--dry-run", "-np", "2", "train.py").stdout
+    batch = call("submit", "--dry-run", "--nodes", "2", "--resume", "must", "train.py").stdout
+    assert " --resume must " in batch
+
+
 def test_dry_run_prints_and_starts_nothing(folder: Path) -> None:
     result = call("run", "--dry-run", "-H", "a:2,b:1", "train.py", "--dry-run", "a b", "-np", "7")
     assert result.exit_code == 0

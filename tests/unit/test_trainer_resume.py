@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -39,6 +40,18 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: 
 def test_what_cannot_work_is_said_at_once(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         saved_fit(*given, Strategy())
+
+
+def test_the_command_line_goes_before_the_argument(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: Any = (RunDir(tmp_path), SimpleNamespace(name="horovod", saves_together=False))
+    monkeypatch.setenv("HVDTRAIN_RESUME", "must")
+    found = saved_fit(Checkpoints(), "never", *given)
+    assert found is not None and found._resume == "must"
+    monkeypatch.setenv("HVDTRAIN_RESUME", "yes")
+    with pytest.raises(UsageError, match=r"resume='yes' \(or HVDTRAIN_RESUME\)"):
+        saved_fit(Checkpoints(), "auto", *given)
 
 
 def test_a_schedule_that_cannot_work() -> None:
