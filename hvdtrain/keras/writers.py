@@ -33,6 +33,8 @@ from hvdtrain.keras_internals.variables import (
 
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
 """They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
+LOGGERS = (kc.TensorBoard, kc.CSVLogger, kc.RemoteMonitor)
+"""Of them, those without which a training that has begun is as good."""
 
 
 def on_this_rank(
@@ -49,11 +51,10 @@ def failing_together(
 
     They raise it when training begins or ends, at the end of an epoch, and at the end of an evaluation that is not
     part of a training, where some ranks may have no validation data. Costs a small allreduce each time; a rank alone
-    raises at once.
+    raises at once. A log that can no longer be written is warned of and left out; the training goes on.
     """
-    if ranks.size() == 1:
-        return [*callbacks]
-    own = [_Writer(c) if isinstance(c, WRITERS) else c for c in callbacks]
+    kinds = WRITERS if ranks.size() > 1 else LOGGERS
+    own = [_Writer(c) if isinstance(c, kinds) else c for c in callbacks]
     return [*own, _RaiseAlike([c for c in own if isinstance(c, _Writer)], ranks)]
 
 
@@ -84,12 +85,18 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
 
 
 class _Writer(keras.callbacks.Callback):
-    """A callback that writes; after its first error, which is kept, it is not called again."""
+    """A callback that writes; after its first error, which is kept, it is not called again.
+
+    A disk that becomes full ends a training whose model could not be saved, not one that loses lines of a log.
+    """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
         self.name = type(callback).__name__
         self.error: Exception | None = None
+        self.is_fatal = False
+        self._logs = isinstance(callback, LOGGERS)
+        self._begun = not overrides(callback, "on_train_begin")
         hooks = [n for n in dir(keras.callbacks.Callback) if n.startswith("on_")]
         for name in ["set_model", "set_params", *(n for n in hooks if overrides(callback, n))]:
             setattr(self, name, partial(self._run, getattr(callback, name)))
@@ -99,12 +106,17 @@ class _Writer(keras.callbacks.Callback):
             return
         try:
             method(*args, **kwargs)
+            self._begun = self._begun or method.__name__ == "on_train_begin"
         except Exception as error:
             self.error = error
-            warnings.warn(
-                f"callback {self.name} failed, which ends this run at the end of the epoch: {error!r}",
-                stacklevel=2,
+            unwritten = isinstance(error, OSError | tf.errors.OpError)
+            self.is_fatal = not (self._logs and self._begun and unwritten)
+            then = (
+                "ends this run at the end of the epoch"
+                if self.is_fatal
+                else "is left out from here on"
             )
+            warnings.warn(f"callback {self.name} failed, and {then}: {error!r}", stacklevel=2)
 
 
 class _RaiseAlike(keras.callbacks.Callback):
@@ -131,7 +143,7 @@ class _RaiseAlike(keras.callbacks.Callback):
             self._raise()
 
     def _raise(self) -> None:
-        failed = next((c for c in self._writers if c.error is not None), None)
+        failed = next((c for c in self._writers if c.is_fatal), None)
         if failed is None:
             raise_alike(None, "", self._ranks)
         else:

@@ -359,11 +359,12 @@ class Loop:
         validated = plan.validation is not None
         seconds, rate = progress.seconds, progress.examples_per_second
         line = epoch_line(epoch, logs, validated, seconds, rate)
-        self._in_run_dir(lambda run_dir: run_dir.metrics.append([line[0]], line[1]))
+        if self.run_dir is not None and self.rank.is_first:
+            self.run_dir.metrics.append([line[0]], line[1])
 
     def _write_rank_times(self, rows: Sequence[dict[str, Any]]) -> None:
-        if rows:
-            self._in_run_dir(lambda run_dir: run_dir.rank_times.append(rows, COLUMNS))
+        if rows and self.run_dir is not None and self.rank.is_first:
+            self.run_dir.rank_times.append(rows, COLUMNS)
 
 
 def callbacks_with_history(

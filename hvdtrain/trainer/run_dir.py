@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,8 @@ class EpochTable:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns: list[str] = []
+        self._waiting: list[dict[str, Any]] = []
+        self._warned = False
 
     @property
     def is_begun(self) -> bool:
@@ -75,12 +79,38 @@ class EpochTable:
         return bool(self._columns)
 
     def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
-        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs."""
-        if not self._columns:
-            self._begin(rows[0]["epoch"], columns)
-        with self._path.open("a", newline="") as file:
+        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs.
+
+        What cannot be written is warned of once, and written with the lines of a later epoch: no disk that is full ends
+        a training.
+        """
+        self._waiting += rows
+        try:
+            if not self._columns:
+                self._begin(self._waiting[0]["epoch"], columns)
+            self._write()
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(
+                    f"{self._path} cannot be written, training goes on: {error}. Its lines are kept, and written when "
+                    "they can be",
+                    stacklevel=2,
+                )
+            self._warned = True
+
+    def _write(self) -> None:
+        with self._path.open("r+", newline="") as file:
+            end = file.seek(0, os.SEEK_END)
             writer = csv.DictWriter(file, self._columns, extrasaction="ignore")
-            writer.writerows({name: _plain(value) for name, value in row.items()} for row in rows)
+            try:
+                writer.writerows(
+                    {name: _plain(value) for name, value in row.items()} for row in self._waiting
+                )
+                file.flush()
+            except OSError:
+                os.truncate(self._path, end)
+                raise
+        self._waiting.clear()
 
     def _begin(self, epoch: int, columns: list[str]) -> None:
         """Write the header, and the lines before `epoch` of the run that this one continues."""

@@ -29,10 +29,21 @@ def test_saving(results: Results) -> None:
 
 
 def test_run_dir(results: Results) -> None:
-    gone, blocked = alike(results, "case_run_dir")
-    assert gone.startswith("UsageError: run_dir '/")
-    assert "No such file or directory" in gone and "metrics.csv" in gone
+    gone, warned, has_model, blocked = alike(results, "case_run_dir")
+    assert gone == "no error", "only lines were lost"
+    assert warned.count("metrics.csv cannot be written, training goes on: [Errno 2]") == 1
+    assert has_model == "True"
     assert blocked.startswith("UsageError: save: /") and "model.keras cannot be written" in blocked
+
+
+def test_a_full_disk_for_a_log_ends_no_training(results: Results) -> None:
+    for rank, found in enumerate(results.of("case_full_disk")):
+        assert found["full"] == found["fine"]
+        assert found["fine warned"] == []
+        assert len(found["full warned"]) == (rank == 0)
+        for text in found["full warned"]:
+            assert "callback CSVLogger failed, and is left out from here on" in text
+            assert "No space left" in text
 
 
 def test_callbacks(results: Results) -> None:

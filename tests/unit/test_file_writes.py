@@ -14,6 +14,9 @@ import keras
 import numpy as np
 import pytest
 
+from hvdtrain.collectives.communicator import LoneRank
+from hvdtrain.errors import UsageError
+from hvdtrain.keras.writers import failing_together
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.trainer.callback_ranks import backups_kept
 
@@ -162,3 +165,28 @@ def test_a_backup_outlives_the_end_of_training(tmp_path: Path) -> None:
         callback.on_train_end()
         assert (tmp_path / "backup").exists()
     assert not (tmp_path / "backup").exists()
+
+
+def test_a_log_on_a_full_disk_is_left_out_on_a_rank_alone_too() -> None:
+    callbacks = keras.callbacks.CallbackList(
+        failing_together([keras.callbacks.CSVLogger("/dev/full")], LoneRank(0)),
+        model=model(1),
+        epochs=2,
+    )
+    callbacks.on_train_begin()
+    with pytest.warns(UserWarning, match=r"CSVLogger failed, and is left out from here on"):
+        callbacks.on_epoch_end(0, {"loss": 1.0})
+    callbacks.on_epoch_end(1, {"loss": 1.0})
+    callbacks.on_train_end()
+
+
+def test_a_log_that_cannot_be_begun_is_an_error_at_once() -> None:
+    callbacks = keras.callbacks.CallbackList(
+        failing_together([keras.callbacks.CSVLogger("/missing/log.csv")], LoneRank(0)),
+        model=model(1),
+    )
+    with (
+        pytest.raises(UsageError, match=r"callback CSVLogger: .*No such file"),
+        pytest.warns(UserWarning, match="ends this run"),
+    ):
+        callbacks.on_train_begin()

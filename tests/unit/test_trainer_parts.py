@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from hvdtrain.strategies import Strategy
 from hvdtrain.trainer.callback_ranks import TRAIN_METHODS, need_global_batches, on_this_rank
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.progress import resolve_verbose
-from hvdtrain.trainer.run_dir import RunDir
+from hvdtrain.trainer.run_dir import EpochTable, RunDir
 from hvdtrain.trainer.setup import (
     build_model,
     compile_arguments,
@@ -199,6 +200,22 @@ def test_run_dir(tmp_path: Path) -> None:
         "metrics.csv",
         "model.keras",
     ]
+
+
+def test_lines_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
+    table = EpochTable(tmp_path / "metrics.csv")
+    rows = [{"epoch": epoch, "loss": 1 / epoch} for epoch in (1, 2, 3, 4)]
+    table.append(rows[:1], ["epoch", "loss"])
+    (tmp_path / "metrics.csv").rename(tmp_path / "away")
+    with pytest.warns(UserWarning, match=r"metrics\.csv cannot be written, training goes on"):
+        table.append(rows[1:2], [])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.append(rows[2:3], [])
+    (tmp_path / "away").rename(tmp_path / "metrics.csv")
+    table.append(rows[3:], [])
+    lines = (tmp_path / "metrics.csv").read_text().split()
+    assert lines[0] == "epoch,loss" and [line[0] for line in lines[1:]] == ["1", "2", "3", "4"]
 
 
 def test_a_run_dir_that_cannot_be_made(tmp_path: Path) -> None:

@@ -49,13 +49,34 @@ def case_run_dir() -> list[str]:
     (blocked / "model.keras" / "folder").mkdir(parents=True, exist_ok=True)
 
     def remove(epoch: int, logs: Any) -> None:
-        shutil.rmtree(gone, ignore_errors=True)
+        if epoch == 1:
+            shutil.rmtree(gone, ignore_errors=True)
 
     removing = CALLBACKS.LambdaCallback(on_epoch_end=remove)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        said = message(lambda: fit(trainer(run_dir=gone), callbacks=[removing]))
+    warned = [str(w.message) for w in caught if "metrics.csv" in str(w.message)]
+    hvd.allreduce(0.0, name="all have trained")
     return [
-        message(lambda: fit(trainer(run_dir=gone), callbacks=[removing])),
+        said,
+        hvd.broadcast_object("\n".join(warned)),
+        str((gone / "model.keras").is_file()),
         message(lambda: fit(trainer(run_dir=blocked), epochs=1)),
     ]
+
+
+def case_full_disk() -> dict[str, Any]:
+    """A log on a disk that is full from the first epoch on, on two ranks and in a training of one."""
+    found = {}
+    for name, log in (("full", "/dev/full"), ("fine", str(folder() / "log.csv"))):
+        trained = trainer(seed=1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(trained, callbacks=[CALLBACKS.CSVLogger(log)])
+        found[name] = trained.model.history.history["loss"]
+        found[f"{name} warned"] = [str(w.message) for w in caught if "CSVLogger" in str(w.message)]
+    return found
 
 
 def writers(place: Path) -> list[keras.callbacks.Callback]:
