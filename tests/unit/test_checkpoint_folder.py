@@ -45,6 +45,11 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
     assert newest(tmp_path / "elsewhere") is None
 
 
+def test_one_that_an_earlier_version_wrote_is_read() -> None:
+    """Written once and kept: a change of the format that forgets to raise FORMAT fails here."""
+    assert_same(newest(Path(__file__).with_name("golden") / "checkpoint"), 5.0)
+
+
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for number in (9, 10, 100):
         save(tmp_path, number, state(number), keep=2)
