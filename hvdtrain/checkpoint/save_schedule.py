@@ -13,6 +13,8 @@ class Checkpoints:
 
     Args:
         every_steps: save after this many training steps within an epoch, too. All ranks count the same steps.
+        every_minutes: save when this many minutes have passed since the last checkpoint, too; looked at about once a
+            second, between two steps.
         keep: how many checkpoints stay; at least 2, so that one that the disk damaged has one before it.
 
     Raises:
@@ -21,11 +23,17 @@ class Checkpoints:
 
     every_steps: int | None = None
     keep: int = 2
+    every_minutes: float | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise UsageError(
                 f"Checkpoints(every_steps={self.every_steps}): give a number of steps, or leave it out "
+                "to save after each epoch"
+            )
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise UsageError(
+                f"Checkpoints(every_minutes={self.every_minutes}): give a positive number of minutes, or leave it out "
                 "to save after each epoch"
             )
         if self.keep < 2:

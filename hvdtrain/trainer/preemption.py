@@ -1,4 +1,4 @@
-"""A job that is told to end: its ranks agree on the step at which all of them save and stop."""
+"""A job that is told to end, or whose time to save has come: its ranks agree on the step at which all of them do so."""
 
 from __future__ import annotations
 
@@ -46,24 +46,27 @@ class Preemption:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def agreed(self, steps: int) -> bool:
-        """Return whether any rank was told to end, as far as they have looked. A collective at some steps.
+    def agreed(self, steps: int, due: bool = False) -> tuple[bool, bool]:
+        """Return whether any rank was told to end, and whether saving is `due` on any, as far as they have looked.
+
+        A collective at some steps.
 
         Args:
             steps: trained so far, the same on all ranks.
+            due: whether it is time to save by this rank's clock.
         """
         if steps < self._next:
-            return False
+            return False, False
         now = time.monotonic()
         pace = LOOK_SECONDS
         if self._looked is not None and steps > self._looked[0]:
             pace = (now - self._looked[1]) / (steps - self._looked[0])
         self._looked = steps, now
         # The slowest rank's pace, so that all look again at the same step.
-        mine = np.array([self._terminated or warned(), pace], np.float64)
-        told, slowest = self._ranks.allreduce(mine, "hvdtrain_preempted", Max).numpy()
+        mine = np.array([self._terminated or warned(), due, pace], np.float64)
+        told, everyones, slowest = self._ranks.allreduce(mine, "hvdtrain_preempted", Max).numpy()
         self._next = steps + int(np.clip(LOOK_SECONDS / max(slowest, 1e-9), 1, MOST_STEPS))
-        return bool(told)
+        return bool(told), bool(everyones)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True

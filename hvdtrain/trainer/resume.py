@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,6 +92,7 @@ class SavedFit:
         self._folder = run_dir.path / FOLDER
         self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
         self._last = 0
+        self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._opened = False
         self._preemption = Preemption()
@@ -182,12 +184,15 @@ class SavedFit:
 
     def is_told_to_end(self) -> bool:
         """Whether to save and stop now: the same on every rank. A collective at some steps."""
-        return self._preemption.agreed(self.steps)
+        minutes = self._schedule.every_minutes
+        due = minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
+        ends, self._is_time = self._preemption.agreed(self.steps, due)
+        return ends
 
     def is_due(self) -> bool:
-        """Whether to save now, within an epoch: the same on every rank."""
+        """Whether to save now, within an epoch: the same on every rank. Asked after `is_told_to_end`."""
         every = self._schedule.every_steps
-        return every is not None and self.steps - self._last >= every
+        return self._is_time or (every is not None and self.steps - self._last >= every)
 
     def preempted(self) -> Preempted:
         """What to raise after saving, where this job was told to end."""
@@ -213,7 +218,7 @@ class SavedFit:
             step: see Position.
             stopped: see Position.
         """
-        self._last = self.steps
+        self._last, self._saved_at = self.steps, time.monotonic()
         arrays, ranks = TrainingState(model, ALL_RANKS).take(
             {"callbacks": callbacks.take(), "seen": self.seen}
         )

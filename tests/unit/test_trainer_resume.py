@@ -14,9 +14,11 @@ import pytest
 
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.save_schedule import Checkpoints
+from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.trainer.resume import _is_finite, _locked, continue_files, saved_fit
+from hvdtrain.trainer import preemption, resume
+from hvdtrain.trainer.resume import SavedFit, _is_finite, _locked, continue_files, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 
 
@@ -54,9 +56,32 @@ def test_the_command_line_goes_before_the_argument(
         saved_fit(Checkpoints(), "auto", *given)
 
 
+def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of 0.1 s, looked at once a second: saved at the first look after each minute."""
+    clock = SimpleNamespace(monotonic=lambda: now)
+    now = 0.0
+    monkeypatch.setattr(resume, "time", clock)
+    monkeypatch.setattr(preemption, "time", clock)
+    saved = SavedFit(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path))
+    saved._preemption = preemption.Preemption(LoneRank(0))
+    at = []
+    for saved.steps in range(1, 2000):
+        now += 0.1
+        assert not saved.is_told_to_end()
+        if saved.is_due():
+            at.append(now)
+            saved._saved_at = now  # As `save` does.
+    assert len(at) == 3
+    for before, after in zip([0.0, *at], at, strict=False):
+        assert 60 <= after - before <= 61.2
+
+
 def test_a_schedule_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="every_steps=0"):
         Checkpoints(every_steps=0)
+    for minutes in (0, -1.0, float("nan")):
+        with pytest.raises(UsageError, match="every_minutes="):
+            Checkpoints(every_minutes=minutes)
     with pytest.raises(UsageError, match="keep=1"):
         Checkpoints(keep=1)
 
