@@ -18,12 +18,15 @@ import numpy as np
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.worker.heartbeat import Phase, own_seconds
 
-OUTSIDE: dict[Phase, str] = {
-    "input": "waiting for its data: look at what reads them there (a slower disk, fewer threads, a busy processor)",
-    "callbacks": "in callbacks: look for one that works on this rank alone, and let it do so less often",
-    "saving": "saving: save less often, or to a faster disk",
+OUTSIDE: dict[Phase, tuple[str, str]] = {
+    "input": (
+        "waiting for its data",
+        "Look at what reads the data there: a slow disk, few threads, a busy processor",
+    ),
+    "callbacks": ("in callbacks", "Look for a callback that works on this rank alone"),
+    "saving": ("saving", "Save less often, or to a faster disk"),
 }
-"""Phase outside of steps -> what a rank is slow at there, and what to do."""
+"""Phase outside of steps -> what a rank does in it, and what to do about it."""
 COLUMNS = ["epoch", "rank", "steps", *OUTSIDE, "seconds"]
 """Of rank_times.csv; all but the first two in seconds."""
 LEAST_SHARE = 0.05
@@ -110,12 +113,12 @@ class StragglerWatch:
         ]
 
     def _warn(self, slow: Straggler, epoch: int) -> None:
+        what, advice = OUTSIDE[slow.phase]
         host = self._ranks.exchange(socket.gethostname(), "hosts")[slow.rank]
         if self._ranks.rank() == 0:
             warnings.warn(
-                f"The other ranks wait for rank {slow.rank} (host {host}): of the {slow.epoch_seconds:.1f} s of "
-                f"epoch {epoch + 1} it spent {slow.seconds:.1f} s between steps, others {slow.typical:.1f} s, "
-                f"{OUTSIDE[slow.phase]}",
+                f"Rank {slow.rank} (host {host}) holds the others back: it spent {slow.seconds:.1f} of the "
+                f"{slow.epoch_seconds:.1f} s of epoch {epoch + 1} {what}, the others {slow.typical:.1f} s. {advice}",
                 stacklevel=2,
             )
 
