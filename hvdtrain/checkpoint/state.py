@@ -1,8 +1,10 @@
-"""The whole state of a training in data parallel: taken from the ranks, and given to them.
+"""The whole state of a training: taken from the ranks, and given to the same ranks or to others.
 
-The variables that all ranks have alike go through `parallel.gather_scatter`, under the names that they have in every
-layout. Beside them stands what each rank has of its own: seeds, statistics that are averaged only when the epoch ends,
-gradients that wait, metrics in the middle of an epoch. A sum of these would not be the same to the bit.
+It is kept twice. Once as one process would have it: variables go through `parallel.gather_scatter` under the names
+that they have in every layout, with gradients that wait added up, statistics averaged and metrics merged. Any number of
+ranks in any layout can go on from that. Beside it stands what each rank has of its own, as it is, since a sum would not
+be the same to the bit: seeds, statistics that are averaged only when the epoch ends, gradients that wait, metrics in
+the middle of an epoch. Ranks that are arranged as before go on from that.
 
 Not in it: the counters of TensorFlow's own stateful random operations (tf.random.normal), which cannot be read.
 """
@@ -10,14 +12,15 @@ Not in it: the counters of TensorFlow's own stateful random operations (tf.rando
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.metrics import state_variables
-from hvdtrain.collectives.statistics import statistics_variables
+from hvdtrain.collectives.metrics import merge_state, read_state, state_variables, without_sums
+from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
+from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
 from hvdtrain.keras_internals.variables import (
     global_seed_variable,
@@ -29,7 +32,8 @@ from hvdtrain.keras_internals.variables import (
     untracked_variables,
 )
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
-from hvdtrain.parallel.state_layout import Sender, pieces_of
+from hvdtrain.parallel.whole_file import DividedState
+from hvdtrain.strategies.horovod import HorovodStrategy
 
 Own = dict[str, Any]
 
@@ -39,58 +43,95 @@ class TrainingState:
 
     Args:
         model: that this rank trains.
-        ranks: all that train it.
+        strategy: by which all ranks train it.
     """
 
-    def __init__(self, model: keras.Model, ranks: Communicator) -> None:
+    def __init__(self, model: keras.Model, strategy: HorovodStrategy) -> None:
         self._model = model
-        self._ranks = ranks
+        self._strategy = strategy
+        self._ranks = strategy.position.everyone
 
-    def take(self, of_callbacks: Any) -> tuple[State, list[Own]]:
+    def take(self, of_process: Any, rules: Mapping[int, str]) -> tuple[State, list[Own]]:
         """Return the variables, on rank 0, and what each rank has of its own, on all. A collective.
 
         Args:
-            of_callbacks: the state of this rank's; what `encoding.encode` takes.
+            of_process: what else this process remembers; what `encoding.encode` takes.
+            rules: by which the states of metrics combine: see `collectives.metrics.merge_state`.
         """
-        arrays = gather(self._pieces(), self._ranks)
+        variables = [tf_variable(v) for v in own_variables(self._model)]
         seed = global_seed_variable(create=False)
-        own = {
-            "variables": [tf_variable(v).numpy() for v in own_variables(self._model)],
+        own: Own = {
+            "variables": [v.numpy() for v in variables],
+            "untracked": [tf_variable(v).numpy() for v in untracked_variables(self._model)],
             "random": random.getstate(),
             "numpy": np.random.get_state(),
             "keras": None if seed is None else tf_variable(seed).numpy(),
-            "callbacks": of_callbacks,
+            "process": of_process,
         }
+        metrics = self._model.metrics
+        self._strategy.end_epoch(self._model)
+        merge_state(metrics, self._strategy.position.data_set, rules)
+        own["metrics"] = read_state(metrics)
+        own["rules"] = [rules.get(id(tf_variable(v))) for v in state_variables(metrics)]
+        arrays = gather(self._pieces(), self._ranks)
+        for variable, value in zip(variables, own["variables"], strict=True):
+            variable.assign(value)
         return arrays, self._ranks.exchange(own, "own_state")
 
-    def give(self, arrays: State | None, ranks: list[Own] | None) -> Any:
-        """Set what `take` returned; return the state of this rank's callbacks. A collective.
+    def give(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Any:
+        """Set what `take` returned; return what this process remembered, or the first one did. A collective.
 
         Args:
             arrays: on rank 0; others' is not looked at.
             ranks: likewise.
+            alike: whether the ranks are as many as then, and arranged as then.
 
         Raises:
             UsageError: on all ranks: the variables do not fit; names the first one.
         """
         scatter(self._pieces(), arrays, self._ranks)
-        own = self._ranks.exchange(ranks, "own_state")[0][self._ranks.rank()]
-        for variable, value in zip(own_variables(self._model), own["variables"], strict=True):
-            tf_variable(variable).assign(value)
+        everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
+        own = everyone[self._ranks.rank() if alike else 0]
+        if alike:
+            _assign(own_variables(self._model), own["variables"])
+        else:
+            self._give_others(everyone)
         if own["keras"] is not None:
             tf_variable(global_seed_variable(create=True)).assign(own["keras"])
         # Last: Keras may have made its global generator of Python's random numbers just now.
         random.setstate(own["random"])
         np.random.set_state(own["numpy"])
-        return own["callbacks"]
+        return own["process"]
+
+    def _give_others(self, everyone: Sequence[Own]) -> None:
+        """Give ranks that were arranged otherwise what one process would have of what each had of its own."""
+        model, index = self._model, self._strategy.part.index
+        fold_rank_into_seeds(model, index)
+        _assign(untracked_variables(model), everyone[0]["untracked"])
+        variables = state_variables(model.metrics)
+        shapes = [tuple(v.shape) for v in variables]
+        # Of a pipeline the last stage has the metrics.
+        for own in reversed(everyone):
+            if [value.shape for value in own["metrics"]] == shapes:
+                _assign(variables, own["metrics"])
+                rules = zip(variables, own["rules"], strict=True)
+                if index:
+                    without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
+                return
 
     def _pieces(self) -> list[Piece]:
-        first = self._ranks.rank() == 0
-        return pieces_of(self._model.variables, self._model.optimizer, Sender(first, first, first))
+        return DividedState(self._strategy.position).pieces(self._model)
+
+
+def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    if [tuple(v.shape) for v in variables] != [value.shape for value in values]:
+        raise UsageError("variables that each rank has of its own are of other shapes")
+    for variable, value in zip(variables, values, strict=True):
+        tf_variable(variable).assign(value)
 
 
 def own_variables(model: keras.Model) -> list[Any]:
-    """Return the variables that may differ between ranks which train `model` in data parallel."""
+    """Return the variables that may differ between ranks which hold the same of `model`."""
     local = local_variables(model)
     known = {id(tf_variable(v)) for v in local}
     slots = [

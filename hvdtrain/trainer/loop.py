@@ -148,7 +148,7 @@ class Loop:
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
                 with in_phase("saving"):
-                    self.saved.save(self.model, states, epoch + 1, stopped=stopped)
+                    self.saved.save(self.model, states, {}, epoch + 1, stopped=stopped)
                 if epoch + 1 < plan.epochs and not stopped and self.saved.is_told_to_end():
                     raise self.saved.preempted()
             if stopped:
@@ -213,7 +213,7 @@ class Loop:
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
             if self.saved is not None and states is not None and done > skip:
-                self._save_if_due(self.saved, states, epoch, done)
+                self._save_if_due(self.saved, states, step_logs, epoch, done)
             if self.probe and done == 0 and check_first_step:
                 self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)
@@ -296,13 +296,15 @@ class Loop:
         assert self.saved is not None and states is not None
         self.saved.give(self.model, states)
 
-    def _save_if_due(self, saved: SavedFit, states: CallbackStates, epoch: int, done: int) -> None:
+    def _save_if_due(
+        self, saved: SavedFit, states: CallbackStates, step_logs: Logs, epoch: int, done: int
+    ) -> None:
         """Raises Preempted if the job was told to end."""
         ends = saved.is_told_to_end()
         if ends or saved.is_due():
             self.steps.finish()
             with in_phase("saving"):
-                saved.save(self.model, states, epoch, done)
+                saved.save(self.model, states, step_logs, epoch, done)
         if ends:
             raise saved.preempted()
 

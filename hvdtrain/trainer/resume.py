@@ -24,11 +24,13 @@ from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike, any_rank, on_first
-from hvdtrain.data import KnownSource, Source
+from hvdtrain.data import KnownSource, OwnSource, Source
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import Preempted, UsageError
 from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.strategies.strategy import Strategy
+from hvdtrain.strategies.horovod import HorovodStrategy
+from hvdtrain.strategies.step_metrics import StepLogs
+from hvdtrain.strategies.strategy import Logs, Strategy
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import source_facts
@@ -78,22 +80,27 @@ class SavedFit:
         resume: "auto": go on from the newest checkpoint if there is one; "must": refuse to begin anew; "never": refuse
             to go on.
         run_dir: of the run.
+        strategy: by which it is trained.
 
     Attributes:
         steps: trained so far, in all processes that trained this run.
         seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
     """
 
-    def __init__(self, schedule: Checkpoints, resume: str, run_dir: RunDir) -> None:
+    def __init__(
+        self, schedule: Checkpoints, resume: str, run_dir: RunDir, strategy: HorovodStrategy
+    ) -> None:
         self.steps = self.seen = 0
         self._schedule = schedule
         self._resume = resume
         self._run_dir = run_dir
+        self._strategy = strategy
         self._folder = run_dir.path / FOLDER
         self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
         self._last = 0
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
+        self._alike = True
         self._opened = False
         self._preemption = Preemption()
 
@@ -103,7 +110,7 @@ class SavedFit:
 
         Args:
             initial_epoch: at which a new run begins.
-            facts: that must be the same when it is resumed, see `facts_of`.
+            facts: of the run, see `facts_of`.
 
         Raises:
             UsageError: on all ranks: another run is at work there, or another one was.
@@ -120,9 +127,11 @@ class SavedFit:
         try:
             name = f"run_dir {str(self._run_dir.path)!r}"
             found = on_first(lambda: self._open(initial_epoch, lock), name)
-            position = None if found is None else Position(**found)
-            if position is not None:
+            position = None
+            if found is not None:
+                position = Position(**found["position"])
                 self.steps = self._last = position.steps
+                self._alike = found["alike"]
             with self._preemption.listening():
                 yield position
         finally:
@@ -152,8 +161,14 @@ class SavedFit:
                     "away to begin anew"
                 )
             return None
-        _refuse_changes(self._found.facts["run"], self._facts, path)
-        return dict(self._found.facts["position"])
+        before, now = self._found.facts, self._facts
+        _refuse_changes(before["run"], now["run"], path)
+        alike = before["ranks"] == now["ranks"]
+        if alike:
+            _refuse_changes(before["own"], now["own"], path)
+        elif before["ranks"]["layout"] != now["ranks"]["layout"]:
+            _refuse_parts(self._found.ranks[0]["process"]["callbacks"])
+        return {"position": before["position"], "alike": alike}
 
     def give(self, model: keras.Model, callbacks: CallbackStates) -> None:
         """Set model and callbacks to what was found. A collective.
@@ -164,7 +179,7 @@ class SavedFit:
         found, self._found = self._found, None
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
         try:
-            states = TrainingState(model, ALL_RANKS).give(arrays, ranks)
+            states = TrainingState(model, self._strategy).give(arrays, ranks, self._alike)
         except UsageError as error:
             raise UsageError(
                 f"The checkpoints in {str(self._folder)!r} are of another model or optimizer: {error}. "
@@ -205,6 +220,7 @@ class SavedFit:
         self,
         model: keras.Model,
         callbacks: CallbackStates,
+        logs: Logs,
         epoch: int,
         step: int = 0,
         stopped: bool = False,
@@ -214,14 +230,15 @@ class SavedFit:
         Args:
             model: whose steps are finished.
             callbacks: of this rank.
+            logs: of the last step.
             epoch: see Position.
             step: see Position.
             stopped: see Position.
         """
         self._last, self._saved_at = self.steps, time.monotonic()
-        arrays, ranks = TrainingState(model, ALL_RANKS).take(
-            {"callbacks": callbacks.take(), "seen": self.seen}
-        )
+        process = {"callbacks": callbacks.take(), "seen": self.seen}
+        rules = logs.rules if isinstance(logs, StepLogs) else {}
+        arrays, ranks = TrainingState(model, self._strategy).take(process, rules)
         if ALL_RANKS.rank() != 0:
             return
         bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
@@ -233,7 +250,7 @@ class SavedFit:
             )
             return
         position = Position(epoch, step, self.steps, stopped)
-        facts = {"run": self._facts, "position": asdict(position)}
+        facts = {**self._facts, "position": asdict(position)}
         try:
             save(self._folder, self.steps, Checkpoint(facts, arrays, ranks), self._schedule.keep)
         except OSError as error:
@@ -264,12 +281,12 @@ def saved_fit(
         return None
     if run_dir is None:
         raise UsageError("checkpoints needs a run_dir, where they are written")
-    if strategy.name != "horovod" or strategy.saves_together:
+    if not isinstance(strategy, HorovodStrategy):
         raise UsageError(
-            "checkpoints works with strategy='horovod' on whole models, without layout and "
-            f"shard_optimizer (here: {strategy.name}): leave it out, and use keras.callbacks.ModelCheckpoint"
+            f"checkpoints works with strategy='horovod' (here: {strategy.name}): leave it out, and use "
+            "keras.callbacks.ModelCheckpoint"
         )
-    return SavedFit(schedule, wanted, run_dir)
+    return SavedFit(schedule, wanted, run_dir, strategy)
 
 
 def facts_of(
@@ -279,7 +296,10 @@ def facts_of(
     model: keras.Model,
     callbacks: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return what must be the same when a fit is resumed, by names for messages.
+    """Return what of a fit matters when it is resumed, by names for messages.
+
+    Returns:
+        "run": what must be the same. "ranks": how they are arranged. "own": what must be the same, too, where that is.
 
     Raises:
         UsageError: a fit that cannot be resumed exactly.
@@ -295,20 +315,27 @@ def facts_of(
     if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
         raise UsageError("checkpoints do what BackupAndRestore does: leave BackupAndRestore out")
     reading = source.reading
-    return {
+    run = {
         **{name: config[name] for name in CONFIG},
-        "the number of workers": ALL_RANKS.size(),
+        "the number of workers, among which the script divides the data": ALL_RANKS.size()
+        if isinstance(source, OwnSource)
+        else None,
         "shuffle": reading.shuffle,
         "class_weight": None
         if reading.class_weight is None
         else sorted(reading.class_weight.items()),
         **source_facts(source),
+        "the training data": source.sample() if isinstance(source, KnownSource) else {},
+    }
+    own = {
         "the metrics": [metric.name for metric in model.metrics],
         "the shapes of seeds, statistics and metrics": [
             list(variable.shape) for variable in own_variables(model)
         ],
-        "the training data": source.sample() if isinstance(source, KnownSource) else {},
     }
+    arranged = ("layout", "shard_optimizer")
+    ranks = {name: config[name] for name in arranged} | {"workers": ALL_RANKS.size()}
+    return {"run": run, "ranks": ranks, "own": own}
 
 
 def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
@@ -356,6 +383,17 @@ def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str
             f"run_dir {path!r} has checkpoints of a run that differs from this one: {what}. "
             "Choose a new run_dir, or run what ran before"
         )
+
+
+def _refuse_parts(callbacks: Mapping[str, Any]) -> None:
+    """Raise UsageError for weights that a callback kept as they lay in another layout."""
+    for name, state in callbacks.items():
+        if isinstance(state, dict) and state.get("best_weights") is not None:
+            raise UsageError(
+                f"checkpoints hold the best weights of the callback {name.partition(' ')[0]} as they lay in the layout "
+                "of before: resume with that, or use ModelCheckpoint(save_best_only=True) in place of "
+                "restore_best_weights in a new run"
+            )
 
 
 def _same(before: Any, now: Any) -> bool:

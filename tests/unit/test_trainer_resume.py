@@ -16,6 +16,7 @@ from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
+from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.trainer import preemption, resume
 from hvdtrain.trainer.resume import SavedFit, _is_finite, _locked, continue_files, saved_fit
@@ -47,7 +48,7 @@ def test_what_cannot_work_is_said_at_once(given: Any, message: str) -> None:
 def test_the_command_line_goes_before_the_argument(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given: Any = (RunDir(tmp_path), SimpleNamespace(name="horovod", saves_together=False))
+    given: Any = (RunDir(tmp_path), object.__new__(HorovodStrategy))
     monkeypatch.setenv("HVDTRAIN_RESUME", "must")
     found = saved_fit(Checkpoints(), "never", *given)
     assert found is not None and found._resume == "must"
@@ -62,7 +63,8 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     now = 0.0
     monkeypatch.setattr(resume, "time", clock)
     monkeypatch.setattr(preemption, "time", clock)
-    saved = SavedFit(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path))
+    strategy = object.__new__(HorovodStrategy)
+    saved = SavedFit(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path), strategy)
     saved._preemption = preemption.Preemption(LoneRank(0))
     at = []
     for saved.steps in range(1, 2000):

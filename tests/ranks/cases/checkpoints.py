@@ -229,12 +229,13 @@ def train(
     told: tuple[signal.Signals, int] | None = None,
     source: str = "arrays",
     steps: int | None = None,
+    network: Callable[[int], keras.Model] = model,
+    best_weights: bool = True,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Return what a fit leaves; None if it was ended."""
-    built = model(units)
     trainer = hvdtrain.Trainer(
-        built,
+        network(units),
         optimizers()[optimizer],
         "sparse_categorical_crossentropy",
         ["accuracy"],
@@ -244,7 +245,7 @@ def train(
         resume=resume,
         **options,
     )
-    stop = keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=True)
+    stop = keras.callbacks.EarlyStopping("val_loss", patience=3, restore_best_weights=best_weights)
     reduce = keras.callbacks.ReduceLROnPlateau("loss", patience=0, min_delta=0.05, factor=0.5)
     count = Count()
     callbacks: list[Any] = [stop, reduce, count]
@@ -264,7 +265,7 @@ def train(
         )
     except Ended:
         return None
-    variables = [*built.variables, *built.optimizer.variables]
+    variables = [*trainer.model.variables, *trainer.model.optimizer.variables]
     return {
         "variables": [v.numpy() for v in variables],
         "history": {**history.history, "epoch": history.epoch},
