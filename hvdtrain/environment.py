@@ -39,6 +39,10 @@ GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"
 STOPPED_SECONDS = "HVDTRAIN_STOPPED_SECONDS"
 """After which a process of the run that is stopped (SIGSTOP) counts as hung; inf: never (--hang-timeout 0)."""
 
+HANG_TIMEOUT = "HVDTRAIN_HANG_TIMEOUT"
+HANG_SECONDS = 1800
+"""Without progress, after which a run is ended, and what sets other ones (`hvdtrain run --hang-timeout`)."""
+
 LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
 """Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
 

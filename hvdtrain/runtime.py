@@ -30,8 +30,10 @@ from hvdtrain.worker.cpu_scheduling import (
     schedule_promptly,
     threads_of_this_process,
 )
+from hvdtrain.worker.heartbeat import beat
 from hvdtrain.worker.phases import follow_imported
 from hvdtrain.worker.rank_environment import available_cores, rank_environment
+from hvdtrain.worker.stuck_rank import end_when_stuck
 
 GONE = "Horovod has not been initialized"
 """What Horovod says when it has ended, because another rank has, as well as before it starts."""
@@ -107,9 +109,13 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
         return
     os.environ.update(rank_environment(os.environ, available_cores()))
     os.environ.update(engine_environment(os.environ, platform.release()))
+    end_when_stuck(os.environ)
     before = threads_of_this_process()
+    beat("init", waiting=True)
     hvd.init(*args, **kwargs)
+    beat("script")
     schedule_promptly(threads_of_this_process() - before)
+    follow_imported()
 
 
 def init(
@@ -133,11 +139,10 @@ def init(
     """
     sys.excepthook = _message_alone
     hvd = load_horovod()
-    groups = [] if mesh is None else mesh.rank_lists(size_of(os.environ))
-    start_horovod(process_sets=[hvd.ProcessSet(group) for group in groups])
     import keras
 
-    follow_imported()
+    groups = [] if mesh is None else mesh.rank_lists(size_of(os.environ))
+    start_horovod(process_sets=[hvd.ProcessSet(group) for group in groups])
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     if mesh is not None:
         mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.

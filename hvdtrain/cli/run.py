@@ -32,7 +32,7 @@ from hvdtrain.cli.launch_options import (
     launch_options,
     strategy_options,
 )
-from hvdtrain.environment import RESUME
+from hvdtrain.environment import HANG_SECONDS, RESUME
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.launch_command import Prepared, check_started_once, this_site
@@ -40,7 +40,7 @@ from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.plan_validation import check_image, check_servers
 from hvdtrain.launch.planning import plan_of
 from hvdtrain.launch.running.session import Patience, View, run_launch
-from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
+from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.strategy_names import HOROVOD, choose_strategy

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.environment import EXIT_INTERRUPTED
+from hvdtrain.environment import EXIT_INTERRUPTED, HANG_SECONDS
 from hvdtrain.errors import LaunchError, UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import parse_hosts
@@ -25,7 +25,7 @@ from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.running.function_server import FunctionServer
 from hvdtrain.launch.running.outcome import Outcome
 from hvdtrain.launch.running.session import Patience, View, run_launch
-from hvdtrain.launch.running.watchdog import HANG_SECONDS, limits_of
+from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.worker.signed_messages import ADDRESS, KEY
 
 _GRACE_SECONDS = 30.0

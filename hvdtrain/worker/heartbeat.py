@@ -39,6 +39,10 @@ Phase = Literal[
 """starting: before Horovod's init; init: inside of it; script: in the script's own lines; input: between two steps;
 stopping: after Ctrl-C, which the script may catch; ended: the script has come to its end."""
 
+WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
+"""Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
+
+INIT = "hvdtrain.init()"
 _NAME = "hvdtrain-heartbeat"
 _LINK = f"/memfd:{_NAME}-"
 # The number of this write, step, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed seconds,
@@ -67,6 +71,18 @@ class Heartbeat:
     beats: int = 0
     since: float = 0.0
     allowed: float = 0.0
+
+    @property
+    def place(self) -> str:
+        """Where in its script the rank is, so that ranks which do the same have the same words."""
+        if self.waiting and not self.detail:
+            return INIT
+        words: str = "the script" if self.phase == "script" else self.phase
+        if self.step >= 0 and self.phase in ("training", "input", "evaluating", "predicting"):
+            words += f", step {self.step + 1}"
+        if self.waiting:
+            return f"{words}, collective {self.detail}"
+        return f"{words} ({self.detail})" if self.detail else words
 
 
 def beat(

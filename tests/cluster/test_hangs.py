@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hanging import ALL_CASES, EXIT_HANG, LIMIT, PHASES, SCRIPT, assert_named
-from jobs import RANK, SECONDS, Job
+from jobs import RANK, SECONDS, Job, user_environment
 
 SOME = [
     *((("mpi", "gloo")[n % 2], (1, 0, 1)[n % 3], phase) for n, phase in enumerate(PHASES)),
@@ -36,16 +40,48 @@ def test_a_frozen_rank(
     assert phase == "starting" or "train.py" in stack
 
 
-WAITS = RANK + "if rank == 1:\n    time.sleep(600)\nimport hvdtrain\nhvdtrain.init()\n"
+WAITS = (
+    RANK
+    + """
+import hvdtrain
+if rank == 1:
+    with hvdtrain.long_phase("download", minutes=30):
+        time.sleep(12)
+    print("downloaded", file=sys.stderr, flush=True)
+    time.sleep(600)
+hvdtrain.init()
+"""
+)
 
 
 def test_a_rank_that_never_calls_init(start: Callable[..., Job]) -> None:
-    job = start(WAITS, "-np", "2", "--controller", "mpi", "--hang-timeout", LIMIT)
+    """What it announces with `long_phase` may take longer than the limit."""
+    job = start(WAITS, "-np", "2", "--controller", "mpi", "--hang-timeout", LIMIT, "--all-ranks")
     _, stderr = job.process.communicate(timeout=SECONDS)
     assert job.process.returncode == EXIT_HANG, stderr
+    assert "downloaded" in stderr
     assert "rank 1 (process" in stderr
     assert "is not there: for 3 s others have waited for it in hvdtrain.init()" in stderr
     assert job.left() == []
+
+
+@pytest.mark.parametrize("phase", ["training", "init"])
+def test_a_frozen_rank_under_plain_horovodrun(tmp_path: Path, phase: str) -> None:
+    """The other one ends itself, which ends the job. Over MPI: with Gloo Horovod's own limits do it."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    program = str(Path(sys.executable).with_name("horovodrun"))
+    words = [program, "-np", "2", "--mpi", sys.executable, "train.py", "1", phase]
+    environ = user_environment(HVDTRAIN_HANG_TIMEOUT="10")
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=SECONDS
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    where = "hvdtrain.init()" if phase == "init" else "training, step"
+    assert re.search(
+        rf"rank 0 on host \S+ has made no progress for 10 s, in {re.escape(where)}", said
+    )
+    assert "most recent call first" in said
 
 
 LEAVES = """

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvdtrain.cli import main
-from hvdtrain.environment import EXIT_HANG, STALL_SHUTDOWN_SECONDS
-from hvdtrain.launch.running.watchdog import HANG_SECONDS, STILL_SECONDS, WAITING_SECONDS
+from hvdtrain.environment import EXIT_HANG, HANG_SECONDS, STALL_SHUTDOWN_SECONDS
+from hvdtrain.launch.running.watchdog import STILL_SECONDS, WAITING_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PAGES = {

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hvdtrain.environment import STOPPED_SECONDS
+from hvdtrain.environment import HANG_SECONDS, STOPPED_SECONDS
 from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
+from hvdtrain.worker.heartbeat import INIT, WITH_BEATS
 
 STILL_SECONDS = 20.0
 """A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""
@@ -21,15 +22,10 @@ WAITING_SECONDS = 300.0
 """Ranks wait, and others do not come: for instance to init."""
 UNHEARD_SECONDS = 60.0
 """Nothing is told of a rank: at least so long, even with a short `--hang-timeout`; on slow networks news come late."""
-HANG_SECONDS = 1800
-"""No rank makes progress."""
 PAUSE_SECONDS = 5.0
 """Without being asked: the launcher has waited for a reader of its output (Ctrl-S in a terminal), and so have ranks."""
 PROGRESS_SECONDS = 60.0
 """Of work after init count as progress in a script whose steps are not seen."""
-INIT = "hvdtrain.init()"
-_WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
-"""Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +236,7 @@ def _idle(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> str:
     if not there or not all(
-        one.phase in _WITH_BEATS and one.idle >= limits.hang + patience for one in there
+        one.phase in WITH_BEATS and one.idle >= limits.hang + patience for one in there
     ):
         return ""
     return (
@@ -282,21 +278,6 @@ def _meeting(one: RankStatus) -> str:
     return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else INIT
 
 
-def _place(one: RankStatus) -> str:
-    """What it does, so that ranks which do the same have the same words."""
-    beat = one.heartbeat
-    if beat is None:
-        return "a program without a heartbeat"
-    if beat.waiting and not beat.detail:
-        return INIT
-    words: str = "the script" if beat.phase == "script" else beat.phase
-    if beat.step >= 0 and beat.phase in ("training", "input", "evaluating", "predicting"):
-        words += f", step {beat.step + 1}"
-    if beat.waiting:
-        return f"{words}, collective {beat.detail}"
-    return f"{words} ({beat.detail})" if beat.detail else words
-
-
 def picture(ranks: Sequence[RankStatus]) -> str:
     """A line for all ranks that do the same: where they are, in which state."""
     return "\n".join(
@@ -306,7 +287,8 @@ def picture(ranks: Sequence[RankStatus]) -> str:
 
 def _line(one: RankStatus) -> str:
     state = "" if one.state == "running" else f", {one.state}"
-    return f"in {_place(one)}{state}"
+    place = one.heartbeat.place if one.heartbeat else "a program without a heartbeat"
+    return f"in {place}{state}"
 
 
 def _grouped(ranks: Sequence[RankStatus], key: Callable[[RankStatus], str]) -> dict[str, list[int]]:
