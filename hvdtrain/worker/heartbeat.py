@@ -45,9 +45,9 @@ WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving",
 INIT = "hvdtrain.init()"
 _NAME = "hvdtrain-heartbeat"
 _LINK = f"/memfd:{_NAME}-"
-# The number of this write, step, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed seconds,
-# whether it waits, phase, detail, and the number again: a reader that finds two numbers has met a write.
-_PAGE = struct.Struct("=Qqdd?16s103sQ")
+# The number of this write, step, rank, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed
+# seconds, whether it waits, phase, detail, and the number again: a reader that finds two numbers has met a write.
+_PAGE = struct.Struct("=Qqqdd?16s103sQ")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Heartbeat:
         beats: how often it noted something; two equal numbers mean no progress in between.
         since: when it did so last, in seconds of CLOCK_MONOTONIC on its host.
         allowed: seconds that it asked for in `long_phase`; 0 if it did not.
+        rank: its number in an elastic job since the last init; -1 before, and in other jobs, where numbers stay.
     """
 
     phase: Phase = "starting"
@@ -71,6 +72,7 @@ class Heartbeat:
     beats: int = 0
     since: float = 0.0
     allowed: float = 0.0
+    rank: int = -1
 
     @property
     def place(self) -> str:
@@ -92,11 +94,12 @@ def beat(
     *,
     waiting: bool = False,
     allowed: float = 0.0,
+    rank: int | None = None,
 ) -> None:
-    """Note that this rank has made progress, and what it does now. `step` None: as before."""
+    """Note that this rank has made progress, and what it does now. `step`, `rank` None: as before."""
     page = _own_page()
     if page is not None:
-        page.write(phase, step, detail, waiting, allowed)
+        page.write(phase, step, detail, waiting, allowed, rank)
 
 
 def current() -> Heartbeat:
@@ -160,12 +163,18 @@ class Page:
         self.inode = os.fstat(descriptor).st_ino
         self._owner = os.getpid()
         self._writes = 0
-        self._step = -1
+        self._step = self._rank = -1
         self._now: tuple[Phase, bool, float] = ("starting", False, time.monotonic())
         self._own: dict[Phase, float] = {}
 
     def write(
-        self, phase: Phase, step: int | None, detail: str, waiting: bool, allowed: float
+        self,
+        phase: Phase,
+        step: int | None,
+        detail: str,
+        waiting: bool,
+        allowed: float,
+        rank: int | None,
     ) -> None:
         if os.getpid() != self._owner:
             return  # A process that the rank has forked shares the page.
@@ -174,8 +183,9 @@ class Page:
         self._now = phase, waiting, now
         self._writes += 1
         self._step = self._step if step is None else step
+        self._rank = self._rank if rank is None else rank
         self._memory[: _PAGE.size] = _PAGE.pack(
-            *(self._writes, self._step, now, allowed, waiting),
+            *(self._writes, self._step, self._rank, now, allowed, waiting),
             *(phase.encode(), detail.encode(errors="replace")[:103], self._writes),
         )
 
@@ -194,11 +204,13 @@ class Page:
     def read(self) -> Heartbeat:
         """Raises ValueError for a page that is being written, again and again."""
         for _ in range(100):
-            beats, step, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
+            beats, step, rank, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
                 self._memory
             )
             if beats == last != 0:
-                return Heartbeat(_text(phase), step, _text(detail), waiting, beats, since, allowed)
+                return Heartbeat(
+                    _text(phase), step, _text(detail), waiting, beats, since, allowed, rank
+                )
             if last == 0:
                 return Heartbeat()
         raise ValueError("a heartbeat that is never complete")

@@ -8,11 +8,13 @@ of the script's own is not seen: between two marks such a rank stays in the phas
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from hvdtrain.rank_variables import is_elastic
 from hvdtrain.worker.heartbeat import Phase, beat, current, in_phase
 from hvdtrain.worker.import_hooks import Hooks
 
@@ -28,15 +30,15 @@ COLLECTIVES = tuple(
 
 
 def _follow_init(module: ModuleType) -> None:
-    """horovod.common.basics: all of Horovod's front ends start here."""
+    """horovod.common.basics: all of Horovod's front ends start here, in an elastic job again for each new number."""
     basics = module.HorovodBasics
     start = basics.init
 
     @functools.wraps(start)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(self: Any, *args: Any, **kwargs: Any) -> Any:
         with in_phase("init", waiting=True):
-            result = start(*args, **kwargs)
-        beat("script")
+            result = start(self, *args, **kwargs)
+        beat("script", rank=self.rank() if is_elastic(os.environ) else None)
         return result
 
     basics.init = init

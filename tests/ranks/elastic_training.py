@@ -16,6 +16,7 @@ import numpy as np
 import hvdtrain.keras as hvd
 from hvdtrain.collectives.replicas import fingerprints
 from hvdtrain.keras_internals.variables import replicated_variables
+from hvdtrain.worker.heartbeat import current
 
 EVENTS = Path(sys.argv[1])
 EPOCHS = 6
@@ -50,6 +51,7 @@ def train(state: Any) -> str:
     print(f"epoch {state.epoch} on rank {hvd.rank()}", flush=True)
     say(
         what="trains",
+        heartbeat=current().rank,
         size=hvd.size(),
         epoch=state.epoch,
         iterations=int(model.optimizer.iterations),

@@ -39,6 +39,8 @@ def test_a_killed_worker(tmp_path: Path) -> None:
     old, new = sorted(again, key=lambda one: one["rank"])
     assert old["pid"] in {one["pid"] for one in starts} - {dead}
     assert new["pid"] not in {one["pid"] for one in starts}
+    # From there `hvdtrain ps` and the watchdog have it.
+    assert [one["heartbeat"] for one in (old, new)] == [0, 1]
     for number in range(2):
         log = (tmp_path / "logs" / f"rank.{number}" / "stdout").read_text()
         assert f"epoch 2 on rank {number}\n" in log

@@ -18,6 +18,7 @@ import pytest
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
+from hvdtrain.launch.running.run_status import RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import (
@@ -242,6 +243,26 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
     assert dog.absent({0, 1, 2, 3}) == ""
 
 
+def test_ranks_that_are_given_new_numbers() -> None:
+    """In an elastic job: rank 0 of three dies, and 2 takes its number; then a new one comes."""
+    dog = Watchdog(None)
+    run = RunStatus("a", "b")
+    dog.hear([rank(0, step=4), rank(1, step=5), rank(2, step=5)])
+    assert run.with_ranks(list(dog.statuses.values())).ranks == 3
+    dead, moved = rank(0, state="gone"), replace(rank(2, step=6), rank=0)
+    for order in ([dead, moved], [moved, dead]):
+        dog.hear([*order, rank(1, step=6)])
+        assert {number: one.pid for number, one in dog.statuses.items()} == {0: 102, 1: 101}
+        shown = run.with_ranks(list(dog.statuses.values()))
+        assert (shown.ranks, shown.step) == (2, 7)
+    swapped = [replace(rank(1), rank=0), replace(rank(2), rank=1), replace(rank(9), rank=2)]
+    dog.hear(swapped)
+    assert {number: one.pid for number, one in dog.statuses.items()} == {0: 101, 1: 102, 2: 109}
+    dog.hear([replace(one, state="gone") for one in swapped])
+    assert run.with_ranks(list(dog.statuses.values())).ranks == 0
+    assert shown.with_ranks(list(dog.statuses.values())).ranks == 2, "the last that there were"
+
+
 def test_statuses_travel_as_json() -> None:
     statuses = [rank(0, detail="ü"), replace(rank(1), heartbeat=None)]
     assert from_json(as_json(statuses)) == statuses
@@ -296,7 +317,11 @@ def launch_id() -> Iterator[str]:
 
 
 def start(
-    launch_id: str, number: int, script: str = WORKER, stdin: int | None = None
+    launch_id: str,
+    number: int,
+    script: str = WORKER,
+    stdin: int | None = None,
+    **environment: str,
 ) -> subprocess.Popen[bytes]:
     environ = {
         **os.environ,
@@ -304,6 +329,7 @@ def start(
         "HVDTRAIN_LAUNCH_ID": launch_id,
         "HOROVOD_RANK": str(number),
         "HOROVOD_LOCAL_SIZE": "2",
+        **environment,
     }
     process = subprocess.Popen(
         [sys.executable, "-c", script], env=environ, stdin=stdin, stdout=subprocess.PIPE
@@ -345,6 +371,27 @@ def test_what_a_lookout_sees(launch_id: str, monkeypatch: pytest.MonkeyPatch) ->
         two.wait()
         assert [status.state for status in monitor.look()] == ["gone", "gone"]
         assert monitor.look()[0].phase == "training", "what it did last"
+
+
+def test_a_worker_of_an_elastic_job_has_the_number_that_it_has_now(launch_id: str) -> None:
+    """And one that joins the host later is found."""
+    again = WORKER.replace("time.sleep(60)", "input(); beat('script', rank=0); print(); input()")
+    places = [
+        {"HOROVOD_ELASTIC": "1", "HOROVOD_LOCAL_RANK": str(n), "HOROVOD_LOCAL_SIZE": "1"}
+        for n in range(2)
+    ]
+    monitor = RankMonitor(launch_id)
+    with start(launch_id, 1, again, stdin=subprocess.PIPE, **places[0]) as old:
+        assert [(one.rank, one.pid) for one in monitor.look()] == [(1, old.pid)]
+        assert old.stdin is not None and old.stdout is not None
+        old.stdin.write(b"\n")
+        old.stdin.flush()
+        old.stdout.readline()
+        with start(launch_id, 1, **places[1]) as new:
+            found = monitor.look(search=True)
+            assert [(one.rank, one.pid) for one in found] == [(0, old.pid), (1, new.pid)]
+            new.kill()
+        old.kill()
 
 
 def test_what_a_rank_left_behind_is_not_the_rank(launch_id: str) -> None:

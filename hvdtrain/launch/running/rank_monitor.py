@@ -6,6 +6,7 @@ processes that it has started.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -99,7 +100,7 @@ class RankStatus:
     """One rank at one moment.
 
     Attributes:
-        rank: its number.
+        rank: its number, in an elastic job the one that it has now.
         pid: its process on its host.
         state: what its process does.
         held: seconds since when it is in that state.
@@ -181,7 +182,7 @@ class RankMonitor:
 
     launch_id: str
     _seen: dict[tuple[str, int], _Seen] = field(default_factory=dict)
-    _expected: int = 1
+    _expected: float = 1
     _search_at: float = float("-inf")
     _interval: float = FIRST_SEARCHES_SECONDS
     _looked: float = float("inf")
@@ -246,7 +247,8 @@ class RankMonitor:
             return
         with suppress(OSError):
             _, born, program, _ = _fields_of(pid)
-            self._expected = max(1, local_size_of(environ))
+            # Others may join an elastic job.
+            self._expected = math.inf if is_elastic(environ) else max(1, local_size_of(environ))
             status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
             self._seen[slot_of(environ)] = _Seen(pid, born, program, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
@@ -273,7 +275,7 @@ class RankMonitor:
         since = max(heartbeat.since if heartbeat else 0.0, self._resumed)
         idle = now - since if heartbeat else 0.0
         seen.status = RankStatus(
-            seen.status.rank,
+            heartbeat.rank if heartbeat and heartbeat.rank >= 0 else seen.status.rank,
             seen.pid,
             state,
             now - seen.state_since,

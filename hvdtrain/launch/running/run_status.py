@@ -30,7 +30,7 @@ class RunStatus:
         slurm_job: number of the Slurm job in which it runs; empty if in none.
         command: what was launched, without secrets.
         started, updated: in seconds since the epoch.
-        ranks: how many were found.
+        ranks: how many there are; at the end, how many there were.
         phase: of the ranks (see `heartbeat.Phase`), of the slowest ones if they differ; empty before the first.
         step: the last step that all have begun, counted from 1; 0 before the first.
     """
@@ -56,7 +56,7 @@ class RunStatus:
         return replace(
             self,
             updated=time.time(),
-            ranks=len(ranks),
+            ranks=len(there) or self.ranks,
             phase=beat.phase if beat else self.phase,
             step=beat.step + 1 if beat else self.step,
         )

@@ -60,7 +60,7 @@ class Watchdog:
     Attributes:
         limits: of the ranks; None: others look after them, or nobody.
         still: seconds after which a stopped program that looks after the ranks counts.
-        statuses: of each rank that was ever seen, the last one.
+        statuses: of each rank that was ever seen, the last one; of each number that is given away, the new one's.
         steps: the most that a rank has finished in an epoch.
         working_since: when the first rank was past init (time.monotonic()); 0 before.
     """
@@ -71,6 +71,7 @@ class Watchdog:
     steps: int = 0
     working_since: float = 0.0
     _heard: dict[int, float] = field(default_factory=dict)
+    _numbers: dict[tuple[str, int], int] = field(default_factory=dict)
     _hosts: dict[str, float] = field(default_factory=dict)
     _asked: float = float("inf")
     _resumed: float = float("-inf")
@@ -78,14 +79,25 @@ class Watchdog:
     def hear(self, statuses: Iterable[RankStatus]) -> None:
         """The ranks of a host, now."""
         for one in statuses:
+            self._renumber(one)
             before = self.statuses.get(one.rank)
-            # A rank that is killed while it is stopped was stopped.
-            was_stopped = before is not None and before.state == "stopped" and one.state == "gone"
-            self.statuses[one.rank] = before if before and was_stopped else one
+            if before and before.state != "gone" and one.state == "gone":
+                # What is killed while it is stopped was stopped; and a number that another has now is not gone.
+                stays = before.state == "stopped" or _process(before) != _process(one)
+                one = before if stays else one
+            self.statuses[one.rank] = one
             self._heard[one.rank] = time.monotonic()
             if one.heartbeat is not None and one.phase not in ("starting", "init"):
                 self.working_since = self.working_since or time.monotonic()
                 self.steps = max(self.steps, one.heartbeat.step)
+
+    def _renumber(self, one: RankStatus) -> None:
+        """In an elastic job a process may have another number than before."""
+        earlier = self._numbers.get(_process(one), one.rank)
+        self._numbers[_process(one)] = one.rank
+        before = self.statuses.get(earlier)
+        if earlier != one.rank and before and _process(before) == _process(one):
+            del self.statuses[earlier]
 
     def hear_host(self, name: str) -> None:
         """Something was told of a host, of ranks there or that there are none yet."""
@@ -143,6 +155,10 @@ class Watchdog:
             if away := [one for one in others if is_away(one)]:
                 return _sentence(away, what, "")
         return ""
+
+
+def _process(one: RankStatus) -> tuple[str, int]:
+    return one.host, one.pid
 
 
 def _at_most(seconds: float, one: RankStatus) -> RankStatus:
