@@ -134,15 +134,22 @@ def test_one_container(podman: Podman, work: Path, expected: list[float]) -> Non
         assert file.stat().st_uid == USER
 
 
-def test_exit_code_and_signals_pass(podman: Podman, work: Path) -> None:
+def test_exit_codes_signals_and_hangs_pass(podman: Podman, work: Path) -> None:
     (work / "fails.py").write_text("raise SystemExit(7)\n")
     (work / "waits.py").write_text("import time\nopen('waiting', 'w').close()\ntime.sleep(600)\n")
+    (work / "stops.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\n")
     environment = {**user_environment(), **podman.environment}
     options = ("-np", "1", "--controller", "gloo")
     done = subprocess.run(
         hvdtrain_docker(*options, "fails.py"), cwd=work, env=environment, capture_output=True, timeout=SECONDS
     )  # fmt: skip
     assert done.returncode == 7, done.stderr
+    done = subprocess.run(
+        hvdtrain_docker(*options, "--hang-timeout", "3", "stops.py"), cwd=work, env=environment, capture_output=True,
+        text=True, timeout=SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 124, done.stderr
+    assert re.search(r"^rank 0 \(process \d+\) is stopped \(SIGSTOP\)", done.stderr, re.MULTILINE)
     running = subprocess.Popen(hvdtrain_docker(*options, "waits.py"), cwd=work, env=environment)
     try:
         wait_until(lambda: (work / "waiting").exists())
