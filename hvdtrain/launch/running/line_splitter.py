@@ -5,17 +5,12 @@ How the bytes arrive makes no difference to the result.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 LONGEST = 16 * 1024
 """Bytes that are held back for the end of a line. A longer one comes in parts of this size."""
-# A carriage return (a progress bar's) is a line's end as well; at the very end of what has come it may be
-# the first half of one.
-_END = re.compile(rb"\n|\r(?=[^\n])")
-
 
 class Line(NamedTuple):
     """A line with its end, or a part of a long one.
@@ -58,19 +53,20 @@ class Lines:
         if self._held.endswith(b"\r"):
             data = b"\r" + data
             del self._held[-1]
-        at = 0
-        for match in _END.finditer(data):
-            end = match.end()
-            if self._held or end - at > self.longest:
-                self._held += data[at:end]
+        # A carriage return (a progress bar's) is a line's end as well; at the very end of what has come it may be
+        # the first half of one.
+        lines = data.splitlines(keepends=True)
+        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        for line in lines:
+            if self._held or len(line) > self.longest:
+                self._held += line
                 yield from self._parts()
                 yield Line(self.held, self._begins, ends=True)
                 self._held.clear()
             else:
-                yield Line(data[at:end], self._begins, ends=True)
+                yield Line(line, self._begins, ends=True)
             self._begins = True
-            at = end
-        self._held += data[at:]
+        self._held += rest
         yield from self._parts()
 
     def finish(self) -> Iterator[Line]:
