@@ -12,6 +12,7 @@ from typing import NamedTuple
 LONGEST = 16 * 1024
 """Bytes that are held back for the end of a line. A longer one comes in parts of this size."""
 
+
 class Line(NamedTuple):
     """A line with its end, or a part of a long one.
 
