@@ -198,9 +198,48 @@ def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
     unsure = replaced(code, PATH=path, CHECKING="ask").decode()
     assert unsure.startswith("ssh -o BatchMode=yes ")
     assert " -o StrictHostKeyChecking=accept-new " in unsure
-    assert unsure.endswith(" -p 2222 -i '/my key' node1 'a b' '; exit'")
+    assert " -p 2222 -i '/my key' node1 'exec sh -c " in unsure
     for set_by_user in ("true", "accept-new"):
         assert "StrictHostKey" not in replaced(code, PATH=path, CHECKING=set_by_user).decode()
+
+
+BROKE = "hvdtrain: the connection to host node2 broke"
+
+
+@pytest.mark.parametrize(
+    ("rank", "connection", "code", "says"),
+    [
+        ("exit 3", "", 3, ""),
+        ("exit 255", "", 255, ""),
+        ("kill -KILL $$", "", 137, ""),
+        ("kill -TERM $$", "", 143, ""),
+        ("", "kill -KILL $$", 1, f"{BROKE}: the ssh here that ran rank 1 was killed by SIGKILL (out of memory?)\n"),
+        ("", "exit 255", 1, f"{BROKE}\n"),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_connection_is_not_that_of_the_rank(
+    tmp_path: Path, rank: str, connection: str, code: int, says: str
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        f'#!/bin/sh\n[ "$1" != -G ] || exit\n{connection}\nfor line; do :; done\nsh -c "$line"\n'
+    )
+    ssh.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    run = f"""
+import shlex
+command = get_remote_command(shlex.quote("sh -c " + shlex.quote({rank!r})), "node2")
+code = safe_shell_exec.execute(command, index=1, events=[])
+print(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", REPLACED + run],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    said = [line for line in done.stderr.splitlines(keepends=True) if not line.startswith("[1]<")]
+    assert (done.stdout, "".join(said)) == (f"{code}\n", says), done.stderr
 
 
 def test_any_bytes_of_a_rank_come_through() -> None:

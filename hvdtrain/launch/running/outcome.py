@@ -83,7 +83,7 @@ def outcome_of(
         return Outcome(code, f"{process_names.starter} {how_it_ended(code)}\n{logs}")
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
-    told = "\n".join(_STARTER.findall(launcher_text))
+    told = "\n".join(dict.fromkeys(_STARTER.findall(launcher_text)))
     # What befell the others is why the first of several roles failed, whatever it says itself.
     if told and (cause is None or cause.secondary or _was_killed(cause) or process_names.roles):
         has_logs = failures or ended or process_names.roles

@@ -12,8 +12,9 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from types import FrameType
 from typing import Any
 
@@ -33,11 +34,14 @@ from horovod.runner.elastic.discovery import FixedHosts  # noqa: E402
 from horovod.runner.elastic.settings import ElasticSettings  # noqa: E402
 from horovod.runner.util import network, remote  # noqa: E402
 
-from hvdtrain.environment import LAUNCH_ID  # noqa: E402
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, LAUNCH_ID  # noqa: E402
 from hvdtrain.errors import EngineError  # noqa: E402
+from hvdtrain.launch.running.outcome import how_it_ended  # noqa: E402
 from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER  # noqa: E402
 from hvdtrain.launch.secrets import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
+from hvdtrain.launch.ssh_errors import SSH_FAILED  # noqa: E402
+from hvdtrain.signals import shell_code  # noqa: E402
 from hvdtrain.start.parts.elastic_driver import PatientDriver, PatientHosts  # noqa: E402
 from hvdtrain.start.parts.host_discovery import DiscoveryScript  # noqa: E402
 from hvdtrain.start.parts.output_tags import pass_on_marked  # noqa: E402
@@ -62,7 +66,16 @@ horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
 """Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
 
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""Longer than an agent's connection, whose end shows what has happened: ssh's own exit code does not."""
+"""Longer than an agent's connection, so that this one ends the run and says which host."""
+
+_SIGNALS = range(EXIT_SIGNAL_BASE + 1, EXIT_SIGNAL_BASE + 32)
+_SHIFT = 64
+_SHIFTED = f"c=$?; [ $c -ne {SSH_FAILED} ] || c={EXIT_SIGNAL_BASE}; "
+_SHIFTED += (
+    f"[ $c -lt {EXIT_SIGNAL_BASE} ] || [ $c -ge {_SIGNALS.stop} ] || c=$((c + {_SHIFT})); exit $c"
+)
+"""Ends the shell of a rank on another host: a signal that ended the rank is told by a code that the shell here does not
+give when a signal has ended ssh; and so is 255, which ssh itself says."""
 
 
 def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
@@ -233,15 +246,51 @@ def replace_functions(
         else pass_on_marked(source, target, name, rank)
     )
 
-    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
+    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's. And the end of a
+    # connection reads like that of a rank.
     safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
 
 
 def _execute(
-    execute: Callable[..., int], command: str, *args: Any, index: int | None = None, **more: Any
+    execute: Callable[..., int],
+    command: str,
+    *args: Any,
+    index: int | None = None,
+    events: Sequence[threading.Event] = (),
+    **more: Any,
 ) -> int:
-    """`execute` has a shell run `command`; with `index` it is that rank's."""
-    return execute(f"{command} < /dev/null" if index else command, *args, index=index, **more)
+    """`execute` has a shell run `command`, until one of `events`; with `index` it is that rank's."""
+    line = f"{command} < /dev/null" if index else command
+    code = execute(line, *args, index=index, events=events, **more)
+    if index is None or any(event.is_set() for event in events):
+        return code
+    code, problem = end_of_rank(code, command, index)
+    if problem:
+        print(f"hvdtrain: {problem}", file=sys.stderr, flush=True)
+    return code
+
+
+def end_of_rank(code: int, command: str, rank: int) -> tuple[int, str]:
+    """How the rank of a command of Horovod's ended, and what has ended in its place, if anything has.
+
+    Args:
+        code: of the command's shell; less than 0: a signal ended Horovod's helper, which waits for the shell.
+        command: starts the rank, perhaps by `_ssh_command`.
+        rank: its number.
+    """
+    if code < 0:
+        how = how_it_ended(shell_code(code))
+        return EXIT_FAILURE, f"Horovod's helper for rank {rank}, which waits for it, {how}"
+    program, *words = shlex.split(command)
+    if program != "ssh":
+        return code, ""
+    broke = f"the connection to host {words[-2]} broke"
+    if code == SSH_FAILED:
+        return EXIT_FAILURE, broke
+    if code in _SIGNALS:
+        return EXIT_FAILURE, f"{broke}: the ssh here that ran rank {rank} {how_it_ended(code)}"
+    told = code - _SHIFT
+    return (SSH_FAILED if told == EXIT_SIGNAL_BASE else told if told in _SIGNALS else code), ""
 
 
 def _ssh_command(
@@ -251,7 +300,7 @@ def _ssh_command(
     identity_file: str | None = None,
     timeout_s: int | None = None,
 ) -> str:
-    """A line for a shell; `local_command` is quoted already."""
+    """A line for a shell; `local_command` is one word of it."""
     options = [
         *BATCH,
         *_ALIVE,
@@ -259,5 +308,7 @@ def _ssh_command(
         *where(port, identity_file),
     ]
     timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
-    # A shell runs its last command in its own place, and where a signal ends that, ssh says 255 and not which.
-    return f"{shlex.join(['ssh', *options, *timeout, host])} {local_command} '; exit'"
+    (line,) = shlex.split(local_command)
+    # In place of the login shell: a rank knows its connection by the processes above it (`launcher_watch`).
+    remote = f"exec {shlex.join(['sh', '-c', f'{line}; {_SHIFTED}'])}"
+    return shlex.join(["ssh", *options, *timeout, host, remote])
