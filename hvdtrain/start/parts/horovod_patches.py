@@ -7,6 +7,7 @@ and fails where Python 3.12 or later has none. hvdtrain never asks for it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import shlex
@@ -15,6 +16,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Sequence
+from multiprocessing.context import SpawnContext, SpawnProcess
 from types import FrameType
 from typing import Any
 
@@ -74,8 +76,8 @@ _SHIFTED = f"c=$?; [ $c -ne {SSH_FAILED} ] || c={EXIT_SIGNAL_BASE}; "
 _SHIFTED += (
     f"[ $c -lt {EXIT_SIGNAL_BASE} ] || [ $c -ge {_SIGNALS.stop} ] || c=$((c + {_SHIFT})); exit $c"
 )
-"""Ends the shell of a rank on another host: a signal that ended the rank is told by a code that the shell here does not
-give when a signal has ended ssh; and so is 255, which ssh itself says."""
+"""Ends the shell of a rank: the signal that ended the rank is told by a code that nobody gives when a signal has ended
+the shell itself, or ssh; and 255 by one that ssh does not give."""
 
 
 def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
@@ -246,9 +248,28 @@ def replace_functions(
         else pass_on_marked(source, target, name, rank)
     )
 
-    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's. And the end of a
-    # connection reads like that of a rank.
+    # The end of a connection, or of Horovod's own programs, reads like that of a rank, or is not noticed.
+    safe_shell_exec.multiprocessing = types.SimpleNamespace(get_context=lambda kind: _Helpers())
+
+    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
     safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
+
+
+class _Helper(SpawnProcess):
+    """Horovod's process for a rank over Gloo, whose shell waits for the rank, or for the ssh that runs it.
+
+    If a signal has ended it or its shell, that ssh would go on, and Horovod read its output for ever.
+    """
+
+    def join(self, timeout: float | None = None) -> None:
+        super().join(timeout)
+        if self.exitcode is not None and self.exitcode not in range(_SIGNALS.start):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.ident or 0, signal.SIGTERM)
+
+
+class _Helpers(SpawnContext):
+    Process = _Helper
 
 
 def _execute(
@@ -260,37 +281,43 @@ def _execute(
     **more: Any,
 ) -> int:
     """`execute` has a shell run `command`, until one of `events`; with `index` it is that rank's."""
+    if index is None:
+        return execute(command, *args, events=events, **more)
     line = f"{command} < /dev/null" if index else command
+    line = line if _host_of(command) else f"{line}; {_SHIFTED}"
     code = execute(line, *args, index=index, events=events, **more)
-    if index is None or any(event.is_set() for event in events):
-        return code
-    code, problem = end_of_rank(code, command, index)
-    if problem:
+    asked = any(event.is_set() for event in events)
+    code, problem = end_of_rank(code, _host_of(command), index)
+    if problem and not asked:
         print(f"hvdtrain: {problem}", file=sys.stderr, flush=True)
     return code
 
 
-def end_of_rank(code: int, command: str, rank: int) -> tuple[int, str]:
-    """How the rank of a command of Horovod's ended, and what has ended in its place, if anything has.
+def end_of_rank(code: int, host: str, rank: int) -> tuple[int, str]:
+    """The exit code of a rank, and what has ended in its place, if anything has.
 
     Args:
-        code: of the command's shell; less than 0: a signal ended Horovod's helper, which waits for the shell.
-        command: starts the rank, perhaps by `_ssh_command`.
+        code: of the shell that ran the rank or its ssh; less than 0: a signal ended the helper that waited for it.
+        host: where the rank was; empty for this one.
         rank: its number.
     """
     if code < 0:
         how = how_it_ended(shell_code(code))
         return EXIT_FAILURE, f"Horovod's helper for rank {rank}, which waits for it, {how}"
-    program, *words = shlex.split(command)
-    if program != "ssh":
-        return code, ""
-    broke = f"the connection to host {words[-2]} broke"
-    if code == SSH_FAILED:
-        return EXIT_FAILURE, broke
+    broke = f"the connection to host {host} broke"
     if code in _SIGNALS:
-        return EXIT_FAILURE, f"{broke}: the ssh here that ran rank {rank} {how_it_ended(code)}"
+        what = f"{broke}: the ssh" if host else "the shell"
+        return EXIT_FAILURE, f"{what} here that ran rank {rank} {how_it_ended(code)}"
+    if host and code == SSH_FAILED:
+        return EXIT_FAILURE, broke
     told = code - _SHIFT
     return (SSH_FAILED if told == EXIT_SIGNAL_BASE else told if told in _SIGNALS else code), ""
+
+
+def _host_of(command: str) -> str:
+    """The host of `_ssh_command`; empty for a rank of this host."""
+    program, *words = shlex.split(command)
+    return words[-2] if program == "ssh" else ""
 
 
 def _ssh_command(
