@@ -18,8 +18,8 @@ BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
 ROLES = ProcessNames(("chief", "worker-0", "ps-0"))
 
 
-def judge(code: int, *failures: Failure, launcher: str = "") -> Outcome:
-    return outcome_of(Ending(code, None), list(failures), launcher, Path("logs"))
+def judge(code: int, *failures: Failure, launcher: str = "", started: bool = False) -> Outcome:
+    return outcome_of(Ending(code, None), list(failures), launcher, Path("logs"), started=started)
 
 
 def test_success_says_nothing() -> None:
@@ -137,8 +137,13 @@ def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> No
     said = f"ORTE was unable to reliably start one or more daemons.\nThis usually is caused by:\n{prose}"
     found = judge(255, launcher=said)
     assert found.exit_code == 1
-    assert found.message.startswith("mpirun's daemon (orted) did not start on another host")
+    assert found.message.startswith("mpirun's daemon (orted) on another host did not start: is")
     assert "reason" not in found.message
+    killed = judge(255, launcher=said, started=True).message
+    assert (
+        killed
+        == f"mpirun's daemon (orted) on another host was killed, or the connection to it broke{LOGS}"
+    )
 
 
 def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:

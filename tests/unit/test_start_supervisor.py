@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.start.parts.supervisor import how_lost
+
 REPOSITORY = Path(__file__).parents[2]
 # `run` is the launcher; `Told` stands for agents of other hosts, `Lost` for those whose host is cut off.
 CODE = """
@@ -25,7 +27,7 @@ class Told(Agents):
             print("other hosts warned", flush=True)
 class Lost(Told):
     def ended(self):
-        return {"b": (255, "")}
+        return {"b": (255, "Connection reset\\n")}
 kind = Lost if sys.argv[1].startswith("lost") else Told
 # One agent, which tells when its input has ended.
 cat = {"b": ["sh", "-c", "cat >/dev/null; date +%s.%N >agent-ended"]} if sys.argv[1] == "hosts" else {}
@@ -121,7 +123,20 @@ def test_a_lost_host_ends_the_launch() -> None:
     with start("lost") as process:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1, "not that of the signal which ended the launcher"
-    assert stderr == "hvdtrain: the connection to host b broke\n"
+    assert stderr == "hvdtrain: the connection to host b broke (Connection reset)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "says"),
+    [
+        (-9, "", "the connection to host b broke: the ssh here that ran its agent was killed by SIGKILL"),
+        (255, "noise\nTimeout, b not responding.\n", "the connection to host b broke (Timeout, b not"),
+        (255, "", "hvdtrain's agent on host b was killed, or failed"),
+        (1, "Traceback\nOSError: no disk\n", "hvdtrain's agent on host b was killed, or failed: OSError: no disk"),
+    ],
+)  # fmt: skip
+def test_how_a_host_was_lost(code: int, words: str, says: str) -> None:
+    assert how_lost("b", code, words).startswith(says)
 
 
 def test_a_launcher_that_fails_as_a_host_is_lost() -> None:
@@ -129,7 +144,7 @@ def test_a_launcher_that_fails_as_a_host_is_lost() -> None:
     with start("lost ranks") as process:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert stderr == "hvdtrain: the connection to host b broke\n"
+    assert stderr == "hvdtrain: the connection to host b broke (Connection reset)\n"
 
 
 def test_other_hosts_do_not_wait_for_a_launcher_that_is_deaf(tmp_path: Path) -> None:

@@ -59,6 +59,7 @@ def outcome_of(
     *,
     hung: str = "",
     absent: str = "",
+    started: bool = False,
 ) -> Outcome:
     """The outcome of a run.
 
@@ -70,6 +71,7 @@ def outcome_of(
         process_names: what the ranks are called.
         hung: why the watchdog ended the run; empty if it did not.
         absent: which ranks the others have missed; empty if that is not known.
+        started: whether any rank was seen.
     """
     if ending.received is not None:
         return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
@@ -110,8 +112,11 @@ def outcome_of(
     if broken := ssh_error_in(launcher_text):
         return Outcome(code, f"{broken}\n{logs}")
     if _MPI_NOT_STARTED in launcher_text:
-        what = "mpirun's daemon (orted) did not start on another host, or was killed there, or its ssh here"
-        return Outcome(EXIT_FAILURE, f"{what}: is Open MPI installed there as it is here?\n{logs}")
+        # It says so whenever a daemon's ssh ends.
+        orted = "mpirun's daemon (orted) on another host"
+        what = "did not start: is Open MPI installed there as it is here?"
+        what = "was killed, or the connection to it broke" if started else what
+        return Outcome(EXIT_FAILURE, f"{orted} {what}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = process_names.starter if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher

@@ -199,6 +199,7 @@ def _run_once(
             process_names,
             hung=run.hung,
             absent=run.watchdog.absent({failure.rank for failure in output.failures}),
+            started=bool(run.watchdog.statuses),
         )
         if on_outcome is not None:
             on_outcome(outcome, log_dir)

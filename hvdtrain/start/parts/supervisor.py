@@ -20,6 +20,7 @@ from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
 from hvdtrain.launch.running.watchdog import stopped_seconds
+from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
@@ -109,7 +110,8 @@ class _AllRanks:
         return bool(self._unanswered) or any(one.ending for some in ranks for one in some)
 
     def lost_hosts(self) -> list[str]:
-        return list(self._agents.ended())
+        """What befell the connection to each host that was lost, or its agent."""
+        return [how_lost(host, *end) for host, end in self._agents.ended().items()]
 
     def end_elsewhere(self) -> None:
         self._agents.end()
@@ -234,7 +236,8 @@ class _End:
         """Whether hosts were lost before anything else ended the run; reports them."""
         if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
             self.lost = True
-            _say(f"the connection to host {', '.join(lost)} broke")
+            for one in lost:
+                _say(one)
         return self.lost
 
     def _end(self) -> None:
@@ -249,6 +252,23 @@ class _End:
 
     def _send(self, number: signal.Signals) -> None:
         os.kill(self.child, number)
+
+
+def how_lost(host: str, code: int, words: str) -> str:
+    """Why a host's agent is not there any more.
+
+    Args:
+        host: its name.
+        code: the exit code of the ssh that ran the agent; less than 0: a signal ended ssh.
+        words: what ssh or the agent said.
+    """
+    broke = f"the connection to host {host} broke"
+    last = words.strip().rpartition("\n")[2].strip()
+    if code < 0:
+        return f"{broke}: the ssh here that ran its agent {how_it_ended(shell_code(code))}"
+    if code == SSH_FAILED and last:
+        return f"{broke} ({last})"
+    return f"hvdtrain's agent on host {host} was killed, or failed{f': {last}' if last else ''}"
 
 
 def _say(text: str) -> None:
