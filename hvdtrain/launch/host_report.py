@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -55,11 +56,13 @@ def ssh_problem(
 
     Args:
         host: its name.
-        exit_code: of ssh.
+        exit_code: of ssh; less than 0: a signal ended it.
         stderr: what ssh and the remote command said.
         python: the interpreter that the ranks are to run with.
         port, identity_file: that ssh was given.
     """
+    if exit_code < 0:
+        return f"host {host}: the ssh here that reached it was ended by {signal.Signals(-exit_code).name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = lines[-1] if lines else f"exit code {exit_code}, with no output"
     if exit_code == SSH_FAILED:

@@ -337,5 +337,5 @@ def _ssh_command(
     timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
     (line,) = shlex.split(local_command)
     # In place of the login shell: a rank knows its connection by the processes above it (`launcher_watch`).
-    remote = f"exec {shlex.join(['sh', '-c', f'{line}; {_SHIFTED}'])}"
+    remote = f"exec sh -c {shlex.quote(f'{line}; {_SHIFTED}')}"
     return shlex.join(["ssh", *options, *timeout, host, remote])
