@@ -91,10 +91,10 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
             "2",
         ]
         command += ["--host-discovery-script", str(find), "--start-timeout", "5", "--all-ranks"]
-        command += ["--network-interfaces", "eth0", "train.py"]
+        command += ["--network-interfaces", "eth0", "--env", "TOKEN", "train.py"]
         process = subprocess.Popen(
             hosts["node1"].argv(command, tmp_path),
-            env=user_environment(HOME=str(tmp_path), **environment),
+            env=user_environment(HOME=str(tmp_path), TOKEN="hush-hush", **environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -140,6 +140,7 @@ def test_a_newcomer_that_starts_slowly(start: Start, tmp_path: Path) -> None:
 def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Path) -> None:
     job = start(STAY, "node1", "nowhere")
     environ = json.loads(told(job, tmp_path / "node1.rank"))
+    assert environ["TOKEN"] == "hush-hush"
     place = f"{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
     assert place.startswith(f"{hosts['node1'].address}:")
 
@@ -153,6 +154,8 @@ def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Pa
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert hosts["node1"].listeners() == set()
+    shown = [line for host in hosts.values() for line in host.left() if "hush" in line]
+    assert shown == []
 
     os.kill(child_of(job.pid), signal.SIGUSR1)
     _, stderr = job.communicate(timeout=SECONDS)
