@@ -12,6 +12,7 @@ from types import FrameType
 import numpy as np
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
+from hvdtrain.trainer.elastic_job import HostChanges
 from hvdtrain.worker.preemption_notice import warned
 
 LOOK_SECONDS = 1.0
@@ -21,7 +22,8 @@ MOST_STEPS = 1000
 
 
 class Preemption:
-    """Listens for SIGTERM, and for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end.
+    """Listens for SIGTERM, for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end, and for hosts that
+    come to an elastic job or leave it.
 
     Args:
         ranks: that train together.
@@ -30,6 +32,7 @@ class Preemption:
     def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
         self._ranks = ranks
         self._terminated = False
+        self._hosts = HostChanges()
         self._looked: tuple[int, float] | None = None
         self._next = 0
 
@@ -41,13 +44,20 @@ class Preemption:
         if ours:
             signal.signal(signal.SIGTERM, self._note)
         try:
-            yield
+            with self._hosts.listening():
+                yield
         finally:
             if ours:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    @property
+    def told(self) -> bool:
+        """Whether this rank was told to end."""
+        return self._terminated or warned()
+
     def agreed(self, steps: int, due: bool = False) -> tuple[bool, bool]:
-        """Return whether any rank was told to end, and whether saving is `due` on any, as far as they have looked.
+        """Return whether any rank was told to end or of other hosts, and whether saving is `due` on any, as far as they
+        have looked.
 
         A collective at some steps.
 
@@ -63,7 +73,7 @@ class Preemption:
             pace = (now - self._looked[1]) / (steps - self._looked[0])
         self._looked = steps, now
         # The slowest rank's pace, so that all look again at the same step.
-        mine = np.array([self._terminated or warned(), due, pace], np.float64)
+        mine = np.array([self.told or self._hosts.heard, due, pace], np.float64)
         told, everyones, slowest = self._ranks.allreduce(mine, "hvdtrain_preempted", Max).numpy()
         self._next = steps + int(np.clip(LOOK_SECONDS / max(slowest, 1e-9), 1, MOST_STEPS))
         return bool(told), bool(everyones)

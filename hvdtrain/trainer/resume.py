@@ -26,11 +26,14 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike, any_rank, on_first
 from hvdtrain.data import KnownSource, OwnSource, Source
 from hvdtrain.environment import RESUME
-from hvdtrain.errors import Preempted, UsageError
+from hvdtrain.errors import EngineError, Preempted, UsageError
 from hvdtrain.keras_internals.models import optimizers_of
+from hvdtrain.rank_variables import is_elastic
+from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.step_metrics import StepLogs
 from hvdtrain.strategies.strategy import Logs, Strategy
+from hvdtrain.trainer.elastic_job import WorkersChanged, start_again
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import source_facts
@@ -84,20 +87,22 @@ class SavedFit:
 
     Attributes:
         steps: trained so far, in all processes that trained this run.
+        saved_steps: as `steps`, when it was last saved.
+        exists: whether a checkpoint is known to be written; rank 0 may be writing the first one.
         seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
     """
 
     def __init__(
         self, schedule: Checkpoints, resume: str, run_dir: RunDir, strategy: HorovodStrategy
     ) -> None:
-        self.steps = self.seen = 0
+        self.steps = self.saved_steps = self.seen = 0
+        self.exists = False
         self._schedule = schedule
         self._resume = resume
         self._run_dir = run_dir
         self._strategy = strategy
         self._folder = run_dir.path / FOLDER
         self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
-        self._last = 0
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._alike = True
@@ -130,7 +135,8 @@ class SavedFit:
             position = None
             if found is not None:
                 position = Position(**found["position"])
-                self.steps = self._last = position.steps
+                self.steps = self.saved_steps = position.steps
+                self.exists = True
                 self._alike = found["alike"]
             with self._preemption.listening():
                 yield position
@@ -207,10 +213,12 @@ class SavedFit:
     def is_due(self) -> bool:
         """Whether to save now, within an epoch: the same on every rank. Asked after `is_told_to_end`."""
         every = self._schedule.every_steps
-        return self._is_time or (every is not None and self.steps - self._last >= every)
+        return self._is_time or (every is not None and self.steps - self.saved_steps >= every)
 
-    def preempted(self) -> Preempted:
-        """What to raise after saving, where this job was told to end."""
+    def preempted(self) -> Preempted | WorkersChanged:
+        """What to raise after saving, where this job was told to end or its workers change."""
+        if is_elastic(os.environ) and not self._preemption.told:
+            return WorkersChanged("other hosts have come, or some leave.")
         return Preempted(
             f"this job was told to end, and stopped after {self.steps} steps. Run the same command again to go on from "
             f"the newest checkpoint in {str(self._folder)!r}"
@@ -235,7 +243,9 @@ class SavedFit:
             step: see Position.
             stopped: see Position.
         """
-        self._last, self._saved_at = self.steps, time.monotonic()
+        # Rank 0 has finished with the one before.
+        self.exists = self.exists or self.saved_steps > 0
+        self.saved_steps, self._saved_at = self.steps, time.monotonic()
         process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         arrays, ranks = TrainingState(model, self._strategy).take(process, rules)
@@ -261,6 +271,21 @@ class SavedFit:
             )
 
 
+@contextmanager
+def in_job(rank: Rank, saved: SavedFit | None) -> Iterator[None]:
+    """Turn the failure of a collective inside this block into an EngineError.
+
+    In an elastic job whose Trainer has checkpoints, the script is started again in its place.
+    """
+    try:
+        with engine_errors(rank):
+            yield
+    except (EngineError, WorkersChanged) as error:
+        if saved is None or not is_elastic(os.environ):
+            raise
+        start_again(error, saved.saved_steps, saved.exists)
+
+
 def saved_fit(
     schedule: Checkpoints | None,
     resume: Literal["auto", "never", "must"],
@@ -275,6 +300,12 @@ def saved_fit(
     wanted = os.environ.get(RESUME, resume)
     if wanted not in ("auto", "never", "must"):
         raise UsageError(f"resume={wanted!r} (or {RESUME}): choose 'auto', 'never' or 'must'")
+    if schedule is None and is_elastic(os.environ) and ALL_RANKS.rank() == 0:
+        warnings.warn(
+            "This job is elastic, and its Trainer has no checkpoints: when a worker comes or goes, the training "
+            "begins anew. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
+            stacklevel=3,
+        )
     if schedule is None:
         if wanted == "must":
             raise UsageError("resume='must' needs checkpoints=Checkpoints() and a run_dir")

@@ -30,13 +30,12 @@ from hvdtrain.keras.learning_rate import require_settable
 from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, values_in_order
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
-from hvdtrain.runtime import engine_errors
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
-from hvdtrain.trainer.resume import saved_fit
+from hvdtrain.trainer.resume import in_job, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     build_model,
@@ -274,7 +273,7 @@ class Trainer:
         }
         if validation is not None:
             facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
-        with engine_errors(self.rank):
+        with in_job(self.rank, self._saved):
             return self._prepare(train, "training", facts).fit(plan)
 
     @without_library_frames
@@ -317,7 +316,7 @@ class Trainer:
         callbacks = keras.tree.flatten(callbacks or [])
         plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
         facts = {"callbacks": [type(c).__name__ for c in callbacks]}
-        with engine_errors(self.rank):
+        with in_job(self.rank, self._saved):
             logs = self._prepare(source, "evaluation", facts).evaluate(plan)
         return logs if return_dict else values_in_order(self.model, logs)
 
@@ -349,7 +348,7 @@ class Trainer:
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, None, None, steps)
-        with engine_errors(self.rank):
+        with in_job(self.rank, self._saved):
             self._agree(source, {}, "prediction")
             inputs, _, _ = keras.utils.unpack_x_y_sample_weight(self._symbolic_data(source))
             if self._predicting is None:
@@ -370,7 +369,7 @@ class Trainer:
             UsageError: another ending; on all ranks: rank 0 cannot write the file.
             EngineError: Horovod stopped, because another rank failed or waited too long.
         """
-        with engine_errors(self.rank):
+        with in_job(self.rank, self._saved):
             self.strategy.save(self.model, keras_file(filepath, "save"))
 
     def load(self, filepath: str | Path) -> None:
@@ -387,7 +386,7 @@ class Trainer:
             UsageError: no such file, or one that does not fit: names the first variable and both shapes.
             EngineError: Horovod stopped, because another rank failed or waited too long.
         """
-        with engine_errors(self.rank):
+        with in_job(self.rank, self._saved):
             self.strategy.load(self.model, keras_file(filepath, "load"))
 
     # What they have in common.

@@ -17,6 +17,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.discovery import DiscoveredHosts, HostManager
 from horovod.runner.elastic.driver import ElasticDriver
 from horovod.runner.elastic.registration import FAILURE
+from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.start.parts.output_tags import CurrentRank
 from hvdtrain.start.parts.rendezvous import say
@@ -58,6 +59,17 @@ class PatientDriver(ElasticDriver):
             return create_worker_fn(replace(slot, rank=CurrentRank(slot.rank, now)), events)
 
         super().start(num_proc, create)
+
+    def register_worker_server(
+        self, host: str, slot: int, addresses: Any, secret_key: bytes
+    ) -> None:
+        """Horovod's. A worker that listens from now on is told of the hosts that have come or gone before."""
+        super().register_worker_server(host, slot, addresses, secret_key)
+        first = self.get_coordinator_info()
+        if first is not None and (first.hostname, first.local_rank) == (host, slot):
+            self._notify_workers_host_changes(
+                self._host_manager.current_hosts, HostUpdateResult.mixed
+            )
 
     def resume(self) -> None:
         """After a failure, or when hosts have come or gone: start the ranks that are missing."""

@@ -1,0 +1,108 @@
+"""How a worker of an elastic job learns its new place, and when it gives up."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from hvdtrain.errors import EngineError
+from hvdtrain.trainer import elastic_job
+from hvdtrain.trainer.elastic_job import (
+    HostChanges,
+    WorkersChanged,
+    place_in_job,
+    start_again,
+    starts_before,
+)
+
+ANSWERS = {"/rank_and_size/a:1": "2,5,1,3,0,2", "/rank_and_size/a:2": "-1,-1,-1,-1,-1,-1"}
+
+
+@pytest.fixture(scope="module")
+def rendezvous() -> Iterator[dict[str, str]]:
+    """The variables that tell where it is."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(ANSWERS[self.path].encode())
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield {
+        "HOROVOD_ELASTIC": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.server_port),
+        "HOROVOD_HOSTNAME": "a",
+        "HOROVOD_LOCAL_RANK": "1",
+    }
+    server.shutdown()
+    server.server_close()
+
+
+def test_the_new_place(rendezvous: dict[str, str]) -> None:
+    assert place_in_job(rendezvous) == {
+        "HOROVOD_RANK": "2",
+        "HOROVOD_SIZE": "5",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "3",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "2",
+    }
+
+
+def test_a_worker_that_is_left_out_ends(rendezvous: dict[str, str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        place_in_job(rendezvous | {"HOROVOD_LOCAL_RANK": "2"})
+    assert ended.value.code == 0
+
+
+def test_a_launcher_that_has_gone(rendezvous: dict[str, str]) -> None:
+    with pytest.raises(EngineError, match="the launcher of this elastic job cannot be reached"):
+        place_in_job(rendezvous | {"HOROVOD_GLOO_RENDEZVOUS_PORT": "1"})
+
+
+@pytest.mark.parametrize(
+    ("told", "steps", "before"),
+    [(None, 7, 0), ("7 2", 7, 2), ("5 2", 7, 0), ("7", 7, 0), ("0 1", 0, 1)],
+)
+def test_starts_without_a_new_checkpoint_are_counted(
+    told: str | None, steps: int, before: int
+) -> None:
+    environ = {} if told is None else {"HVDTRAIN_STARTED_AGAIN": told}
+    assert starts_before(environ, steps) == before
+
+
+def test_it_starts_again_as_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, rendezvous: dict[str, str]
+) -> None:
+    """What was set since then is not there."""
+    for name, value in rendezvous.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(elastic_job, "_given", lambda: {"HOROVOD_RANK": "0", "A": "1"})
+    done: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "execve", lambda path, argv, environ: done.append(environ))
+    start_again(WorkersChanged("more."), 7, exists=True)
+    start_again(EngineError("gone."), 0, exists=False)
+    saved, anew = done
+    assert saved["A"] == "1" and saved["HOROVOD_RANK"] == "2" and "HOROVOD_HOSTNAME" not in saved
+    assert (saved["HVDTRAIN_RESUME"], saved["HVDTRAIN_STARTED_AGAIN"]) == ("must", "7 1")
+    assert "HVDTRAIN_RESUME" not in anew
+
+    monkeypatch.setenv("HVDTRAIN_STARTED_AGAIN", "7 3")
+    with pytest.raises(EngineError, match=r"^gone\. The script was started again 3 times"):
+        start_again(EngineError("gone."), 7, exists=True)
+
+
+def test_outside_of_elastic_jobs_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_ELASTIC", raising=False)
+    with HostChanges().listening():
+        assert not elastic_job.notification_manager._listeners
