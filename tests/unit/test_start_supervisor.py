@@ -131,8 +131,8 @@ def test_a_lost_host_ends_the_launch() -> None:
     [
         (-9, "", "the connection to host b broke: the ssh here that ran its agent was killed by SIGKILL"),
         (255, "noise\nTimeout, b not responding.\n", "the connection to host b broke (Timeout, b not"),
-        (255, "", "hvdtrain's agent on host b was killed, or failed"),
-        (1, "Traceback\nOSError: no disk\n", "hvdtrain's agent on host b was killed, or failed: OSError: no disk"),
+        (255, "", "the connection to host b broke, or hvdtrain's agent there was killed"),
+        (1, "Traceback\nOSError: no disk\n", "hvdtrain's agent on host b failed (exit code 1): OSError: no disk"),
     ],
 )  # fmt: skip
 def test_how_a_host_was_lost(code: int, words: str, says: str) -> None:
