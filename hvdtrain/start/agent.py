@@ -38,7 +38,7 @@ from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch, state_of
-from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, mpi_daemons_of
+from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, starters_of
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import without_place
@@ -104,8 +104,8 @@ class Agent:
         self._pipes = Pipes()
         self._processes = HostRanks(self._pipes, _tell)
         self._watch = RankWatch(launch_id)
-        self._daemons: set[int] = set()
-        self._has_ranks = False
+        self._starters: set[int] = set()
+        self._ranks = 0
         self._stopped = StoppedPrograms()
         self._greeting: Greeting | None = None
         self._gpus: tuple[str, ...] = ()
@@ -140,9 +140,9 @@ class Agent:
         """End all processes of the launch on this host."""
         self._processes.end()
         if self._is_alone:
-            daemons = mpi_daemons_of(self._launch_id)
+            starters = starters_of(self._launch_id)
             end_launch(self._launch_id)
-            for pid in daemons:
+            for pid in starters:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGTERM)
                     if state_of(pid).stopped:  # It would pass this one on.
@@ -151,10 +151,10 @@ class Agent:
 
     def _tell_of(self, ranks: list[RankStatus], **more: bool) -> None:
         """Also of the programs that look after them, and of what they left behind."""
-        if not self._has_ranks:  # Daemons come before the first rank.
-            self._daemons = mpi_daemons_of(self._launch_id)
-            self._has_ranks = bool(ranks)
-        stopped = self._stopped.look(self._daemons)
+        if not ranks or len(ranks) > self._ranks:  # Each comes before its ranks.
+            self._starters = starters_of(self._launch_id)
+            self._ranks = len(ranks)
+        stopped = self._stopped.look(self._starters)
         _tell(
             ranks=as_json(ranks),
             stopped=[asdict(one) for one in stopped],

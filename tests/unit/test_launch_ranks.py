@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import parse_status, state_of
-from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER, mpi_daemons_of, topmost
+from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER, starters_of, topmost
 from hvdtrain.start.parts.rank_watch import RankWatch
 
 RANK = """
@@ -49,23 +49,27 @@ def test_status() -> None:
     assert (state.parent, state.caught, state.stopped) == (7, {10, 15}, True)
 
 
-def test_daemons_of_mpi_are_those_of_this_launch() -> None:
-    """Also the shell that starts one, where the words are quoted."""
+def test_what_waits_for_the_ranks_of_this_launch() -> None:
+    """Also the shell that starts a daemon of MPI, where the words are quoted, and that of a rank over Gloo."""
     launch = uuid.uuid4().hex
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
     commands = {
         "daemon": [*sleep, "-mca", MPI_PARAMETER, launch],
         "shell": [*sleep, f'orted -mca {MPI_PARAMETER} "{launch}" -mca b 1'],
+        "gloo": [
+            *sleep,
+            f"env PATH=x HVDTRAIN_LAUNCH_ID={launch} LC_ALL=C python -m hvdtrain.worker",
+        ],
         "mpirun": [*sleep, "-x", f"OMPI_MCA_{MPI_PARAMETER}", "-x", launch],
         "another": [*sleep, "-mca", MPI_PARAMETER, f"{launch}2"],
     }
     running = {name: subprocess.Popen(argv) for name, argv in commands.items()}
     try:
-        wanted = {running["daemon"].pid, running["shell"].pid}
+        wanted = {running[name].pid for name in ("daemon", "shell", "gloo")}
         deadline = time.monotonic() + 10
-        while not wanted <= mpi_daemons_of(launch) and time.monotonic() < deadline:
+        while not wanted <= starters_of(launch) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert mpi_daemons_of(launch) == wanted
+        assert starters_of(launch) == wanted
     finally:
         for process in running.values():
             process.kill()

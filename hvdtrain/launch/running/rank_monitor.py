@@ -43,7 +43,7 @@ _NO_PROGRAM = "0"
 """Where the stack of a process begins that has ended, or may not be looked at."""
 _MPI_DAEMONS = {"orted", "prted"}
 MPI_PARAMETER = "hvdtrain_launch_id"
-"""Of Open MPI, which ignores it."""
+"""Of Open MPI, which ignores it; in capitals the variable LAUNCH_ID."""
 _PAUSE_SECONDS = 5.0
 """A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
 
@@ -79,15 +79,15 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
     return found
 
 
-def mpi_daemons_of(launch_id: str) -> set[int]:
-    """The processes of Open MPI that run the launch's ranks on this host.
+def starters_of(launch_id: str) -> set[int]:
+    """The processes that wait for the launch's ranks on this host, which is not the launcher's.
 
-    Each has the id as a parameter in its command line, and so has the shell that starts it; daemons of Open MPI 5,
-    which have other parameters, are known by their ranks.
+    They have the id in their command lines: over MPI its daemon and the shell that starts it, as a parameter; over Gloo
+    the shell of each rank, as a variable. Daemons of Open MPI 5, which have other parameters, are known by their ranks.
     """
     parents = (one.state.parent for one in rank_processes(launch_id).values())
     found = {pid for pid in parents if name_of(pid) in _MPI_DAEMONS}
-    own = re.compile(rb'%s[\0 "]+%s\b' % (MPI_PARAMETER.encode(), launch_id.encode()))
+    own = re.compile(rb'(?i)%s[\0 "=]+%s\b' % (MPI_PARAMETER.encode(), launch_id.encode()))
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if own.search((entry / "cmdline").read_bytes()):

@@ -1,5 +1,6 @@
 """Programs between `hvdtrain run` and its ranks that are stopped: nobody else looks after them, and a run cannot end
-without them. On this host that is all that the launch command has started; on others Open MPI's daemon."""
+without them. On this host that is all that the launch command has started; on others Open MPI's daemon, or the
+shell of each rank."""
 
 from __future__ import annotations
 
