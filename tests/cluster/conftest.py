@@ -23,11 +23,11 @@ def controller(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, NamespaceHost]]:
-    """node1 and node2 are good hosts; locked accepts no key, bare has no Python environment; the
+    """node1, node2 and node3 are good hosts; locked accepts no key, bare has no Python environment; the
     name `nowhere` belongs to no host."""
     with running_hosts(
         tmp_path_factory.mktemp("hosts"),
-        ["node1", "node2", "locked", "bare"],
+        ["node1", "node2", "node3", "locked", "bare"],
         unreachable=["nowhere"],
         locked=["locked"],
         hidden={"bare": Path(sys.prefix)},

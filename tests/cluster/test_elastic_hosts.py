@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
-from jobs import RANK, user_environment
+from jobs import RANK, REPOSITORY, user_environment
 from namespaces import NamespaceHost, child_of
 
 Hosts = dict[str, NamespaceHost]
@@ -73,10 +75,12 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
-    """start(script, *hosts, **environment): an elastic job on node1, whose hosts are the lines of hosts.txt."""
+    """start(script, *hosts, after=(), **environment): an elastic job on node1, with the hosts in hosts.txt."""
     processes = []
 
-    def begin(script: str, *found: str, **environment: str) -> subprocess.Popen[str]:
+    def begin(
+        script: str, *found: str, after: Sequence[str] = (), **environment: str
+    ) -> subprocess.Popen[str]:
         (tmp_path / "train.py").write_text(script)
         find = tmp_path / "find.sh"
         find.write_text(f"#!/bin/sh\ncat {tmp_path}/hosts.txt\n")
@@ -88,10 +92,10 @@ def start(hosts: Hosts, tmp_path: Path) -> Iterator[Start]:
             "-np",
             "1",
             "--max-np",
-            "2",
+            "3",
         ]
         command += ["--host-discovery-script", str(find), "--start-timeout", "5", "--all-ranks"]
-        command += ["--network-interfaces", "eth0", "--env", "TOKEN", "train.py"]
+        command += ["--network-interfaces", "eth0", "--env", "TOKEN", "train.py", *after]
         process = subprocess.Popen(
             hosts["node1"].argv(command, tmp_path),
             env=user_environment(HOME=str(tmp_path), TOKEN="hush-hush", **environment),
@@ -164,3 +168,45 @@ def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Pa
         f"hvdtrain: refused PUT /worker_addresses/node1:0 from {hosts['node2'].address}: " in stderr
     )
     assert stderr.count("host nowhere is left out until it can run ranks") == 1
+
+
+def test_a_trainer_outlives_its_hosts(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    """One worker is killed, a host comes, one is cut off; the weights are those of the undisturbed run."""
+    script = (REPOSITORY / "tests" / "ranks" / "elastic_trainer.py").read_text()
+    job = start(script, "node1", "nowhere", "node2", after=(str(tmp_path), "0.3"))
+    events = tmp_path / "events"
+
+    def when(what: Callable[[dict[str, int]], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not events.exists() or not any(
+            map(what, map(json.loads, events.read_text().splitlines()))
+        ):
+            assert time.monotonic() < deadline
+            assert job.poll() is None, job.communicate()
+            time.sleep(0.1)
+
+    when(lambda one: one["step"] >= 9)
+    show(tmp_path, "node1", "nowhere", "node2", "node3")
+    when(lambda one: one["size"] == 3)
+    hosts["node2"].run("ip", "link", "set", "eth0", "down")
+    try:
+        alone = tmp_path / "alone"
+        alone.mkdir()
+        plain = [sys.executable, str(tmp_path / "train.py"), str(alone), "0"]
+        subprocess.run(plain, env=user_environment(), check=True, timeout=SECONDS)
+        _, stderr = job.communicate(timeout=2 * SECONDS)
+    finally:
+        hosts["node2"].run("ip", "link", "set", "eth0", "up")
+    assert job.returncode == 0, stderr
+    first = [
+        one["step"] for one in map(json.loads, events.read_text().splitlines()) if not one["rank"]
+    ]
+    assert sorted(set(first)) == list(range(30))
+    # A checkpoint every two steps: a failure loses one at most, and its own. A host that comes costs none.
+    assert len(first) <= 30 + 2 * 2
+    before, after = (
+        keras.models.load_model(run / "run" / "model.keras") for run in (alone, tmp_path)
+    )
+    for one, same in zip(before.get_weights(), after.get_weights(), strict=True):
+        # Sums of float32 in another order.
+        np.testing.assert_allclose(same, one, rtol=1e-5, atol=1e-6)
