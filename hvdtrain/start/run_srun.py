@@ -30,6 +30,7 @@ from hvdtrain.environment import HASH_SEED
 from hvdtrain.errors import EngineError, UsageError, exit_code_of
 from hvdtrain.launch.addresses import address_towards
 from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
+from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import start
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
@@ -137,10 +138,18 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     if ending:
         # Else srun's last words would blame the ranks, which it has killed.
         name = signal.Signals(ending[0]).name
-        own = f"hvdtrain.start.run_srun (process {os.getpid()})"
-        print(f"hvdtrain: {own} was sent {name}, and ended its ranks", file=sys.stderr, flush=True)
+        _say(
+            f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and ended its ranks"
+        )
         code = -ending[0]
+    elif code < 0:
+        how = how_it_ended(shell_code(code))
+        _say(f"srun (process {process.pid}), which starts the ranks and waits for them, {how}")
     return shell_code(code)
+
+
+def _say(text: str) -> None:
+    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -121,6 +121,17 @@ def test_a_killed_srun_is_told_as_shells_do(tmp_path: Path) -> None:
     assert process.wait(60) == 128 + signal.SIGTERM
 
 
+def test_a_killed_srun_is_named(tmp_path: Path) -> None:
+    process = start(tmp_path, "-np 1 --gloo -H n1:1", 400)
+    seen(tmp_path)
+    (srun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(srun), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    assert f"hvdtrain: srun (process {srun}), which starts the ranks" in stderr
+    assert "was killed by SIGKILL" in stderr
+
+
 EARLY = """
 import os, signal, subprocess, sys
 from hvdtrain.start import run_srun
