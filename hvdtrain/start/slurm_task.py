@@ -55,7 +55,8 @@ def main() -> None:
 
 def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
     """Run the command and forward its output with marks; return its exit code."""
-    process = start(argv, environment, stdin=None, session=False)
+    # srun does not end what has lost its place below the task.
+    process = start(argv, environment, stdin=None, session=False, dies_with_us=True)
     told = _RankNews(rank, environment)
     pipes = Pipes()
     pipes.add_output(process, 1, 2)
