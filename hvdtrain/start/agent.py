@@ -38,7 +38,12 @@ from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.parameter_server_roles import host_environment
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, at_parents_end, end_launch, state_of
-from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, starters_of
+from hvdtrain.launch.running.rank_monitor import (
+    RankStatus,
+    as_json,
+    mpi_daemons_of,
+    rank_shells_of,
+)
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import without_place
@@ -140,19 +145,23 @@ class Agent:
         """End all processes of the launch on this host."""
         self._processes.end()
         if self._is_alone:
-            starters = starters_of(self._launch_id)
+            daemons = mpi_daemons_of(self._launch_id)
+            shells = rank_shells_of(self._launch_id)
             end_launch(self._launch_id)
-            for pid in starters:
+            for pid in daemons | shells:
                 with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGTERM)
-                    if state_of(pid).stopped:  # It would pass this one on.
+                    if pid in daemons:
+                        os.kill(pid, signal.SIGTERM)
+                    if state_of(
+                        pid
+                    ).stopped:  # It would pass this one on; a shell ends with its rank.
                         os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
 
     def _tell_of(self, ranks: list[RankStatus], **more: bool) -> None:
         """Also of the programs that look after them, and of what they left behind."""
         if not ranks or len(ranks) > self._ranks:  # Each comes before its ranks.
-            self._starters = starters_of(self._launch_id)
+            self._starters = mpi_daemons_of(self._launch_id) | rank_shells_of(self._launch_id)
             self._ranks = len(ranks)
         stopped = self._stopped.look(self._starters)
         _tell(

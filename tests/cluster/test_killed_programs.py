@@ -91,7 +91,11 @@ PROGRAMS = {
         ),
         "helper": Program(False, r"\S+ .*spawn_main", rf"for rank \d, .*{KILLED}"),
         "second helper": Program(False, r"\S+ .*spawn_main", rf"for rank \d, .*{KILLED}", 1),
-        "shell here": Program(False, r"/bin/sh -c env ", rf"shell here that ran rank 0 {KILLED}"),
+        "shell here": Program(
+            False,
+            r"/bin/sh -c env ",
+            rf"shell here that ran rank 0 {KILLED}|for rank 0, .* was killed by SIGTERM",
+        ),
         "shell of ssh": Program(False, r"/bin/sh -c ssh ", SSH),
         "ssh": Program(False, r"ssh .*hvdtrain\.worker", SSH),
         "shell there": Program(True, r"sh -c cd ", BROKE),
@@ -121,7 +125,6 @@ SOME = [
     ("gloo", "shell of ssh", "training"),
     ("gloo", "ssh", "training"),
     ("gloo", "ssh of the agent", "starting"),
-    ("gloo", "shell here", "training"),
     ("srun", "srun", "training"),
     ("srun", "task there", "starting"),
 ]

@@ -107,7 +107,7 @@ def test_a_guard_that_is_stopped_holds_no_run_open(
 def test_after_a_failure_the_command_must_end(seen: Seen) -> None:
     seen.failed = True
     ending = in_time(10, lambda: seen.run("sleep 20"))
-    assert ending == Ending(-signal.SIGTERM, None)
+    assert ending == Ending(-signal.SIGTERM, None, ended=True)
 
 
 def test_a_deaf_command_is_killed(seen: Seen) -> None:
@@ -115,7 +115,7 @@ def test_a_deaf_command_is_killed(seen: Seen) -> None:
     interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     ending = in_time(8, lambda: seen.run(deaf))
-    assert ending == Ending(-signal.SIGKILL, signal.SIGINT)
+    assert ending == Ending(-signal.SIGKILL, signal.SIGINT, ended=True)
     assert seen.signals == [signal.SIGINT]
     assert processes_of(seen.id) == []
 
@@ -165,7 +165,7 @@ def test_a_run_that_hangs_shows_its_stacks_and_ends(seen: Seen) -> None:
     listens = "trap 'echo stacks' USR2; echo out; while true; do sleep 0.1; done"
     seen.is_hung = lambda command: bool(seen.output["stdout"])  # type: ignore[method-assign]
     ending = in_time(8, lambda: seen.run(listens))
-    assert ending == Ending(-signal.SIGTERM, None)
+    assert ending == Ending(-signal.SIGTERM, None, ended=True)
     assert seen.output["stdout"] == b"out\nstacks\n"
 
 

@@ -130,6 +130,11 @@ def test_a_killed_launcher_counts_more_than_the_ranks_that_it_took_along() -> No
         137, "horovodrun was killed by SIGKILL (out of memory?)" + LOGS
     )
     assert judge(-15, BUG).message.startswith("rank 1 failed:")
+    assert judge(-9, LOST, launcher=taken).message.startswith("horovodrun was killed by SIGKILL")
+    ended = outcome_of(Ending(-9, None, ended=True), [LOST], "", Path("logs"))
+    assert ended.message.startswith("rank 0 failed: HorovodInternalError"), (
+        "and did not end in time"
+    )
 
 
 def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> None:

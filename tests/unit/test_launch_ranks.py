@@ -13,7 +13,12 @@ import pytest
 
 from hvdtrain.launch.running import rank_monitor
 from hvdtrain.launch.running.processes import parse_status, state_of
-from hvdtrain.launch.running.rank_monitor import MPI_PARAMETER, starters_of, topmost
+from hvdtrain.launch.running.rank_monitor import (
+    MPI_PARAMETER,
+    mpi_daemons_of,
+    rank_shells_of,
+    topmost,
+)
 from hvdtrain.start.parts.rank_watch import RankWatch
 
 RANK = """
@@ -65,11 +70,12 @@ def test_what_waits_for_the_ranks_of_this_launch() -> None:
     }
     running = {name: subprocess.Popen(argv) for name, argv in commands.items()}
     try:
-        wanted = {running[name].pid for name in ("daemon", "shell", "gloo")}
+        wanted = {running[name].pid for name in ("daemon", "shell")}
         deadline = time.monotonic() + 10
-        while not wanted <= starters_of(launch) and time.monotonic() < deadline:
+        while not wanted <= mpi_daemons_of(launch) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert starters_of(launch) == wanted
+        assert mpi_daemons_of(launch) == wanted
+        assert rank_shells_of(launch) == {running["gloo"].pid}
     finally:
         for process in running.values():
             process.kill()

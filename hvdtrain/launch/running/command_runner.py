@@ -42,10 +42,12 @@ class Ending:
     Attributes:
         returncode: of the command (negative: killed by that signal).
         received: the signal that the user sent, if any.
+        ended: whether the run was ended, as it did not end by itself.
     """
 
     returncode: int
     received: signal.Signals | None
+    ended: bool = False
 
 
 class Run(Protocol):
@@ -125,10 +127,12 @@ def run_process(
             try:
                 pipes.add_output(process, "stdout", "stderr")
                 pipes.add("news", news)
-                _read(pipes, _Watch(process, launch_id, came, run, grace), run)
+                watch = _Watch(process, launch_id, came, run, grace)
+                _read(pipes, watch, run)
             finally:
                 signal_launch(launch_id, signal.SIGKILL)
-        return Ending(process.wait(), came.ending[0] if came.ending else None)
+        received = came.ending[0] if came.ending else None
+        return Ending(process.wait(), received, watch.has_ended_it)
 
 
 def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
@@ -187,6 +191,11 @@ class _Watch:
         if len(self.came.ending) > 1:
             signal_launch(self.launch_id, signal.SIGKILL)
         return self.process.poll() is not None
+
+    @property
+    def has_ended_it(self) -> bool:
+        """Whether the run was ended from here."""
+        return self._terminated_at is not None
 
     def _must_end(self, now: float) -> bool:
         """Whether the time in which the run could end by itself is over."""

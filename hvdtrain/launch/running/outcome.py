@@ -80,7 +80,8 @@ def outcome_of(
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
     logs = f"logs{' of all ranks' if process_names == RANKS else ''}: {log_dir}"
-    if ending.returncode < 0 and not failures and process_names == RANKS:
+    alone = not ending.ended and all(one.secondary for one in failures)
+    if ending.returncode < 0 and process_names == RANKS and (alone or not failures):
         code = _code_of(ending)
         return Outcome(code, f"{process_names.starter} {how_it_ended(code)}\n{logs}")
     ended = _ended_first(launcher_text)

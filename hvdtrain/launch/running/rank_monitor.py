@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.launch.running.processes import (
     ProcessState,
     environment_of,
@@ -43,7 +44,7 @@ _NO_PROGRAM = "0"
 """Where the stack of a process begins that has ended, or may not be looked at."""
 _MPI_DAEMONS = {"orted", "prted"}
 MPI_PARAMETER = "hvdtrain_launch_id"
-"""Of Open MPI, which ignores it; in capitals the variable LAUNCH_ID."""
+"""Of Open MPI, which ignores it."""
 _PAUSE_SECONDS = 5.0
 """A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
 
@@ -79,18 +80,31 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
     return found
 
 
-def starters_of(launch_id: str) -> set[int]:
-    """The processes that wait for the launch's ranks on this host, which is not the launcher's.
+def mpi_daemons_of(launch_id: str) -> set[int]:
+    """The processes of Open MPI that run the launch's ranks on this host.
 
-    They have the id in their command lines: over MPI its daemon and the shell that starts it, as a parameter; over Gloo
-    the shell of each rank, as a variable. Daemons of Open MPI 5, which have other parameters, are known by their ranks.
+    Each has the id as a parameter in its command line, and so has the shell that starts it; daemons of Open MPI 5,
+    which have other parameters, are known by their ranks.
     """
     parents = (one.state.parent for one in rank_processes(launch_id).values())
     found = {pid for pid in parents if name_of(pid) in _MPI_DAEMONS}
-    own = re.compile(rb'(?i)%s[\0 "=]+%s\b' % (MPI_PARAMETER.encode(), launch_id.encode()))
+    return found | _saying(rb'%s[\0 "]+%s\b' % (MPI_PARAMETER.encode(), launch_id.encode()))
+
+
+def rank_shells_of(launch_id: str) -> set[int]:
+    """The shells that wait for ranks of a launch over Gloo on this host, which is not the launcher's.
+
+    Each has the id as a variable in its command line.
+    """
+    return _saying(rb"\b%s=%s\b" % (LAUNCH_ID.encode(), launch_id.encode()))
+
+
+def _saying(pattern: bytes) -> set[int]:
+    """The processes in whose command line is this."""
+    found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if own.search((entry / "cmdline").read_bytes()):
+            if re.search(pattern, (entry / "cmdline").read_bytes()):
                 found.add(int(entry.name))
     return found
 
