@@ -12,12 +12,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import keras
 import numpy as np
 
+from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.save_schedule import Checkpoints
@@ -106,6 +108,7 @@ class SavedFit:
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._alike = True
+        self._writing: Writing | None = None
         self._opened = False
         self._preemption = Preemption()
 
@@ -141,6 +144,7 @@ class SavedFit:
             with self._preemption.listening():
                 yield position
         finally:
+            self._finish_writing()
             for descriptor in lock:
                 os.close(descriptor)
 
@@ -233,7 +237,9 @@ class SavedFit:
         step: int = 0,
         stopped: bool = False,
     ) -> None:
-        """Write a checkpoint; what cannot be written is warned of, and the training goes on. A collective.
+        """Take the state, and write a checkpoint of it while the training goes on. A collective.
+
+        The one before is finished first. One that cannot be written is warned of then.
 
         Args:
             model: whose steps are finished.
@@ -243,12 +249,13 @@ class SavedFit:
             step: see Position.
             stopped: see Position.
         """
-        # Rank 0 has finished with the one before.
-        self.exists = self.exists or self.saved_steps > 0
-        self.saved_steps, self._saved_at = self.steps, time.monotonic()
+        self._finish_writing()
+        before, self.saved_steps, self._saved_at = self.saved_steps, self.steps, time.monotonic()
         process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         arrays, ranks = TrainingState(model, self._strategy).take(process, rules)
+        # Rank 0, which has taken part, has finished with the one before.
+        self.exists = self.exists or before > 0
         if ALL_RANKS.rank() != 0:
             return
         bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
@@ -260,14 +267,19 @@ class SavedFit:
             )
             return
         position = Position(epoch, step, self.steps, stopped)
-        facts = {**self._facts, "position": asdict(position)}
-        try:
-            save(self._folder, self.steps, Checkpoint(facts, arrays, ranks), self._schedule.keep)
-        except OSError as error:
+        content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, ranks)
+        # The arrays may be TensorFlow's own memory: who changes a variable makes a copy while somebody has that.
+        keep = self._schedule.keep
+        self._writing = Writing(self.steps, partial(save, self._folder, self.steps, content, keep))
+
+    def _finish_writing(self) -> None:
+        """Wait until what is being written is there; on other ranks than 0 nothing is."""
+        writing, self._writing = self._writing, None
+        error = None if writing is None else writing.error()
+        if writing is not None and error is not None:
             warnings.warn(
-                f"No checkpoint after step {self.steps}, training goes on: {error}. The one before "
-                "is kept",
-                stacklevel=2,
+                f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept",
+                stacklevel=3,
             )
 
 
