@@ -21,6 +21,11 @@ class Writing:
         self._thread = threading.Thread(target=self._run, name="hvdtrain-checkpoint")
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether `error` would not wait."""
+        return not self._thread.is_alive()
+
     def error(self) -> OSError | None:
         """Wait for its end; return why it could not be written, None if it was. Raises any other error."""
         self._thread.join()

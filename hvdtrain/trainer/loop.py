@@ -147,9 +147,11 @@ class Loop:
             self._write_rank_times(stragglers.look(epoch))
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
+                last = stopped or epoch + 1 == plan.epochs
+                ends = not last and self.saved.is_told_to_end()
                 with in_phase("saving"):
-                    self.saved.save(self.model, states, {}, epoch + 1, stopped=stopped)
-                if epoch + 1 < plan.epochs and not stopped and self.saved.is_told_to_end():
+                    self.saved.save(self.model, states, {}, epoch + 1, 0, stopped, last or ends)
+                if ends:
                     raise self.saved.preempted()
             if stopped:
                 break
@@ -304,7 +306,7 @@ class Loop:
         if ends or saved.is_due():
             self.steps.finish()
             with in_phase("saving"):
-                saved.save(self.model, states, step_logs, epoch, done)
+                saved.save(self.model, states, step_logs, epoch, done, last=ends)
         if ends:
             raise saved.preempted()
 

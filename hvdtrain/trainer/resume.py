@@ -89,7 +89,7 @@ class SavedFit:
 
     Attributes:
         steps: trained so far, in all processes that trained this run.
-        saved_steps: as `steps`, when it was last saved.
+        saved_steps: as `steps`, when saving was last due.
         exists: whether a checkpoint is known to be written; rank 0 may be writing the first one.
         seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
     """
@@ -236,10 +236,12 @@ class SavedFit:
         epoch: int,
         step: int = 0,
         stopped: bool = False,
+        last: bool = False,
     ) -> None:
         """Take the state, and write a checkpoint of it while the training goes on. A collective.
 
-        The one before is finished first. One that cannot be written is warned of then.
+        Nothing is saved while the one before is still being written. One that cannot be written is warned of when the
+        next is due.
 
         Args:
             model: whose steps are finished.
@@ -248,14 +250,20 @@ class SavedFit:
             epoch: see Position.
             step: see Position.
             stopped: see Position.
+            last: no other follows: wait for the one before, and return when this one is written.
         """
-        self._finish_writing()
-        before, self.saved_steps, self._saved_at = self.saved_steps, self.steps, time.monotonic()
+        self.saved_steps, self._saved_at = self.steps, time.monotonic()
+        if last or self._writing is None or self._writing.has_ended:
+            self._finish_writing()
+        # As it is on rank 0, where they are written.
+        busy, self.exists = ALL_RANKS.exchange((self._writing is not None, self.exists), "saving")[
+            0
+        ]
+        if busy:
+            return
         process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         arrays, ranks = TrainingState(model, self._strategy).take(process, rules)
-        # Rank 0, which has taken part, has finished with the one before.
-        self.exists = self.exists or before > 0
         if ALL_RANKS.rank() != 0:
             return
         bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
@@ -271,12 +279,16 @@ class SavedFit:
         # The arrays may be TensorFlow's own memory: who changes a variable makes a copy while somebody has that.
         keep = self._schedule.keep
         self._writing = Writing(self.steps, partial(save, self._folder, self.steps, content, keep))
+        if last:
+            self._finish_writing()
 
     def _finish_writing(self) -> None:
         """Wait until what is being written is there; on other ranks than 0 nothing is."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.error()
-        if writing is not None and error is not None:
+        if writing is not None and error is None:
+            self.exists = True
+        elif writing is not None:
             warnings.warn(
                 f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept",
                 stacklevel=3,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from hvdtrain.checkpoint.callback_states import CallbackStates
+from hvdtrain.checkpoint.folder import Checkpoint
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
@@ -76,6 +78,84 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert len(at) == 3
     for before, after in zip([0.0, *at], at, strict=False):
         assert 60 <= after - before <= 61.2
+
+
+class SlowDisk:
+    """Stands for `folder.save`: notes what it has written; waits for `free`, or fails."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.free, self.fails, self.written = threading.Event(), fails, []
+        self.begun = threading.Semaphore(0)
+
+    def save(self, folder: Path, number: int, checkpoint: Checkpoint, keep: int) -> None:
+        self.begun.release()
+        assert self.free.wait(60)
+        if self.fails:
+            raise OSError(28, "No space left on device")
+        self.written.append((number, float(checkpoint.arrays["w"])))
+
+
+@pytest.fixture
+def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """What begins a fit on a disk, and saves after a step, whose number is the weight."""
+
+    def begin(disk: SlowDisk) -> tuple[SavedFit, Any]:
+        saved = SavedFit(Checkpoints(1), "auto", RunDir(tmp_path), object.__new__(HorovodStrategy))
+        monkeypatch.setattr(resume, "save", disk.save)
+        monkeypatch.setattr(resume, "ALL_RANKS", LoneRank(0))
+        monkeypatch.setattr(resume, "on_first", lambda do, name: do())
+        monkeypatch.setattr(resume, "TrainingState", lambda model, strategy: state)
+        state = SimpleNamespace(take=lambda *_: ({"w": np.array(weight["w"])}, []))
+        weight = {"w": 0.0}
+
+        def step(number: int, last: bool = False, value: float | None = None) -> None:
+            saved.steps = number
+            weight["w"] = number if value is None else value
+            saved.save(keras.Sequential(), CallbackStates([]), {}, 0, number, last=last)
+
+        return saved, step
+
+    return begin
+
+
+def test_a_step_does_not_wait_for_the_disk_and_the_last_one_does(saving: Any) -> None:
+    disk = SlowDisk()
+    saved, step = saving(disk)
+    step(1)
+    disk.begun.acquire()
+    assert not disk.written and not saved.exists
+    step(2)  # Left out: the first one is still being written.
+    threading.Timer(0.2, disk.free.set).start()
+    step(3, last=True)
+    assert disk.written == [(1, 1.0), (3, 3.0)] and saved.exists
+
+
+def test_a_fit_that_fails_waits_for_what_is_being_written(saving: Any) -> None:
+    disk = SlowDisk()
+    saved, step = saving(disk)
+    with pytest.raises(KeyboardInterrupt), saved.opened(0, {}):
+        step(1)
+        threading.Timer(0.2, disk.free.set).start()
+        raise KeyboardInterrupt
+    assert disk.written == [(1, 1.0)] and saved.exists
+
+
+def test_a_full_disk_and_weights_that_are_nan_are_warned_of_once_each(saving: Any) -> None:
+    disk = SlowDisk(fails=True)
+    disk.free.set()
+    saved, step = saving(disk)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(1, last=True)
+        assert not saved.exists
+        disk.fails = False
+        step(2, last=True, value=float("nan"))
+        step(3, last=True)
+    assert [str(one.message).partition(":")[0] for one in caught] == [
+        "No checkpoint after step 1, training goes on",
+        "No checkpoint after step 2",
+    ]
+    assert disk.written == [(3, 3.0)]
 
 
 def test_a_schedule_that_cannot_work() -> None:
