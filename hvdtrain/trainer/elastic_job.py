@@ -82,7 +82,7 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
         raise EngineError(
             f"{error} The script was started again {MOST_STARTS} times, and came to no new checkpoint"
         ) from error
-    print("workers have come or gone: starting the script again", file=sys.stderr)
+    print("workers have joined or left: restarting the script", file=sys.stderr)
     environ = _given() | place_in_job(os.environ) | {STARTED_AGAIN: f"{steps} {times}"}
     if exists:
         # Who finds none now is in another folder, on another disk for instance.

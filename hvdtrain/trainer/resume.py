@@ -125,9 +125,9 @@ class SavedFit:
         """
         if self._opened:
             raise UsageError(
-                "fit was called before: with checkpoints a Trainer trains once, and goes on when "
-                "the script runs again. Give epochs to the first fit, or make a new Trainer with "
-                "another run_dir"
+                "fit was called before: with checkpoints a Trainer trains once, and continues when "
+                "the script runs again. Pass all epochs to the first fit, or create a new Trainer "
+                "with another run_dir"
             )
         self._opened = True
         self._facts = json.loads(json.dumps(facts, default=str))
@@ -153,12 +153,12 @@ class SavedFit:
         if self._resume == "never" and numbered(self._folder):
             raise UsageError(
                 f"run_dir {path!r} has checkpoints, and resume='never': choose a new folder, or "
-                "move that one away"
+                "move this one away"
             )
         if self._resume == "must" and not numbered(self._folder):
             raise UsageError(
-                f"run_dir {path!r} has no checkpoint, and resume='must': look whether it is the "
-                "right folder, or use resume='auto' to begin anew"
+                f"run_dir {path!r} has no checkpoint, and resume='must': check that it is the "
+                "right folder, or use resume='auto' to start from scratch"
             )
         self._run_dir.begin(initial_epoch, continued=began)
         self._folder.mkdir(exist_ok=True)
@@ -168,7 +168,7 @@ class SavedFit:
             if numbered(self._folder):
                 raise UsageError(
                     f"run_dir {path!r}: all checkpoints are damaged. Move {str(self._folder)!r} "
-                    "away to begin anew"
+                    "away to start from scratch"
                 )
             return None
         before, now = self._found.facts, self._facts
@@ -202,9 +202,9 @@ class SavedFit:
         """Raise UsageError unless the batches that were trained before came once more. A collective."""
         if any_rank(seen != self.seen, "seen"):
             raise UsageError(
-                "the training data does not bring the batches that it brought before, so the training cannot go on "
-                "within the epoch. Make its order a matter of seeds alone, and begin anew in another run_dir; or "
-                f"remove the newest checkpoint in {str(self._folder)!r} to go on from the one before"
+                "the training data does not bring the batches that it brought before, so the training cannot "
+                "continue within the epoch. Let its order depend on seeds alone, and start again in another run_dir; "
+                f"or remove the newest checkpoint in {str(self._folder)!r} to continue from the one before"
             )
 
     def is_told_to_end(self) -> bool:
@@ -256,9 +256,8 @@ class SavedFit:
         if last or self._writing is None or self._writing.has_ended:
             self._finish_writing()
         # As it is on rank 0, where they are written.
-        busy, self.exists = ALL_RANKS.exchange((self._writing is not None, self.exists), "saving")[
-            0
-        ]
+        here = (self._writing is not None, self.exists)
+        busy, self.exists = ALL_RANKS.exchange(here, "saving")[0]
         if busy:
             return
         process = {"callbacks": callbacks.take(), "seen": self.seen}
@@ -326,8 +325,8 @@ def saved_fit(
         raise UsageError(f"resume={wanted!r} (or {RESUME}): choose 'auto', 'never' or 'must'")
     if schedule is None and is_elastic(os.environ) and ALL_RANKS.rank() == 0:
         warnings.warn(
-            "This job is elastic, and its Trainer has no checkpoints: when a worker comes or goes, the training "
-            "begins anew. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
+            "This job is elastic, but its Trainer has no checkpoints: it ends when a worker is lost, and takes in no "
+            "new ones. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
             stacklevel=3,
         )
     if schedule is None:

@@ -55,7 +55,7 @@ def test_workers_die_come_and_leave(tmp_path: Path) -> None:
             job.send_signal(signal.SIGTERM)
             job.wait()
     assert job.returncode == 0, stderr
-    assert stderr.count("workers have come or gone: starting the script again") == 3, stderr
+    assert stderr.count("workers have joined or left: restarting the script") == 3, stderr
 
     subprocess.run(
         [sys.executable, SCRIPT, str(alone), "0"], env=ENVIRON, check=True, timeout=SECONDS
