@@ -146,19 +146,22 @@ def test_a_frozen_rank_on_another_host(launch: Launch, tmp_path: Path, controlle
     hanging.assert_named(stderr, 1, "training", host="node2")
 
 
-def test_a_frozen_daemon_of_mpi_on_another_host(
-    launch: Launch, hosts: Hosts, tmp_path: Path
+@pytest.mark.parametrize(
+    ("controller", "line", "name"), [("mpi", "bin/orted", "orted"), ("gloo", "sh -c cd ", "sh")]
+)
+def test_what_waits_for_a_rank_on_another_host_is_frozen(
+    launch: Launch, hosts: Hosts, tmp_path: Path, controller: str, line: str, name: str
 ) -> None:
-    """mpirun would wait for it for ever."""
+    """mpirun would wait for its daemon for ever, and ssh for the rank's shell."""
     (tmp_path / "train.py").write_text(STAY)
     limit = ("--hang-timeout", hanging.LIMIT)
-    job = launch("-H", "node1:1,node2:1", "--controller", "mpi", *limit, "train.py")
+    job = launch("-H", "node1:1,node2:1", "--controller", controller, *limit, "train.py")
     job.wait_for("environ", 2)
-    (daemon,) = (pid for pid, line in hosts["node2"].processes().items() if "bin/orted" in line)
-    os.kill(daemon, signal.SIGSTOP)
+    (frozen,) = (pid for pid, argv in hosts["node2"].processes().items() if line in argv)
+    os.kill(frozen, signal.SIGSTOP)
     _, stderr = job.end()
     assert job.process.returncode == hanging.EXIT_HANG, stderr
-    assert "orted on host node2 (process " in stderr
+    assert f"\n{name} on host node2 (process " in stderr
     assert "is stopped (SIGSTOP): what stopped it?" in stderr
     assert left(hosts, END_SECONDS) == {}
 
