@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+INIT = 1
+"""The process that adopts those whose parent has gone."""
 POLL_SECONDS = 2.0
 GRACE_SECONDS = 5.0
 
@@ -25,7 +27,9 @@ def ancestors(pid: int | None = None) -> tuple[int, int]:
 
 
 def end_when_orphaned() -> None:
-    """From now on, end this process and its group when the processes above it change."""
+    """From now on, end this process and its group when the processes above it change, or if they have gone by now."""
+    if os.getppid() == INIT:
+        _end_group()
     watch(ancestors, _end_group, POLL_SECONDS)
 
 

@@ -12,6 +12,12 @@ from pathlib import Path
 from hvdtrain.worker.launcher_watch import ancestors, watch
 
 REPOSITORY = Path(__file__).parents[2]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(REPOSITORY),
+    "HVDTRAIN_LAUNCH_ID": "one",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+}
 
 
 def test_ancestors() -> None:
@@ -39,6 +45,22 @@ def test_watch_ends_once_something_changes() -> None:
     assert not thread.is_alive()
 
 
+def test_an_orphan_from_birth_does_not_run(tmp_path: Path) -> None:
+    """Its shell was killed while it started."""
+    (tmp_path / "train.py").write_text("open('ran', 'w').close()\n")
+    rank = f"(sleep 0.5; exec '{sys.executable}' -P -m hvdtrain.worker train.py) >errors 2>&1 & echo $!"
+    done = subprocess.run(
+        ["sh", "-c", rank],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    wait_for_end(int(done.stdout))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_orphan_ends(tmp_path: Path) -> None:
     """The rank below a shell below a helper: the helper is killed, as sshd's part ends."""
     (tmp_path / "train.py").write_text(
@@ -46,14 +68,8 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
     )
     rank = f"'{sys.executable}' -P -m hvdtrain.worker train.py; true"
     helper = f"import subprocess; subprocess.run(['sh', '-c', {rank!r}])"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(REPOSITORY),
-        "HVDTRAIN_LAUNCH_ID": "one",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-    }
     process = subprocess.Popen(
-        [sys.executable, "-c", helper], cwd=tmp_path, env=environment, start_new_session=True
+        [sys.executable, "-c", helper], cwd=tmp_path, env=ENVIRONMENT, start_new_session=True
     )
     deadline = time.monotonic() + 20
     while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
@@ -62,8 +78,14 @@ def test_an_orphan_ends(tmp_path: Path) -> None:
     pid = int((tmp_path / "ready").read_text())
     process.kill()
     process.wait()
+    wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + 20
+    line = Path(f"/proc/{pid}/cmdline")
     try:
-        while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        while line.exists() and line.read_bytes():
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:
