@@ -114,6 +114,12 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "  ranks 0, 1: in hvdtrain.init()",
         ),
         (
+            [rank(n, "init", waiting=True, idle=301, size=4) for n in (0, 2)],
+            "ranks 1, 3 have not started, and for 300 s the others have waited in hvdtrain.init(): look at the hosts "
+            "on which there is no rank yet\n"
+            "  ranks 0, 2: in hvdtrain.init()",
+        ),
+        (
             [rank(n, "script", waiting=True, detail="grad", idle=301) for n in range(2)],
             "all ranks have waited for 300 s in the collective grad: can the hosts reach each other?\n"
             "  ranks 0, 1: in the script, collective grad",

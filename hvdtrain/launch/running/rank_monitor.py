@@ -23,7 +23,7 @@ from hvdtrain.launch.running.processes import (
     processes_of,
     state_of,
 )
-from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, slot_of
+from hvdtrain.rank_variables import is_elastic, is_rank, local_size_of, rank_of, size_of, slot_of
 from hvdtrain.worker.heartbeat import Heartbeat, Page, has_page_of, page_of
 from hvdtrain.worker.output_frames import HELPER
 
@@ -123,6 +123,7 @@ class RankStatus:
         heartbeat: what it does; None for a program that is not a Python script.
         host: its name as the user gave it; empty for the launcher's own.
         ending: whether its script is at what it does when a signal ends the run.
+        size: of the job, as its launcher told it.
     """
 
     rank: int
@@ -134,6 +135,7 @@ class RankStatus:
     host: str = ""
     quiet: float = 0.0
     ending: bool = False
+    size: int = 1
 
     @property
     def phase(self) -> str:
@@ -263,7 +265,8 @@ class RankMonitor:
             _, born, program, _ = _fields_of(pid)
             # Others may join an elastic job.
             self._expected = math.inf if is_elastic(environ) else max(1, local_size_of(environ))
-            status = RankStatus(rank, pid, "running", 0.0, 0.0, None)
+            size = size_of(environ)
+            status = RankStatus(rank, pid, "running", 0.0, 0.0, None, size=size)
             self._seen[slot_of(environ)] = _Seen(pid, born, program, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
 
@@ -296,6 +299,7 @@ class RankMonitor:
             idle,
             heartbeat,
             quiet=now - seen.busy_at,
+            size=seen.status.size,
         )
 
 

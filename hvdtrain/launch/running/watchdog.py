@@ -244,6 +244,13 @@ def _awaited(
         )
     if waiting and len(waiting) == len(there):
         where = " and ".join(sorted({_meeting(one) for one in waiting}))
+        unseen = sorted(set(range(max(one.size for one in ranks))) - {one.rank for one in ranks})
+        if unseen:
+            have = "has" if len(unseen) == 1 else "have"
+            return (
+                f"{ranks_in_words(unseen)} {have} not started, and for {limit:g} s the others have waited in {where}: "
+                "look at the hosts on which there is no rank yet"
+            )
         return f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
     return ""
 
