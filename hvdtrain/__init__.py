@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.checkpoint.manager import CheckpointManager
     from hvdtrain.checkpoint.save_schedule import Checkpoints
     from hvdtrain.collectives.first_rank import first_rank_first
     from hvdtrain.collectives.mesh import Mesh
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointManager",
     "Checkpoints",
     "EngineError",
     "HvdtrainError",
@@ -52,6 +54,7 @@ ROOMS = ("data", "keras", "launch")
 
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
+    "CheckpointManager": "hvdtrain.checkpoint.manager",
     "Checkpoints": "hvdtrain.checkpoint.save_schedule",
     "Layout": "hvdtrain.parallel.layout",
     "Mesh": "hvdtrain.collectives.mesh",

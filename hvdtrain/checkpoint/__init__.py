@@ -1,5 +1,6 @@
 """Checkpoints: the state of a training in folders that are complete or absent, and how often they are written."""
 
+from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 
-__all__ = ["Checkpoints"]
+__all__ = ["CheckpointManager", "Checkpoints"]

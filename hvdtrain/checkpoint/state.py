@@ -11,19 +11,17 @@ Not in it: the counters of TensorFlow's own stateful random operations (tf.rando
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 
+from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.metrics import merge_state, read_state, state_variables, without_sums
 from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
 from hvdtrain.keras_internals.variables import (
-    global_seed_variable,
     local_variables,
     row_states,
     seed_variables,
@@ -59,14 +57,11 @@ class TrainingState:
             rules: by which the states of metrics combine: see `collectives.metrics.merge_state`.
         """
         variables = [tf_variable(v) for v in own_variables(self._model)]
-        seed = global_seed_variable(create=False)
         own: Own = {
             "variables": [v.numpy() for v in variables],
             "untracked": [tf_variable(v).numpy() for v in untracked_variables(self._model)],
-            "random": random.getstate(),
-            "numpy": np.random.get_state(),
-            "keras": None if seed is None else tf_variable(seed).numpy(),
             "process": of_process,
+            **random_states(),
         }
         metrics = self._model.metrics
         self._strategy.end_epoch(self._model)
@@ -96,11 +91,7 @@ class TrainingState:
             _assign(own_variables(self._model), own["variables"])
         else:
             self._give_others(everyone)
-        if own["keras"] is not None:
-            tf_variable(global_seed_variable(create=True)).assign(own["keras"])
-        # Last: Keras may have made its global generator of Python's random numbers just now.
-        random.setstate(own["random"])
-        np.random.set_state(own["numpy"])
+        set_random_states(own)
         return own["process"]
 
     def _give_others(self, everyone: Sequence[Own]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import csv
-import fcntl
 import json
 import os
-import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +20,7 @@ import numpy as np
 from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -40,7 +39,7 @@ from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import source_facts
 
-FOLDER, LOCK = "checkpoints", "lock"
+FOLDER = "checkpoints"
 CONFIG = (
     "optimizer",
     "global_batch_size",
@@ -162,7 +161,7 @@ class SavedFit:
             )
         self._run_dir.begin(initial_epoch, continued=began)
         self._folder.mkdir(exist_ok=True)
-        lock.append(_locked(self._folder / LOCK, path))
+        lock.append(lock_folder(self._folder, f"run_dir {path!r}"))
         self._found = newest(self._folder)
         if self._found is None:
             if numbered(self._folder):
@@ -406,22 +405,6 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
         with temporary.open("w", newline="") as file:
             csv.writer(file, delimiter=callback.sep).writerows(kept)
         temporary.replace(path)
-
-
-def _locked(path: Path, run_dir: str) -> int:
-    """Return the descriptor of a lock file, which is free again when it is closed or this process ends."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
-        os.close(descriptor)
-        raise UsageError(
-            f"run_dir {run_dir!r} is in use by {owner}: choose another folder, or end that run first"
-        ) from None
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return descriptor
 
 
 def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:

@@ -15,22 +15,23 @@ import pytest
 
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import Checkpoint
+from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.trainer import preemption, resume
-from hvdtrain.trainer.resume import SavedFit, _is_finite, _locked, continue_files, saved_fit
+from hvdtrain.trainer.resume import SavedFit, _is_finite, continue_files, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 
 
 def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: Path) -> None:
-    first = _locked(tmp_path / "lock", "runs/a")
+    first = lock_folder(tmp_path, "run_dir 'runs/a'")
     with pytest.raises(UsageError, match=rf"'runs/a' is in use by process {os.getpid()} on"):
-        _locked(tmp_path / "lock", "runs/a")
+        lock_folder(tmp_path, "run_dir 'runs/a'")
     os.close(first)
-    os.close(_locked(tmp_path / "lock", "runs/a"))
+    os.close(lock_folder(tmp_path, "run_dir 'runs/a'"))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,185 @@
+"""Checkpoints for a training loop of your own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.lock import lock_folder
+from hvdtrain.checkpoint.random_states import random_states, set_random_states
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.consistency import on_first, require_equal
+from hvdtrain.collectives.replicas import broadcast_variables
+from hvdtrain.collectives.statistics import fold_rank_into_seeds
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.optimizers import accumulators
+from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name, without
+
+
+class CheckpointManager:
+    """Saves the state of a training loop of your own, and restores it. Every rank makes one and calls its methods.
+
+    On the number of ranks that saved, each continues with exactly what it had. On another number all continue with
+    the weights, optimizer and statistics of rank 0; random seeds are made anew from those of rank 0, and metrics begin
+    with nothing.
+
+    Args:
+        folder: of this run's checkpoints; rank 0 makes and locks it.
+        tracked: models, optimizers, metrics, variables, the same in the same order on every rank and in every run.
+        keep: how many checkpoints stay, at least 2.
+
+    Raises:
+        UsageError: on all ranks: what is tracked has no variables; another run is at work in the folder.
+    """
+
+    def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
+        if keep < 2:
+            raise UsageError(
+                f"CheckpointManager: keep={keep}: keep at least 2, should one be damaged"
+            )
+        for one in tracked:
+            if not isinstance(one, (tf.Variable, keras.Variable)) and not hasattr(one, "variables"):
+                raise UsageError(
+                    f"CheckpointManager cannot save a {type(one).__name__}: pass models, optimizers, metrics and "
+                    "variables; numbers go to save(step, name=value)"
+                )
+        self._folder = Path(folder)
+        self._tracked = tracked
+        self._keep = keep
+        self._found: Checkpoint | None = None  # On rank 0, between reading and giving.
+        self._lock: int | None = None
+        on_first(self._open, f"folder {str(folder)!r}")
+
+    def close(self) -> None:
+        """Let another run use the folder; the end of the process does so as well."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def save(self, step: int, **position: Any) -> None:
+        """Write a checkpoint; what cannot be written is warned of, and the training continues. A collective.
+
+        Args:
+            step: how many steps are done; names the checkpoint.
+            position: what `restore` returns: numbers, strings, arrays, and lists, tuples and dicts of these.
+        """
+        own = {
+            "variables": [tf_variable(v).numpy() for v in self._own()],
+            "waiting": any(np.any(tf_variable(v).numpy()) for v in self._waiting()),
+            "position": position,
+        }
+        ranks = ALL_RANKS.exchange(own | random_states(), "own_state")
+        if ALL_RANKS.rank() != 0:
+            return
+        arrays = {name: tf_variable(v).numpy() for name, v in self._named().items()}
+        try:
+            save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
+        except OSError as error:
+            warnings.warn(
+                f"No checkpoint after step {step}, training goes on: {error}. The one before is kept",
+                stacklevel=2,
+            )
+
+    def restore(self) -> dict[str, Any] | None:
+        """Set everything to the newest checkpoint that is not damaged. A collective.
+
+        Returns:
+            What was given to `save`, with "step"; None if there is no checkpoint.
+
+        Raises:
+            UsageError: on all ranks: the variables are not those that were saved, or all checkpoints are damaged.
+        """
+        variables = self._named()
+        facts = [[name, list(v.shape)] for name, v in variables.items()]
+        require_equal({"tracked": facts}, "CheckpointManager")
+        step = on_first(lambda: self._read(facts), f"folder {str(self._folder)!r}")
+        if step is None:
+            return None
+        found, self._found = self._found, None
+        if found is not None:
+            for name, variable in variables.items():
+                tf_variable(variable).assign(found.arrays[name])
+        broadcast_variables(variables.values())
+        ranks = ALL_RANKS.exchange(None if found is None else found.ranks, "own_state")[0]
+        alike = len(ranks) == ALL_RANKS.size()
+        if not alike and any(one["waiting"] for one in ranks):
+            raise UsageError(
+                f"the checkpoint of step {step} was saved while gradients were accumulated: continue with "
+                f"{len(ranks)} workers, or save right after an update"
+            )
+        own = ranks[ALL_RANKS.rank() if alike else 0]
+        if alike:
+            for variable, value in zip(self._own(), own["variables"], strict=True):
+                tf_variable(variable).assign(value)
+        else:
+            self._make_own(ranks)
+        set_random_states(own)
+        return {"step": step, **ranks[0]["position"]}
+
+    def _open(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = lock_folder(self._folder, f"folder {str(self._folder)!r}")
+
+    def _read(self, facts: Sequence[Any]) -> int | None:
+        self._found = newest(self._folder)
+        name = repr(str(self._folder))
+        if self._found is None:
+            if numbered(self._folder):
+                raise UsageError(
+                    f"all checkpoints in {name} are damaged: move it away to start from scratch"
+                )
+            return None
+        saved = [[key, list(value.shape)] for key, value in self._found.arrays.items()]
+        if saved != list(facts):
+            what = f"{len(facts)} variables here, {len(saved)} there"
+            for (key, shape), (_, before), variable in zip(
+                facts, saved, self._named().values(), strict=False
+            ):
+                if shape != before:
+                    what = f"{variable_name(variable)!r} ({key}) is of shape {shape}, and was of shape {before}"
+                    break
+            raise UsageError(
+                f"the checkpoints in {name} are of other variables: {what}. Pass the same models and optimizers in "
+                "the same order, all of them built, or choose another folder"
+            )
+        step: int = self._found.facts["step"]
+        return step
+
+    def _named(self) -> dict[str, Any]:
+        """All variables in their order, with names that are the same in every process: Keras counts in its own."""
+        groups = [getattr(one, "variables", None) or [one] for one in self._tracked]
+        return {
+            f"{number}/{type(self._tracked[number]).__name__}/{place}": variable
+            for number, group in enumerate(groups)
+            for place, variable in enumerate(group)
+        }
+
+    def _own(self) -> list[Any]:
+        """The variables that may differ between the ranks."""
+        found: list[Any] = []
+        for one in self._tracked:
+            if isinstance(one, keras.Model):
+                found += without(one.variables, one.trainable_variables)
+            elif isinstance(one, keras.metrics.Metric):
+                found += one.variables
+        return unique([*found, *self._waiting()])
+
+    def _waiting(self) -> list[Any]:
+        """The gradients that wait for the next update."""
+        optimizers = [one for one in self._tracked if isinstance(one, keras.optimizers.Optimizer)]
+        return [variable for one in optimizers for variable in accumulators(one)]
+
+    def _make_own(self, ranks: Sequence[Any]) -> None:
+        for one in self._tracked:
+            if isinstance(one, keras.Model):
+                fold_rank_into_seeds(one, ALL_RANKS.rank())
+            elif isinstance(one, keras.metrics.Metric):
+                one.reset_state()
