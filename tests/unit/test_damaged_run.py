@@ -1,0 +1,99 @@
+"""A Trainer whose newest checkpoint is damaged goes on from the one before, says so, and ends with the same weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvdtrain import Checkpoints, Trainer, UsageError
+
+X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flipped(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def longer(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\n")
+
+
+def unreadable(path: Path) -> None:
+    """As root one may read any file, but no folder."""
+    path.unlink()
+    path.mkdir()
+
+
+def train(folder: Path) -> tuple[list[Any], dict[str, Any]]:
+    keras.backend.clear_session()
+    layers = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    trainer = Trainer(
+        lambda: keras.Sequential([keras.Input((3,)), *layers]),
+        keras.optimizers.Adam(0.1),
+        "mse",
+        global_batch_size=8,
+        run_dir=folder,
+        checkpoints=Checkpoints(every_steps=2),
+        probe=False,
+    )
+    history = trainer.fit(X, X[:, :1], epochs=2, verbose=0)
+    return trainer.model.get_weights(), history.history
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], dict[str, Any]]:
+    """A run with checkpoints after its steps 6 and 8, the last one."""
+    folder = tmp_path_factory.mktemp("finished")
+    weights, history = train(folder)
+    names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
+    assert names == ["step-000000006", "step-000000008"]
+    return folder, weights, history
+
+
+@pytest.mark.parametrize("name", ["arrays.safetensors", "ranks.bin", "manifest.json"])
+@pytest.mark.parametrize(
+    "damage", [emptied, truncated, flipped, longer, Path.unlink, unreadable], ids=lambda one: one.__name__
+)  # fmt: skip
+def test_the_one_before_is_taken(
+    finished: tuple[Path, list[Any], dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[Path], None],
+) -> None:
+    whole, weights, history = finished
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    damage(run / "checkpoints" / "step-000000008" / name)
+    with pytest.warns(UserWarning, match=r"step-000000008.*" + name):
+        again, found = train(run)
+    assert found == history
+    for one, same in zip(weights, again, strict=True):
+        np.testing.assert_array_equal(one, same)
+
+
+def test_all_are_damaged(finished: tuple[Path, list[Any], dict[str, Any]], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished[0], run)
+    for manifest in run.glob("checkpoints/step-*/manifest.json"):
+        flipped(manifest)
+    with (
+        pytest.warns(UserWarning, match="step-00000000[68]"),
+        pytest.raises(UsageError, match="all checkpoints are damaged"),
+    ):
+        train(run)
