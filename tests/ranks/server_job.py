@@ -54,7 +54,7 @@ class ServerJob:
         """Return what a process printed."""
         return (self.folder / f"{kind}{index}.log").read_text(errors="replace")
 
-    def wait_for(self, pattern: str, seconds: float = 90) -> None:
+    def wait_for(self, pattern: str, seconds: float = 240) -> None:
         """Wait until the chief prints something; fail the test if it does not."""
         end = time.monotonic() + seconds
         while not re.search(pattern, self.log("chief")):

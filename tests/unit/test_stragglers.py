@@ -30,7 +30,7 @@ def test_the_rank_that_loses_the_others_time(
 
 
 def test_time_that_is_waited_in_a_collective_is_not_a_ranks_own() -> None:
-    before, begin = own_seconds(), time.monotonic()
+    begin, before = time.monotonic(), own_seconds()
     beat("callbacks")
     time.sleep(0.05)
     with in_phase("callbacks", "sum", waiting=True):
@@ -43,4 +43,4 @@ def test_time_that_is_waited_in_a_collective_is_not_a_ranks_own() -> None:
     # A busy machine makes sleeps longer, never shorter.
     assert spent["callbacks"] >= 0.05
     assert spent["saving"] >= 0.05
-    assert sum(spent.values()) <= passed - 0.2
+    assert sum(spent.values()) <= passed - 0.2 + 1e-6  # Rounding of sums.
