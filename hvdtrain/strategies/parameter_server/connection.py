@@ -201,7 +201,8 @@ class Watch:
 def _end_after_grace(problem: str) -> None:
     """End this process unless it ends by itself: it may wait forever in a call to the host that is gone."""
     time.sleep(GRACE_SECONDS)
-    if threading.main_thread().is_alive():  # Else the script has ended, with this message as its error.
+    # Otherwise the script has ended, with this message as its error.
+    if threading.main_thread().is_alive():
         failure = Failure(0, EXIT_FAILURE, False, problem)
         line = failure.to_line() if TERMINAL in os.environ else f"Error: {problem}"
         os.write(2, f"\n{line}\n".encode(errors="backslashreplace"))
