@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+
 import pytest
 from exactness.case import Case
 from exactness.families import CASES
