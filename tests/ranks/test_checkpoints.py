@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from launch import Results, on_ranks
 from hvdtrain.environment import EXIT_PREEMPTED
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.fixture(scope="module", params=[1, 2] if "HVDTRAIN_ALL_CASES" in os.environ else [2])
 def results(request: pytest.FixtureRequest) -> Results:
     return on_ranks("checkpoints", np=request.param)
 

@@ -13,6 +13,7 @@ from exactness.table import reference, verdict, verdicts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+ALL_CASES = "HVDTRAIN_ALL_CASES" in os.environ
 SAMPLE = (
     "losses: several outputs: sample weights of each output",
     "losses of your own: the mean over the batch, sample weights",
@@ -39,14 +40,19 @@ def test_sample(name: str) -> None:
 @pytest.mark.slow
 def test_rows_of_the_table() -> None:
     page = read_page()
-    every = 10 if "HVDTRAIN_ALL_CASES" in os.environ else 20
+    every = 1 if ALL_CASES else 20
     found = {str(case): each for case, (each,) in verdicts(CASES[::every], [2])}
     assert {n: v for n, v in found.items() if v.word != page[n].words[1]} == {}
 
 
 @pytest.mark.slow
 @given(cases(), st.integers(1, 3))
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=15 if ALL_CASES else 8,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
 def test_any_case(case: Case, size: int) -> None:
     found = verdict(case, size, reference(case))
     assert not found.is_fault, found

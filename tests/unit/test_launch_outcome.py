@@ -161,6 +161,15 @@ def test_bare_exit_codes() -> None:
     )
 
 
+def test_the_exit_code_255_is_no_signal() -> None:
+    """mpirun may crash after a rank on another host has ended so."""
+    crashed = "hvdtrain: mpirun (process 5), which starts the ranks and waits for them, was killed by SIGSEGV\n"
+    found = judge(139, Failure(1, 255, False, ""), launcher=crashed)
+    assert found == Outcome(255, "rank 1 ended with exit code 255" + LOGS, 1)
+    killed = judge(139, Failure(1, 137, False, ""), launcher=crashed)
+    assert "was killed by SIGSEGV" in killed.message
+
+
 def test_signals_of_the_user() -> None:
     for number, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]:
         assert outcome_of(Ending(1, number), [BUG], "", Path("logs")) == Outcome(code, "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.launch.running import rank_monitor
-from hvdtrain.launch.running.processes import parse_status, state_of
+from hvdtrain.launch.running.processes import name_of, parse_status, state_of
 from hvdtrain.launch.running.rank_monitor import (
     MPI_PARAMETER,
     mpi_daemons_of,
@@ -115,6 +115,33 @@ def test_a_warning_that_stands_costs_one_search_a_look(monkeypatch: pytest.Monke
         for _ in watch.tick():
             pass
     assert len(searches) == before
+
+
+def test_ranks_that_missed_the_signal_are_ended() -> None:
+    """Also one that is stopped. One with a handler has had its signal, and may be saving."""
+    mark = uuid.uuid4().hex
+    handles = "import signal, time; signal.signal(signal.SIGTERM, print); print(flush=True); time.sleep(60)"
+    commands = (["sleep", "60"], ["sleep", "60"], [sys.executable, "-c", handles])
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    saving = ranks[2]
+    assert saving.stdout.readline() == "\n"
+    ranks[1].send_signal(signal.SIGSTOP)
+    wait_until(lambda: state_of(ranks[1].pid).stopped)
+    # A forked process is `sleep` only after its exec.
+    wait_until(lambda: all(name_of(one.pid) == "sleep" for one in ranks[:2]))
+    RankWatch(mark).end_missed()
+    assert [one.wait(20) for one in ranks[:2]] == [-signal.SIGTERM] * 2
+    assert saving.poll() is None
+    saving.kill()
+    assert saving.communicate(timeout=20)[0] == "", "its handler was not called"
 
 
 @pytest.mark.parametrize("elastic", [True, False])

@@ -155,7 +155,7 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
 
 def _was_killed(failure: Failure) -> bool:
     """Whether a signal ended it, by which it could say nothing itself."""
-    return failure.exit_code > EXIT_SIGNAL_BASE and not failure.text
+    return failure.exit_code - EXIT_SIGNAL_BASE in signal.valid_signals() and not failure.text
 
 
 def _only(process_names: ProcessNames) -> str:

@@ -9,7 +9,12 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from hvdtrain.launch.running.processes import TERM_SECONDS, environment_of, state_of
+from hvdtrain.launch.running.processes import (
+    TERM_SECONDS,
+    environment_of,
+    signal_launch,
+    state_of,
+)
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.rank_variables import is_elastic
@@ -107,6 +112,19 @@ class RankWatch:
         """Forward a signal that ends the run to the ranks that have a handler for it: their scripts may save."""
         self._asked = number, frozenset(self._send(number).values())
         self._asked_at = time.monotonic()
+
+    def end_missed(self) -> None:
+        """End the ranks here that Horovod's helpers have missed, which end the children of a shell and then stop it.
+
+        A rank that the shell starts in between gets no signal, and the helper waits 5 s for it, and as long for the
+        shell. Ranks with a handler for SIGTERM have had theirs.
+        """
+        self._monitor.look(search=True)
+        for _, pid in self._monitor.processes():
+            with suppress(OSError):
+                if signal.SIGTERM not in state_of(pid).caught:
+                    os.kill(pid, signal.SIGTERM)
+        signal_launch(self.launch_id, signal.SIGCONT)
 
     def _is_ending(self, one: RankStatus) -> bool:
         number, ranks = self._asked

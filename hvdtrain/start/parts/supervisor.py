@@ -33,7 +33,8 @@ TOGETHER_SECONDS = 0.2
 _BY_KERNEL = 0x80
 """si_code (siginfo.h) of a signal that no process has sent."""
 DEAF_SECONDS = 2.0
-"""After which mpirun gets the signal again: the first one has no effect while it starts its ranks."""
+"""After which the signal is repeated. The first one has no effect while mpirun starts its ranks, and Horovod's helpers
+over Gloo may miss a rank that they have just started."""
 
 
 def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
@@ -115,6 +116,9 @@ class _AllRanks:
 
     def end_elsewhere(self) -> None:
         self._agents.end()
+
+    def end_missed(self) -> None:
+        self._here.end_missed()
 
     def tick(self) -> None:
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
@@ -226,6 +230,8 @@ class _End:
                 self._repeated = True
                 if self.is_mpirun():
                     self._send(self._signal)
+                else:
+                    self.ranks.end_missed()
         elif self._grace_until is not None:
             if now >= self._grace_until or not self.ranks.are_ending():
                 self._end()
