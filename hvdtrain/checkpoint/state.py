@@ -1,10 +1,10 @@
 """The whole state of a training: taken from the ranks, and given to the same ranks or to others.
 
 It is kept twice. Once as one process would have it: variables go through `parallel.gather_scatter` under the names
-that they have in every layout, with gradients that wait added up, statistics averaged and metrics merged. Any number of
-ranks in any layout can go on from that. Beside it stands what each rank has of its own, as it is, since a sum would not
-be the same to the bit: seeds, statistics that are averaged only when the epoch ends, gradients that wait, metrics in
-the middle of an epoch. Ranks that are arranged as before go on from that.
+that they have in every layout, with gradients that wait added up and statistics averaged. Any number of ranks in any
+layout can go on from that. Beside it stands what each rank has of its own, as it is, since a sum would not be the same
+to the bit: seeds, statistics that are averaged only when the epoch ends, gradients that wait, metrics in the middle of
+an epoch. Ranks that are arranged as before go on from that; for others the metrics are merged when they resume.
 
 Not in it: the counters of TensorFlow's own stateful random operations (tf.random.normal), which cannot be read.
 """
@@ -15,9 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
-from hvdtrain.collectives.metrics import merge_state, read_state, state_variables, without_sums
+from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
+from hvdtrain.collectives.metrics import read_state, state_variables, without_sums
 from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
@@ -29,7 +31,7 @@ from hvdtrain.keras_internals.variables import (
     unique,
     untracked_variables,
 )
-from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
+from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
 from hvdtrain.parallel.whole_file import DividedState
 from hvdtrain.strategies.horovod import HorovodStrategy
 
@@ -48,13 +50,14 @@ class TrainingState:
         self._model = model
         self._strategy = strategy
         self._ranks = strategy.position.everyone
+        self._entries: list[Entry] | None = None
 
     def take(self, of_process: Any, rules: Mapping[int, str]) -> tuple[State, list[Own]]:
         """Return the variables, on rank 0, and what each rank has of its own, on all. A collective.
 
         Args:
             of_process: what else this process remembers; what `encoding.encode` takes.
-            rules: by which the states of metrics combine: see `collectives.metrics.merge_state`.
+            rules: of metrics' states that do not add up, by the id of the tf.Variable: see `metric_merging`.
         """
         variables = [tf_variable(v) for v in own_variables(self._model)]
         own: Own = {
@@ -64,11 +67,13 @@ class TrainingState:
             **random_states(),
         }
         metrics = self._model.metrics
-        self._strategy.end_epoch(self._model)
-        merge_state(metrics, self._strategy.position.data_set, rules)
         own["metrics"] = read_state(metrics)
-        own["rules"] = [rules.get(id(tf_variable(v))) for v in state_variables(metrics)]
-        arrays = gather(self._pieces(), self._ranks)
+        own["rules"] = [
+            declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in state_variables(metrics)
+        ]
+        own["merged_with"] = list(self._strategy.position.data_set.ranks)
+        self._strategy.end_epoch(self._model)
+        arrays = gather(self._pieces(), self._ranks, self._agreed())
         for variable, value in zip(variables, own["variables"], strict=True):
             variable.assign(value)
         return arrays, self._ranks.exchange(own, "own_state")
@@ -84,7 +89,7 @@ class TrainingState:
         Raises:
             UsageError: on all ranks: the variables do not fit; names the first one.
         """
-        scatter(self._pieces(), arrays, self._ranks)
+        scatter(self._pieces(), arrays, self._ranks, self._agreed())
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         own = everyone[self._ranks.rank() if alike else 0]
         if alike:
@@ -104,14 +109,30 @@ class TrainingState:
         # Of a pipeline the last stage has the metrics.
         for own in reversed(everyone):
             if [value.shape for value in own["metrics"]] == shapes:
-                _assign(variables, own["metrics"])
+                _assign(variables, _merged_metrics(own, everyone))
                 rules = zip(variables, own["rules"], strict=True)
                 if index:
                     without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
                 return
 
+    def _agreed(self) -> list[Entry]:
+        """What the ranks hold together; it stays as it is while the model is trained. A collective, once."""
+        if self._entries is None:
+            self._entries = agree(self._pieces(), self._ranks)
+        return self._entries
+
     def _pieces(self) -> list[Piece]:
         return DividedState(self._strategy.position).pieces(self._model)
+
+
+def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:
+    """Return the metrics' state of the ranks that trained the same part as the rank of `own`, on other examples."""
+    if "merged_with" not in own:  # Of a checkpoint whose metrics were merged when it was saved.
+        return list(own["metrics"])
+    states = [everyone[rank]["metrics"] for rank in own["merged_with"]]
+    shares = [1.0 / len(states)] * len(states)
+    each = zip(own["rules"], zip(*states, strict=True), strict=True)
+    return [combine(rule, values, shares) for rule, values in each]
 
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:

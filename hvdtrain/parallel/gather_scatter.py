@@ -72,17 +72,22 @@ class Entry:
     senders: tuple[tuple[int, int], ...]
 
 
-def gather(pieces: Iterable[Piece], ranks: Communicator = ALL_RANKS) -> State:
+def gather(
+    pieces: Iterable[Piece],
+    ranks: Communicator = ALL_RANKS,
+    entries: Sequence[Entry] | None = None,
+) -> State:
     """Return the whole state on the first rank, and an empty mapping on the others. A collective of all ranks.
 
     Args:
         pieces: what this rank holds.
         ranks: all ranks.
+        entries: what `agree` has returned for such pieces; None: ask the ranks.
     """
     own = {piece.place: piece for piece in pieces}
     state: State = {}
     here = ranks.rank()
-    for number, entry in enumerate(_agreed(own.values(), ranks)):
+    for number, entry in enumerate(entries or agree(own.values(), ranks)):
         piece = own.get(entry.place)
         mine = None if piece is None else piece.read()
         parts = []
@@ -102,14 +107,17 @@ def scatter(
     pieces: Iterable[Piece],
     state: Mapping[str, np.ndarray] | None,
     ranks: Communicator = ALL_RANKS,
+    entries: Sequence[Entry] | None = None,
 ) -> None:
     """Give every rank its pieces of rank 0's `state`; the other ranks' is not looked at. A collective.
+
+    The arguments are those of `gather`.
 
     Raises:
         UsageError: on all ranks, if the state does not fit: it names the first variable and both shapes.
     """
     own = {piece.place: piece for piece in pieces}
-    entries = _agreed(own.values(), ranks)
+    entries = entries or agree(own.values(), ranks)
     here = ranks.rank()
     mine = misfit(entries, state or {}) if here == 0 else None
     complaint = ranks.exchange(mine, "state_misfit")[0]
@@ -160,7 +168,7 @@ def misfit(entries: Sequence[Entry], state: Mapping[str, np.ndarray]) -> str | N
     return None
 
 
-def _agreed(pieces: Iterable[Piece], ranks: Communicator) -> list[Entry]:
+def agree(pieces: Iterable[Piece], ranks: Communicator = ALL_RANKS) -> list[Entry]:
     """Return all variables of the state, from what each rank says of the pieces that it sends. A collective."""
     return merged(ranks.exchange(facts(pieces), "state"))
 

@@ -23,7 +23,7 @@ from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
-from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import alike, any_rank, on_first
 from hvdtrain.data import KnownSource, OwnSource, Source
 from hvdtrain.environment import RESUME
@@ -110,6 +110,7 @@ class SavedFit:
         self._writing: Writing | None = None
         self._opened = False
         self._preemption = Preemption()
+        self._state: TrainingState | None = None
 
     @contextmanager
     def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
@@ -188,7 +189,7 @@ class SavedFit:
         found, self._found = self._found, None
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
         try:
-            states = TrainingState(model, self._strategy).give(arrays, ranks, self._alike)
+            states = self._state_of(model).give(arrays, ranks, self._alike)
         except UsageError as error:
             raise UsageError(
                 f"The checkpoints in {str(self._folder)!r} are of another model or optimizer: {error}. "
@@ -254,14 +255,15 @@ class SavedFit:
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
         if last or self._writing is None or self._writing.has_ended:
             self._finish_writing()
-        # As it is on rank 0, where they are written.
-        here = (self._writing is not None, self.exists)
-        busy, self.exists = ALL_RANKS.exchange(here, "saving")[0]
+        # Only rank 0 writes, so that only there anything is.
+        here = np.array([self._writing is not None, self.exists], np.int32)
+        busy, exists = ALL_RANKS.allreduce(here, "hvdtrain_saving", Max).numpy()
+        self.exists = bool(exists)
         if busy:
             return
         process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
-        arrays, ranks = TrainingState(model, self._strategy).take(process, rules)
+        arrays, ranks = self._state_of(model).take(process, rules)
         if ALL_RANKS.rank() != 0:
             return
         bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
@@ -279,6 +281,12 @@ class SavedFit:
         self._writing = Writing(self.steps, partial(save, self._folder, self.steps, content, keep))
         if last:
             self._finish_writing()
+
+    def _state_of(self, model: keras.Model) -> TrainingState:
+        """The state of the one model of this fit."""
+        if self._state is None:
+            self._state = TrainingState(model, self._strategy)
+        return self._state
 
     def _finish_writing(self) -> None:
         """Wait until what is being written is there; on other ranks than 0 nothing is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,12 @@ from jobs import Job, user_environment
 from mnist import local_weights as local_weights
 from namespaces import NamespaceHost, running_hosts
 from slurm_cluster import slurm as slurm
+
+
+@pytest.fixture(autouse=True, scope="session")
+def hangups_end_programs() -> None:
+    """As in a terminal, also where nohup started the tests."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(params=["mpi", "gloo"])
