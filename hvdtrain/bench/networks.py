@@ -38,13 +38,18 @@ def resnet20() -> keras.Model:
     return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-def mlp() -> keras.Model:
+def mlp(depth: int = 6) -> keras.Model:
     """Six dense layers of 2048: 22,609,930 parameters, where the gradients' bytes weigh more than the computation."""
-    hidden = [layers.Dense(2048, activation="relu") for _ in range(6)]
+    hidden = [layers.Dense(2048, activation="relu") for _ in range(depth)]
     return keras.Sequential([layers.Input((784,)), *hidden, layers.Dense(10)])
 
 
-MODELS = {"mnist": mnist, "resnet20": resnet20, "mlp": mlp}
+def large() -> keras.Model:
+    """Thirteen of them: 51,984,394 parameters."""
+    return mlp(13)
+
+
+MODELS = {"large": large, "mnist": mnist, "resnet20": resnet20, "mlp": mlp}
 
 
 def loss() -> keras.losses.Loss:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hvdtrain.bench.checkpoint_cost import measure_checkpoint_cost
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
@@ -53,7 +54,7 @@ _PASSES = click.option(
 @click.group()
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure throughput, input, start-up, memory and pipelines."""
+    """Measure throughput, input, start-up, memory, pipelines and checkpoints."""
     context.with_resource(ending_commands())
 
 
@@ -263,6 +264,51 @@ def overhead(
             click.echo(
                 f"  {model:>8}, {kind:>7}: fit {fit:7.2f} ms, Trainer {trainer:7.2f} ms; ratio {ratio:.3f}"
             )
+    click.echo(_again(context))
+
+
+@bench.command()
+@_workers(1)
+@click.option(
+    "--model", type=click.Choice([*BATCH_SIZES, "large"]), default="mnist", show_default=True,
+    help="large: 52 million parameters.",
+)  # fmt: skip
+@click.option(
+    "--every", type=click.IntRange(1), default=50, show_default=True, metavar="N",
+    help="Steps between two checkpoints.",
+)  # fmt: skip
+@click.option(
+    "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=lambda: Path(tempfile.gettempdir()), show_default="the system's temporary folder",
+    help="Folder to write them to.",
+)  # fmt: skip
+@_CONTROLLER
+@_PASSES
+@click.pass_context
+def checkpoints(
+    context: click.Context, np: int, model: str, every: int, folder: Path, controller: str, passes: int,
+) -> None:  # fmt: skip
+    """Step time of the Trainer with checkpoints against without.
+
+    Each worker has one core. A checkpoint is written while the training continues; a step waits until the state is
+    taken.
+    """
+    launch, chosen = _launcher(controller)
+    click.echo(
+        f"{model}, {np} workers over {chosen}, a checkpoint every {every} steps; {_machine()}"
+    )
+    batch_size = BATCH_SIZES.get(model, 64)
+    found = measure_checkpoint_cost(model, batch_size, every, np, passes, folder, launch)
+    for one in found.steps:
+        click.echo(
+            f"  without {1e3 * one.reference:8.2f} ms, with {1e3 * one.measured:8.2f} ms; ratio {one.ratio:.3f}"
+        )
+    _, _, ratio = medians(found.steps)
+    cost = 1e3 * every * statistics.median(one.measured - one.reference for one in found.steps)
+    click.echo(
+        f"medians of {passes}: ratio {ratio:.3f}; {cost:.0f} ms for a checkpoint of {found.bytes / 1e6:.1f} MB, "
+        f"of which one copy in memory takes {1e3 * statistics.median(found.copies):.1f} ms"
+    )
     click.echo(_again(context))
 
 
