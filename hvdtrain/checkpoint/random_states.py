@@ -14,8 +14,9 @@ from hvdtrain.keras_internals.variables import global_seed_variable, tf_variable
 def random_states() -> dict[str, Any]:
     """Return their states; what `encoding.encode` takes."""
     seed = global_seed_variable(create=False)
+    version, numbers, gauss = random.getstate()
     return {
-        "random": random.getstate(),
+        "random": [version, np.array(numbers, np.uint32), gauss],
         "numpy": np.random.get_state(),
         "keras": None if seed is None else tf_variable(seed).numpy(),
     }
@@ -26,5 +27,6 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     if states["keras"] is not None:
         tf_variable(global_seed_variable(create=True)).assign(states["keras"])
     # Last: Keras may have made its global generator of Python's random numbers just now.
-    random.setstate(states["random"])
+    version, numbers, gauss = states["random"]
+    random.setstate((version, tuple(map(int, numbers)), gauss))
     np.random.set_state(states["numpy"])

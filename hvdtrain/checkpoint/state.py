@@ -12,10 +12,12 @@ Not in it: the counters of TensorFlow's own stateful random operations (tf.rando
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
@@ -38,6 +40,23 @@ from hvdtrain.strategies.horovod import HorovodStrategy
 Own = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """Where the state is, which takes as long to find as to read.
+
+    Attributes:
+        own: of each rank: see `own_variables`.
+        untracked: those of them that Keras does not know.
+        pieces: of the state that goes through `gather`.
+        entries: what the ranks hold of it together.
+    """
+
+    own: list[tf.Variable]
+    untracked: list[tf.Variable]
+    pieces: list[Piece]
+    entries: list[Entry]
+
+
 class TrainingState:
     """The state of a model, its optimizer and its metrics, all built.
 
@@ -50,7 +69,7 @@ class TrainingState:
         self._model = model
         self._strategy = strategy
         self._ranks = strategy.position.everyone
-        self._entries: list[Entry] | None = None
+        self._parts: _Parts | None = None
 
     def take(self, of_process: Any, rules: Mapping[int, str]) -> tuple[State, list[Own]]:
         """Return the variables, on rank 0, and what each rank has of its own, on all. A collective.
@@ -59,10 +78,10 @@ class TrainingState:
             of_process: what else this process remembers; what `encoding.encode` takes.
             rules: of metrics' states that do not add up, by the id of the tf.Variable: see `metric_merging`.
         """
-        variables = [tf_variable(v) for v in own_variables(self._model)]
+        parts = self._parts = self._parts or self._find_parts()
         own: Own = {
-            "variables": [v.numpy() for v in variables],
-            "untracked": [tf_variable(v).numpy() for v in untracked_variables(self._model)],
+            "variables": [v.numpy() for v in parts.own],
+            "untracked": [v.numpy() for v in parts.untracked],
             "process": of_process,
             **random_states(),
         }
@@ -73,8 +92,8 @@ class TrainingState:
         ]
         own["merged_with"] = list(self._strategy.position.data_set.ranks)
         self._strategy.end_epoch(self._model)
-        arrays = gather(self._pieces(), self._ranks, self._agreed())
-        for variable, value in zip(variables, own["variables"], strict=True):
+        arrays = gather(parts.pieces, self._ranks, parts.entries)
+        for variable, value in zip(parts.own, own["variables"], strict=True):
             variable.assign(value)
         return arrays, self._ranks.exchange(own, "own_state")
 
@@ -89,7 +108,7 @@ class TrainingState:
         Raises:
             UsageError: on all ranks: the variables do not fit; names the first one.
         """
-        scatter(self._pieces(), arrays, self._ranks, self._agreed())
+        scatter(self._pieces(), arrays, self._ranks)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         own = everyone[self._ranks.rank() if alike else 0]
         if alike:
@@ -115,11 +134,15 @@ class TrainingState:
                     without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
                 return
 
-    def _agreed(self) -> list[Entry]:
-        """What the ranks hold together; it stays as it is while the model is trained. A collective, once."""
-        if self._entries is None:
-            self._entries = agree(self._pieces(), self._ranks)
-        return self._entries
+    def _find_parts(self) -> _Parts:
+        """A collective. After the first step all variables are there."""
+        pieces = self._pieces()
+        return _Parts(
+            [tf_variable(v) for v in own_variables(self._model)],
+            [tf_variable(v) for v in untracked_variables(self._model)],
+            pieces,
+            agree(pieces, self._ranks),
+        )
 
     def _pieces(self) -> list[Piece]:
         return DividedState(self._strategy.position).pieces(self._model)

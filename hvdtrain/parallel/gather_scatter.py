@@ -107,17 +107,14 @@ def scatter(
     pieces: Iterable[Piece],
     state: Mapping[str, np.ndarray] | None,
     ranks: Communicator = ALL_RANKS,
-    entries: Sequence[Entry] | None = None,
 ) -> None:
     """Give every rank its pieces of rank 0's `state`; the other ranks' is not looked at. A collective.
-
-    The arguments are those of `gather`.
 
     Raises:
         UsageError: on all ranks, if the state does not fit: it names the first variable and both shapes.
     """
     own = {piece.place: piece for piece in pieces}
-    entries = entries or agree(own.values(), ranks)
+    entries = agree(own.values(), ranks)
     here = ranks.rank()
     mine = misfit(entries, state or {}) if here == 0 else None
     complaint = ranks.exchange(mine, "state_misfit")[0]
