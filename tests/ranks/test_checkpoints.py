@@ -46,12 +46,6 @@ def test_data_that_does_not_come_again_is_refused(results: Results) -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_of_optimizer_state(results: Results) -> None:
-    for found in results.of("case_optimizers"):
-        assert {name: far for name, far in found.items() if far} == {}
-
-
-@pytest.mark.slow
 def test_several_steps_at_once_with_warm_up(results: Results) -> None:
     for found in results.of("case_steps_per_execution"):
         assert found == []

@@ -1,4 +1,4 @@
-"""Fits that are ended and resumed where the ranks are arranged in layouts, as before or otherwise."""
+"""Fits that are ended, and resumed where the ranks are arranged otherwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 import numpy as np
-from checkpoints import EPOCHS, STEPS, ended_and_resumed, folder, refusal, train
+from checkpoints import EPOCHS, STEPS, folder, refusal, train
 
 from hvdtrain import Layout, Mesh
 
@@ -38,16 +38,6 @@ def with_dropout(units: int) -> keras.Model:
 def of_layout(name: str, **options: Any) -> dict[str, Any]:
     """Options of `train`."""
     return {"network": dense, "units": 8, "best_weights": False, **LAYOUTS[name], **options}
-
-
-def case_same_layout() -> dict[str, list[str]]:
-    """Bit by bit, where gradients wait and dropout draws."""
-    options = {"network": with_dropout, "best_weights": True, "epochs": 3}
-    return {
-        name: ended_and_resumed("accumulation", 1, [STEPS + 3], **of_layout(name, **options))
-        for name in LAYOUTS
-        if name != "data"
-    }
 
 
 def far_from(run_dir: Path, expected: Path, left: dict[str, Any], other: dict[str, Any]) -> Any:
