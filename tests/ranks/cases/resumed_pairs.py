@@ -49,6 +49,8 @@ def of_course(course: str) -> dict[str, Any]:
         "best_weights": course == "early stopping",
         "rate": rate,
         "warmup_epochs": 2 if course == "warm-up" else 0,
+        # A Dataset's length, which warm-up asks for, is not known to the Trainer.
+        "steps": STEPS if course == "warm-up" else None,
     }
 
 
