@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hvdtrain.collectives.first_rank import first_rank_first
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.errors import (
+        DivergedError,
         EngineError,
         HvdtrainError,
         LaunchError,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointManager",
     "Checkpoints",
+    "DivergedError",
     "EngineError",
     "HvdtrainError",
     "LaunchError",
@@ -63,6 +65,7 @@ _HOMES = {
     "init": "hvdtrain.runtime",
     "long_phase": "hvdtrain.worker.heartbeat",
     "shutdown": "hvdtrain.runtime",
+    "DivergedError": "hvdtrain.errors",
     "EngineError": "hvdtrain.errors",
     "HvdtrainError": "hvdtrain.errors",
     "LaunchError": "hvdtrain.errors",

@@ -58,6 +58,10 @@ class ReplicaError(HvdtrainError):
     """Ranks that must hold, or be about to do, the same thing do not."""
 
 
+class DivergedError(HvdtrainError):
+    """The loss or a weight has become nan or inf, and Trainer(on_nan="stop") has stopped the training."""
+
+
 class EngineError(HvdtrainError):
     """Horovod is missing or does not load; a collective stopped, or the rank for which this one waits failed."""
 

@@ -26,17 +26,22 @@ class FiniteWatch:
         """
         if self._warned:
             return
-        broken = [v for v in unique(variables) if not _is_finite(v)]
+        broken = not_finite(variables)
         if broken:
             self._warned = True
             warnings.warn(
-                f"{variable_name(broken[0])!r} has become nan or inf {when}"
+                f"{broken[0]!r} has become nan or inf {when}"
                 f"{f', and so have {len(broken) - 1} other weights' if len(broken) > 1 else ''}. Training goes on, as "
                 "in plain Keras, but such weights do not recover: look for nan in the data and for a loss that "
                 "divides by 0 or takes the logarithm of 0, lower the learning rate, or clip the gradients "
                 "(clipnorm of the optimizer)",
                 stacklevel=2,
             )
+
+
+def not_finite(variables: Iterable[Any]) -> list[str]:
+    """Return the names of those of `variables`, Keras's or TensorFlow's, that hold nan or inf."""
+    return [variable_name(v) for v in unique(variables) if not _is_finite(v)]
 
 
 def _is_finite(variable: Any) -> bool:

@@ -5,6 +5,7 @@ p is example `order(p // n)[p % n]`. That is a pure function of seed, epoch and 
 size or history, so a rank reads no more than its own examples.
 """
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,12 @@ class KnownSource:
         length = steps * self.reading.global_batch_size
         begin, end = part * length, min((part + 1) * length, self.pass_length)
         return number * self.pass_length + begin, number * self.pass_length + end
+
+    def numbers(self, epoch: int, step: int, rank: int, size: int) -> list[int]:
+        """The positions in the data, counted from 0, of the rank's examples in a step, as far as they are known."""
+        slot = next(itertools.islice(self.slots(epoch, rank, size), step, None))
+        rows = self.order(self.pass_length).rows(slot.begin, slot.end)
+        return list(np.arange(self.pass_length)[rows].tolist())
 
     def order(self, length: int) -> "Order":
         """The order of `length` examples or items in each pass."""

@@ -115,6 +115,9 @@ class ItemSource(KnownSource):
         # Items are compared as they are read: to look at one beforehand costs as much.
         return {}
 
+    def numbers(self, epoch: int, step: int, rank: int, size: int) -> list[int]:
+        return []  # It may shuffle itself.
+
     def epoch(self, epoch: int, rank: int, size: int, begin: int = 0) -> Iterator[Share]:
         if self.reading.warns_of_joining(self.item_length, size):
             warn_of_joining(self.items.name, self.item_length, self.reading.global_batch_size)

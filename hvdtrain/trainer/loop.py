@@ -34,6 +34,7 @@ from hvdtrain.trainer.callback_ranks import (
     save_within_epochs,
     saving_together,
 )
+from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.progress import Progress
 from hvdtrain.trainer.resume import Position, SavedFit, continue_files, facts_of
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
@@ -83,6 +84,7 @@ class Loop:
         run_dir: where the run's files go; None: nowhere.
         config: what config.json says of the Trainer.
         saved: the checkpoints of the fit; None: it has none.
+        losses: ends a training that diverges; None: it goes on, as in Keras.
         finite: warns of nan once in each fit.
     """
 
@@ -96,6 +98,7 @@ class Loop:
     run_dir: RunDir | None
     config: dict[str, Any]
     saved: SavedFit | None = None
+    losses: LossWatch | None = None
     finite: FiniteWatch = field(default_factory=FiniteWatch)
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
@@ -216,11 +219,15 @@ class Loop:
         for group in grouped(shares, together):
             if self.saved is not None and states is not None and done > skip:
                 self._save_if_due(self.saved, states, step_logs, epoch, done)
+            if self.losses is not None:
+                self.losses.look()
             if self.probe and done == 0 and check_first_step:
                 self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)
             step_logs = self.steps.train(group)
             share = group[-1]
+            if self.losses is not None:
+                self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)
             progress.step(len(group), sum(s.global_examples for s in group), step_logs)
             with (
                 self._shown(step_logs, share, global_batches) as shown,
@@ -238,6 +245,8 @@ class Loop:
         if share is None:
             raise UsageError("The training data has no batches: nothing to train on")
         self.steps.finish()
+        if self.losses is not None:
+            self.losses.look(now=True)
         progress.stop()
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
@@ -316,7 +325,9 @@ class Loop:
 
     def _check(self, replicas: Callable[[keras.Model, str], None], when: str) -> None:
         replicas(self.model, when)
-        if self.rank.is_first:
+        if self.losses is not None:
+            self.losses.require_finite(self.model.trainable_variables, when)
+        elif self.rank.is_first:
             self.finite.look(self.model.trainable_variables, when)
 
     @contextmanager

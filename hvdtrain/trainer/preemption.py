@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import numpy as np
-
-from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
+from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.trainer.elastic_job import HostChanges
+from hvdtrain.trainer.looks import Looks
 from hvdtrain.worker.preemption_notice import warned
-
-LOOK_SECONDS = 1.0
-"""Between two looks, which cost a small allreduce each."""
-MOST_STEPS = 1000
-"""Between two looks, however fast the steps are."""
 
 
 class Preemption:
@@ -30,11 +23,9 @@ class Preemption:
     """
 
     def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
-        self._ranks = ranks
+        self._looks = Looks("preempted", ranks)
         self._terminated = False
         self._hosts = HostChanges()
-        self._looked: tuple[int, float] | None = None
-        self._next = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -65,17 +56,9 @@ class Preemption:
             steps: trained so far, the same on all ranks.
             due: whether it is time to save by this rank's clock.
         """
-        if steps < self._next:
+        if not self._looks.due(steps):
             return False, False
-        now = time.monotonic()
-        pace = LOOK_SECONDS
-        if self._looked is not None and steps > self._looked[0]:
-            pace = (now - self._looked[1]) / (steps - self._looked[0])
-        self._looked = steps, now
-        # The slowest rank's pace, so that all look again at the same step.
-        mine = np.array([self.told or self._hosts.heard, due, pace], np.float64)
-        told, everyones, slowest = self._ranks.allreduce(mine, "hvdtrain_preempted", Max).numpy()
-        self._next = steps + int(np.clip(LOOK_SECONDS / max(slowest, 1e-9), 1, MOST_STEPS))
+        told, everyones = self._looks.together(steps, [self.told or self._hosts.heard, due])
         return bool(told), bool(everyones)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

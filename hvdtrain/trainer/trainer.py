@@ -32,6 +32,7 @@ from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
+from hvdtrain.trainer.divergence import checked_policy, loss_watch
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
@@ -91,6 +92,7 @@ class Trainer:
         layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
         guard: compare the replicas after the first step and every epoch; warn once if the weights are nan or inf.
+        on_nan: "warn" as `guard` does, or "stop": raise DivergedError about a second after a loss became nan or inf.
         probe: before the first step with several workers, run it on five examples, whole and in parts, and refuse a
             model whose gradients do not add up to those of one worker (a loss that compares examples, for one). It
             takes four eager steps on at most five examples: less time than tracing the first step.
@@ -125,6 +127,7 @@ class Trainer:
         layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
         guard: bool = True,
+        on_nan: Literal["warn", "stop"] = "warn",
         probe: bool = True,
     ) -> None:
         self.strategy = make_strategy(strategy, layout, shard_optimizer)
@@ -132,6 +135,7 @@ class Trainer:
         check_positive("global_batch_size", global_batch_size)
         check_positive("steps_per_execution", steps_per_execution)
         check_workers(global_batch_size, self.strategy.workers)
+        self._on_nan = checked_policy(on_nan, self.strategy)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._guard = guard
@@ -255,22 +259,19 @@ class Trainer:
         validation = None
         if validation_data is not None:
             if isinstance(validation_data, list):
-                validation_data = tuple(
-                    validation_data
-                )  # As in Keras; elsewhere a list is several inputs.
+                # As in Keras; elsewhere a list is several inputs.
+                validation_data = tuple(validation_data)
             validation = self._source(validation_data, None, None, validation_steps)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
             warm_up = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
             callbacks = [warm_up, *callbacks]
-        shown = resolve_verbose(verbose, self.rank)
-        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
-        facts = {
-            "epochs": epochs,
-            "callbacks": [type(c).__name__ for c in callbacks],
-            "run_dir is given": self._run_dir is not None,
-        }
+        bar = resolve_verbose(verbose, self.rank)
+        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, bar)
+        names = [type(c).__name__ for c in callbacks]
+        given = self._run_dir is not None
+        facts = {"epochs": epochs, "callbacks": names, "run_dir is given": given}
         if validation is not None:
             facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
         with in_job(self.rank, self._saved):
@@ -476,6 +477,7 @@ class Trainer:
             run_dir=self._run_dir,
             config=self._config,
             saved=self._saved,
+            losses=loss_watch(self._on_nan, source, self.strategy.part, self._run_dir),
         )
 
     def _compiled_anew(self, what: str) -> bool:

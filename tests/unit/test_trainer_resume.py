@@ -21,7 +21,7 @@ from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.trainer import preemption, resume
+from hvdtrain.trainer import looks, preemption, resume
 from hvdtrain.trainer.resume import SavedFit, _is_finite, continue_files, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 
@@ -65,7 +65,7 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     clock = SimpleNamespace(monotonic=lambda: now)
     now = 0.0
     monkeypatch.setattr(resume, "time", clock)
-    monkeypatch.setattr(preemption, "time", clock)
+    monkeypatch.setattr(looks, "time", clock)
     strategy = object.__new__(HorovodStrategy)
     saved = SavedFit(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path), strategy)
     saved._preemption = preemption.Preemption(LoneRank(0))

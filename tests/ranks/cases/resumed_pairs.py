@@ -21,8 +21,6 @@ PLACES = {
     "epoch end": (1000, STEPS + 2),
 }
 """Steps between checkpoints, and the step in which the fit ends, before it is saved."""
-EVERY = 1 if "HVDTRAIN_ALL_CASES" in os.environ else 3
-"""All of them before a release: seven minutes."""
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -56,7 +54,7 @@ def of_course(course: str) -> dict[str, Any]:
 
 def case_rows() -> dict[str, list[str]]:
     found = {}
-    for optimizer, course, source, place, layout in rows()[::EVERY]:
+    for optimizer, course, source, place, layout in rows()[:: int(os.environ["RESUMED_EVERY"])]:
         every, end = PLACES[place]
         options = of_layout(layout, source=source, epochs=3, **of_course(course))
         name = ", ".join((optimizer, course, source, place, layout))

@@ -1,0 +1,92 @@
+"""A loss that becomes nan: the step, the rank and the examples are those that had it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvdtrain
+from hvdtrain.collectives.communicator import LoneRank
+from hvdtrain.data import Part
+from hvdtrain.data.share import Share
+from hvdtrain.trainer.divergence import LossWatch, checked_policy
+
+EXAMPLES, BATCH, BAD = 40, 8, 21
+
+
+def model() -> keras.Model:
+    keras.backend.clear_session()
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+def data() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
+    x[BAD] = np.nan
+    return x, x[:, :1]
+
+
+def trainer(run_dir: Path | None, **options: object) -> hvdtrain.Trainer:
+    return hvdtrain.Trainer(
+        model, "sgd", "mse", global_batch_size=BATCH, run_dir=run_dir, **options
+    )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_example_is_among_those_named(shuffle: bool, steps: int, tmp_path: Path) -> None:
+    with pytest.raises(hvdtrain.DivergedError) as raised:
+        one = trainer(tmp_path, on_nan="stop", steps_per_execution=steps)
+        one.fit(*data(), epochs=2, shuffle=shuffle, verbose=0)
+    found = json.loads((tmp_path / "diverged.json").read_text())
+    order = np.random.default_rng([0, 0]).permutation(EXAMPLES) if shuffle else range(EXAMPLES)
+    step = list(order).index(BAD) // BATCH
+    # Of steps that ran at once the last one is told.
+    step = min(step // steps * steps + steps, EXAMPLES // BATCH) - 1
+    assert (found["step"], found["epoch"], found["rank"]) == (step + 1, 1, 0)
+    assert found["examples"] == [int(i) for i in order[step * BATCH : (step + 1) * BATCH]]
+    assert f"step {step + 1} of epoch 1 on rank 0" in str(raised.value)
+    assert str(tmp_path / "diverged.json") in str(raised.value)
+    assert not (tmp_path / "model.keras").exists()
+
+
+def test_without_it_the_training_goes_on_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="has become nan or inf"):
+        assert len(trainer(None).fit(*data(), epochs=2, verbose=0).epoch) == 2
+
+
+def test_weights_that_the_loss_does_not_show(tmp_path: Path) -> None:
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if batch == EXAMPLES // BATCH - 1:
+                self.model.layers[-1].bias.assign([np.inf])
+
+    x = np.ones((EXAMPLES, 3), "float32")
+    with pytest.raises(hvdtrain.DivergedError, match="bias' has become nan or inf after epoch 1"):
+        trainer(tmp_path, on_nan="stop").fit(x, x[:, :1], callbacks=Spoil(), verbose=0)
+
+
+def test_a_stream_has_no_numbers() -> None:
+    stream: Any = object()
+    watch = LossWatch(stream, Part(0, 1), None, LoneRank(0))
+    share = Share(((),), 4, 8, 4, None)
+    watch.add(0, 6, 1, {"accuracy": np.nan, "d_loss": 1.0}, share)
+    watch.look(now=True)
+    watch.add(2, 7, 1, {"d_loss": np.float32(-np.inf)}, share)
+    with pytest.raises(hvdtrain.DivergedError) as raised:
+        watch.look(now=True)
+    assert "became -inf in step 8 of epoch 3" in str(raised.value)
+    assert "examples 4 to 7 of the global batch" in str(raised.value)
+
+
+def test_what_cannot_work() -> None:
+    with pytest.raises(hvdtrain.UsageError, match="on_nan='skip': choose 'warn' or 'stop'"):
+        trainer(None, on_nan="skip")
+    other: Any = SimpleNamespace(name="tpu")
+    with pytest.raises(hvdtrain.UsageError, match=r"works with strategy='horovod' \(here: tpu\)"):
+        checked_policy("stop", other)
