@@ -198,6 +198,23 @@ def test_a_warned_script(
         assert (slurm / "requeued").read_text().splitlines()[0] == "requeue 7"
 
 
+def test_a_training_that_ends_at_once_has_finished(slurm: Path) -> None:
+    """It has ended before the script looks whether it lives."""
+    play(slurm, "squeue", "date --date='300 seconds' +%FT%T")
+    play(slurm, "scontrol", f"touch {slurm}/requeued")
+    play(slurm, "train", "trap 'exit 0' USR1\ntouch ready\nfor i in {1..900}; do sleep 0.1; done")
+    script = batch_script(request_of(command=("./train",), warning_seconds=300, requeue=True))
+    slow = 'kill() { builtin kill "$@"; local code=$?; sleep 1; return $code; }\n'
+    with subprocess.Popen(
+        ["bash", "-c", slow + script], env={**os.environ, "SLURM_JOB_ID": "7"}
+    ) as job:
+        while not (slurm / "ready").exists():
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 0
+    assert not (slurm / "requeued").exists()
+
+
 @pytest.mark.parametrize("answer", ["exit 1", "echo N/A", "echo"])
 def test_ranks_may_save_where_slurm_does_not_tell_the_end(slurm: Path, answer: str) -> None:
     play(slurm, "squeue", answer)

@@ -300,6 +300,10 @@ while kill -0 "$run" 2>/dev/null; do
     wait "$run"
     code=$?
 done
+# If it ended right after a signal, the code so far is the signal's. 127: there is no other.
+wait "$run" 2>/dev/null
+last=$?
+[ "$last" -eq 127 ] || code=$last
 """
 
 _REQUEUE = """\
