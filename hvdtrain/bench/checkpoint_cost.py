@@ -73,9 +73,8 @@ def time_both(
     me = init()
     take_core(me.local_rank)
     batch, steps = batch_size * me.size, CHECKPOINTS * every
-    state: list[Any] = []
 
-    def seconds(run: str, checkpoints: hvdtrain.Checkpoints | None) -> float:
+    def train(run: str, checkpoints: hvdtrain.Checkpoints | None) -> tuple[float, keras.Model]:
         keras.backend.clear_session()
         trainer = hvdtrain.Trainer(
             MODELS[name](),
@@ -87,21 +86,19 @@ def time_both(
             checkpoints=checkpoints,
         )
         x, y = examples(trainer.model, batch * steps, seed=0)
-        found = seconds_of_step(trainer.fit, {"x": x, "y": y}, steps)
-        state[:] = [
-            v.numpy() for v in [*trainer.model.variables, *trainer.model.optimizer.variables]
-        ]
-        return found
+        return seconds_of_step(trainer.fit, {"x": x, "y": y}, steps), trainer.model
 
-    found, copies = [], []
+    found, copies, size = [], [], 0
     for number in range(passes):
-        without = seconds(f"{number}-without", None)
-        found.append([without, seconds(f"{number}-with", hvdtrain.Checkpoints(every_steps=every))])
+        without, _ = train(f"{number}-without", None)
+        saving, model = train(f"{number}-with", hvdtrain.Checkpoints(every_steps=every))
+        found.append([without, saving])
+        state = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+        size = sum(array.nbytes for array in state)
         began = time.perf_counter()
         copied = [array.copy() for array in state]
         copies.append(time.perf_counter() - began)
         del copied
-    size = sum(array.nbytes for array in state)
     return {"seconds": found, "copies": copies, "bytes": size} if me.is_first else None
 
 

@@ -10,6 +10,12 @@ import tensorflow as tf
 
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
 
+ADVICE = (
+    "look for nan in the data and for a loss that divides by 0 or takes the logarithm of 0, lower the learning rate, "
+    "or clip the gradients (clipnorm of the optimizer)"
+)
+"""For messages about nan."""
+
 
 class FiniteWatch:
     """Warns once of weights that are nan or inf. Training continues, as in plain Keras."""
@@ -32,9 +38,7 @@ class FiniteWatch:
             warnings.warn(
                 f"{broken[0]!r} has become nan or inf {when}"
                 f"{f', and so have {len(broken) - 1} other weights' if len(broken) > 1 else ''}. Training goes on, as "
-                "in plain Keras, but such weights do not recover: look for nan in the data and for a loss that "
-                "divides by 0 or takes the logarithm of 0, lower the learning rate, or clip the gradients "
-                "(clipnorm of the optimizer)",
+                f"in plain Keras, but such weights do not recover: {ADVICE}",
                 stacklevel=2,
             )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.consistency import any_rank, on_first
-from hvdtrain.collectives.finite import not_finite
+from hvdtrain.collectives.finite import ADVICE, not_finite
 from hvdtrain.data import KnownSource, Part, Share, Source
 from hvdtrain.errors import DivergedError, UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -22,10 +22,6 @@ from hvdtrain.trainer.run_dir import RunDir
 FILE = "diverged.json"
 SHOWN = 8
 """Examples in the message; the file has all."""
-ADVICE = (
-    "Look for nan in the data and for a loss that divides by 0 or takes the logarithm of 0, lower the learning rate, "
-    "or clip the gradients (clipnorm of the optimizer)"
-)
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,7 @@ class LossWatch:
             return
         name = next(one for one in self._ranks.exchange(broken[:1], "diverged") if one)[0]
         raise DivergedError(
-            f"{name!r} has become nan or inf {when}: the training has stopped. {ADVICE}"
+            f"{name!r} has become nan or inf {when}: the training has stopped. {ADVICE.capitalize()}"
         )
 
     def _found(self, step: _Step, loss: str) -> Divergence:
@@ -178,5 +174,5 @@ def _told(found: Divergence, written: str) -> str:
     return (
         f"the loss became {found.loss} in step {found.step} of epoch {found.epoch} on rank {found.rank}, and the "
         f"training has stopped (on_nan='stop'). That rank had {which}{f'; all are in {written!r}' if written else ''}. "
-        f"{ADVICE}"
+        f"{ADVICE.capitalize()}"
     )

@@ -267,8 +267,8 @@ class Trainer:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
             warm_up = WarmUp(self._ramps, self._warmup_epochs, train.steps_per_epoch)
             callbacks = [warm_up, *callbacks]
-        bar = resolve_verbose(verbose, self.rank)
-        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, bar)
+        shown = resolve_verbose(verbose, self.rank)
+        plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
         names = [type(c).__name__ for c in callbacks]
         given = self._run_dir is not None
         facts = {"epochs": epochs, "callbacks": names, "run_dir is given": given}
