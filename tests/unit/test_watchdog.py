@@ -125,13 +125,6 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "  ranks 0, 1: in the script, collective grad",
         ),
         (
-            [rank(0, idle=1800), rank(1, idle=1801, state="stopped", held=2)],
-            "rank 1 (process 101) is stopped (SIGSTOP), and the others wait for it: what stopped it? "
-            "`kill -CONT` lets it go on\n"
-            "  rank 0: in training, step 8\n"
-            "  rank 1: in training, step 8, stopped",
-        ),
-        (
             [rank(0, "ended", quiet=901), rank(1, "ended", state="gone", held=1000)],
             "all ranks finished, but the run did not end within 900 s\n"
             "  rank 0: in ended\n"
@@ -147,6 +140,22 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
 )
 def test_a_run_that_cannot(ranks: list[RankStatus], says: str) -> None:
     assert verdict(ranks, LIMITS) == says
+
+
+STOPPED = {"state": "stopped", "held": 2}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [rank(0, idle=1800), rank(1, idle=1801, **STOPPED)],
+        [rank(0, "init", waiting=True, idle=301), rank(1, "starting", quiet=300, **STOPPED)],
+        [rank(n, "init", waiting=True, idle=301, **STOPPED if n else {}) for n in range(2)],
+        [rank(n, waiting=True, detail="grad", idle=301, **STOPPED if n else {}) for n in range(2)],
+    ],
+)
+def test_a_stopped_rank_is_named_whichever_limit_comes_first(ranks: list[RankStatus]) -> None:
+    assert verdict(ranks, LIMITS).startswith("rank 1 (process 101) is stopped (SIGSTOP)")
 
 
 def test_limits_are_never_longer_than_the_users() -> None:

@@ -201,6 +201,7 @@ def _stopped(
 
 
 def _frozen(ranks: Sequence[RankStatus]) -> str:
+    # However short: a rank that is stopped while nothing moves is what the others wait for.
     return _sentence(
         [one for one in ranks if one.state == "stopped"],
         "stopped (SIGSTOP), and the others wait for THEM",
@@ -239,9 +240,8 @@ def _awaited(
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):
-        return _sentence(
-            late, f"not there: for {limit:g} s others have waited for THEM in {INIT}", ""
-        )
+        missing = f"not there: for {limit:g} s others have waited for THEM in {INIT}"
+        return _frozen(late) or _sentence(late, missing, "")
     if waiting and len(waiting) == len(there):
         where = " and ".join(sorted({_meeting(one) for one in waiting}))
         unseen = sorted(set(range(max(one.size for one in ranks))) - {one.rank for one in ranks})
@@ -251,7 +251,10 @@ def _awaited(
                 f"{ranks_in_words(unseen)} {have} not started, and for {limit:g} s the others have waited in {where}: "
                 "look at the hosts on which there is no rank yet"
             )
-        return f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
+        return (
+            _frozen(there)
+            or f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
+        )
     return ""
 
 
