@@ -137,7 +137,7 @@ def replicas_of(environ: Mapping[str, str]) -> int | None:
     if not text:
         return None
     if not re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII):
-        raise UsageError(f"{REPLICAS}={text!r}: give the number of replicas, at least 1")
+        raise UsageError(f"{REPLICAS}={text!r}: expected the number of replicas, at least 1")
     return int(text)
 
 

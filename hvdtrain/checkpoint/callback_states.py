@@ -66,7 +66,7 @@ class CallbackStates:
             warnings.warn(
                 f"Checkpoints do not hold {', '.join(unknown)} of the callback "
                 f"{type(callback).__name__}, which changed while training: a resumed run begins "
-                "with new ones. Give it get_state() and set_state(state), of numbers, texts, "
+                "with new ones. Define its get_state() and set_state(state), with numbers, strings, "
                 "arrays, lists and dicts",
                 stacklevel=2,
             )

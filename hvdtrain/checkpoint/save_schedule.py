@@ -28,12 +28,12 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
             raise UsageError(
-                f"Checkpoints(every_steps={self.every_steps}): give a number of steps, or leave it out "
+                f"Checkpoints(every_steps={self.every_steps}): pass a number of steps, or leave it out "
                 "to save after each epoch"
             )
         if self.every_minutes is not None and not self.every_minutes > 0:
             raise UsageError(
-                f"Checkpoints(every_minutes={self.every_minutes}): give a positive number of minutes, or leave it out "
+                f"Checkpoints(every_minutes={self.every_minutes}): pass a positive number of minutes, or leave it out "
                 "to save after each epoch"
             )
         if self.keep < 2:

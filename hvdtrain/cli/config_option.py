@@ -166,7 +166,9 @@ def _switched_off_by(option: Option, values: dict[str, Any]) -> str | None:
 
 def config_text(ctx: click.Context) -> str:
     """The values of the command's options as a configuration file, each with its source."""
-    lines = ["# What the run goes by, and where each value comes from. What is not here is unset."]
+    lines = [
+        "# The options of this run, and where each value comes from. Options that are not listed are unset."
+    ]
     own = without_outranked(ctx, ctx.params)
     values = with_variables(ctx, own)
     parameters = _configurable(ctx)

@@ -93,7 +93,7 @@ def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
         if source is not ParameterSource.ENVIRONMENT and not behind:
             advice = ""
             if strategy == PARAMETER_SERVER and option.name == "np":
-                advice = "; give --workers N and --ps M"
+                advice = "; use --workers N and --ps M"
             raise UsageError(
                 f"{option.opts[0]} has no effect with --strategy {strategy}: leave it out{advice}"
             )

@@ -59,7 +59,7 @@ class Mesh:
         for name, least in (("data", 0), ("tensor", 1), ("pipeline", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"Mesh: {name}={value!r}: give a whole number, {least} or more")
+                raise UsageError(f"Mesh: {name}={value!r}: pass an integer, {least} or more")
 
     @property
     def size(self) -> int:

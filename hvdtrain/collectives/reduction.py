@@ -75,10 +75,10 @@ class Reduction:
             raise UsageError("gradient_predivide_factor needs op=Average")
         if isinstance(self.groups, int) and self.groups < 1:
             raise UsageError(
-                f"groups={self.groups}: give a positive number, a list of lists or None"
+                f"groups={self.groups}: pass a positive number, a list of lists or None"
             )
         if self.groups is not None and not isinstance(self.groups, int | list):
-            raise UsageError("groups: give a positive number or a list of lists of variables")
+            raise UsageError("groups: pass a positive number or a list of lists of variables")
         if self.op == Adasum:
             self._check_adasum()
 

@@ -76,13 +76,13 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
                 "Pass several inputs as a list or a dict."
             )
         if sample_weight is not None and len(x) == 3 and x[2] is not None:
-            raise UsageError("sample_weight was given twice: alone, and in the tuple x.")
+            raise UsageError("sample_weight was passed twice: on its own, and in the tuple x.")
         parts[: len(x)] = x
         parts[2] = sample_weight if sample_weight is not None else parts[2]
     if parts[0] is None:
         raise UsageError("there is no data: x is None.")
     if parts[1] is None and parts[2] is not None:
-        raise UsageError("sample_weight was given without y: there is no loss for it to weight.")
+        raise UsageError("sample_weight was passed without y: there is no loss for it to weight.")
     while parts[-1] is None:
         parts.pop()
     return tuple(parts)
@@ -113,7 +113,7 @@ def _require_weights_like_labels(data: tuple) -> None:
     labels, weights = ([name for name, _ in structures.named_leaves(part, "")] for part in data[1:])
     if len(labels) > 1 and sorted(labels) != sorted(weights):
         raise UsageError(
-            f"sample_weight has {', '.join(weights)}, and y has {', '.join(labels)}: give weights, or None, for each "
+            f"sample_weight has {', '.join(weights)}, and y has {', '.join(labels)}: pass weights, or None, for each "
             "array in y and in the same structure, or one array for all of them."
         )
 

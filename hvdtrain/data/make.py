@@ -108,7 +108,7 @@ def _refuse_beside(what: str, y: Any, sample_weight: Any) -> None:
     for name, value in (("y", y), ("sample_weight", sample_weight)):
         if value is not None:
             raise UsageError(
-                f"{name} was given together with {what}, which provides its own: (x, y) or (x, y, "
+                f"{name} was passed together with {what}, which provides its own: (x, y) or (x, y, "
                 "sample_weight)."
             )
 

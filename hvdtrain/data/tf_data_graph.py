@@ -150,9 +150,7 @@ def unrepeatable(dataset: Any) -> str:
     operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
     here = f"in the tf.data.Dataset {operation}"
     if _is_unseeded(getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)):
-        return (
-            f"{here} has no seed: give it one (seed=1), or make the Dataset after hvdtrain.init()"
-        )
+        return f"{here} has no seed: set one (seed=1), or make the Dataset after hvdtrain.init()"
     if getattr(dataset, "_deterministic", None) == "false":
         return f"{here} has deterministic=False, so the order is another each time: leave it out"
     parallel = getattr(dataset, "_num_parallel_calls", None) is not None
@@ -166,7 +164,7 @@ def unrepeatable(dataset: Any) -> str:
                     "out, or use the functions of tf.random that begin with stateless_"
                 )
             if _is_unseeded(node.attr["seed"].i, node.attr["seed2"].i):
-                return f"{here} draws random numbers without a seed ({node.op}): give it one"
+                return f"{here} draws random numbers without a seed ({node.op}): set one"
     return next(filter(None, map(unrepeatable, dataset._inputs())), "")
 
 

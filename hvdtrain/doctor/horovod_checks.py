@@ -62,7 +62,7 @@ _LOAD_FIXES = (
 _LAUNCH_FIXES = (
     (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
     (r"orted: (command )?not found", "add mpirun's folder to PATH on every host, in ~/.bashrc, or use Gloo"),
-    (r"not enough slots", "give the number of slots on each host: -H name:slots"),
+    (r"not enough slots", "set the number of slots on each host: -H name:slots"),
     (r"No space left|Bus error|SIGBUS", "free space in /dev/shm and in TMPDIR"),
     (r"session_dir failed", "choose a folder that you can write to: export TMPDIR=..."),
     (r"Permission denied \(|Host key verification", "make ssh to the hosts work without a password: ssh-copy-id"),

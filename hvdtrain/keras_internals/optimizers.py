@@ -31,7 +31,7 @@ def refuse_several(optimizer: Any) -> None:
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise UsageError(
             "MultiOptimizer hands the gradients to other optimizers, past the place where the workers' gradients are "
-            "added up: give one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
+            "added up: pass one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
             "take the gradients from hvdtrain.keras.DistributedGradientTape"
         )
 
@@ -53,7 +53,7 @@ class AppliesByKeras:
                 f"The optimizer {type(self).__name__} overrides apply without passing the "
                 "gradients on to keras.optimizers.Optimizer.apply, where those of all workers "
                 "become one update: let it call super().apply(grads, trainable_variables), or "
-                "give the optimizer that it holds instead"
+                "pass the optimizer that it holds instead"
             )
         return result
 

@@ -165,7 +165,7 @@ def _take_keys(path: Path, node: Any) -> None:
         if not isinstance(key.value, str):
             raise UsageError(f"{path}, line {key.start_mark.line + 1}: a key must be a single word")
         if key.value in seen:
-            raise UsageError(f"{path}: {key.value!r} is given twice: give it once")
+            raise UsageError(f"{path}: {key.value!r} appears twice: keep only one")
         seen.add(key.value)
         key.tag = _TEXT
         if value.id == "mapping":

@@ -98,5 +98,5 @@ def _distinct(hosts: list[Host]) -> tuple[Host, ...]:
     names = [host.name for host in hosts]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"host {name} is named twice: give it once, with all its slots")
+            raise UsageError(f"host {name} is named twice: name it once, with all its slots")
     return tuple(hosts)

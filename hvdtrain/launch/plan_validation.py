@@ -208,7 +208,7 @@ def _check_times(plan: LaunchPlan) -> None:
         shortest, longest = plan.blacklist_cooldown_range
         if shortest > longest:
             raise UsageError(
-                f"--blacklist-cooldown-range {shortest} {longest}: give the shorter time first"
+                f"--blacklist-cooldown-range {shortest} {longest}: the shorter time comes first"
             )
 
 
@@ -231,7 +231,7 @@ def check_variables(variables: Sequence[EnvVar]) -> None:
     names = [variable.name for variable in variables]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"--env {name} is given twice: give it once")
+            raise UsageError(f"--env {name} appears twice: keep only one")
 
 
 def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
@@ -241,7 +241,7 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
             if value and looks_secret(name, value):
                 raise UsageError(
                     f"{option}: everybody on the hosts could read the value of {name} in mpirun's command line: "
-                    f"give it as --env {name} instead, with the value in your environment"
+                    f"pass it as --env {name} instead, with the value in your environment"
                 )
     for name in plan.network_interfaces:
         if not _INTERFACE.fullmatch(name):

@@ -105,7 +105,7 @@ def _module(
     name: str, arguments: Sequence[str], by: Program, options: tuple[str, ...] = ()
 ) -> Program:
     if not _MODULE.fullmatch(name):
-        raise UsageError(f"-m {name}: give the name of a module, such as package.module")
+        raise UsageError(f"-m {name}: expected the name of a module, such as package.module")
     return Program(Path(name), tuple(arguments), "module", by.python, options)
 
 

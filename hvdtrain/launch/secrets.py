@@ -71,7 +71,7 @@ def variable_to_pass(variable: EnvVar) -> EnvVar:
     """
     if variable.value is None and variable.name not in os.environ:
         raise UsageError(
-            f"--env {variable.name}: not set in this environment: set it, or give "
+            f"--env {variable.name}: not set in this environment: set it, or use "
             f"--env {variable.name}=VALUE"
         )
     if variable.value is None or not looks_secret(variable.name, variable.value):

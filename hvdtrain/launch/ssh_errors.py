@@ -58,13 +58,13 @@ _CATALOGUE = (
     (
         r"connection refused",
         "no ssh server answers there on port {port}",
-        "start sshd there (systemctl start ssh), or give its port with --ssh-port",
+        "start sshd there (systemctl start ssh), or set its port with --ssh-port",
     ),
     (
         r"timed out|no route to host|network is unreachable|host is down",
         "it cannot be reached",
         "is it up and in this network? ping {host}; a firewall may drop port {port}: "
-        "open it, or give another with --ssh-port",
+        "open it, or use another with --ssh-port",
     ),
     (
         r"could not resolve hostname",

@@ -54,7 +54,7 @@ class Layout:
                 ) from None
         if self.mesh.tensor > 1 and not self.split:
             raise UsageError(
-                f"Layout: mesh has tensor={self.mesh.tensor}, and split names no layer: give it, such as "
+                f"Layout: mesh has tensor={self.mesh.tensor}, and split names no layer: name some, such as "
                 'split={"block_.*/mlp/up": "column", "block_.*/mlp/down": "row"}'
             )
 

@@ -117,7 +117,7 @@ def _check_optimizer(
     if name != ours or len(theirs) != len(wanted):
         raise UsageError(
             f"load: {path} holds the state of {name} in {len(theirs)} variables, and {ours} has {len(wanted)} here: "
-            "give Trainer the optimizer that the file was trained with, or, for the weights alone, the model that "
+            "pass Trainer the optimizer that the file was trained with, or, for the weights alone, the model that "
             "keras.saving.load_model makes of the file"
         )
     for place, (variable, shape) in wanted.items():

@@ -411,7 +411,7 @@ def require_plain(optimizer: Any, strategy: str) -> None:
     if is_distributed(optimizer):
         raise UsageError(
             f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
-            "its ranks: give the Trainer the plain optimizer, without DistributedOptimizer"
+            "its ranks: pass the Trainer the plain optimizer, without DistributedOptimizer"
         )
 
 

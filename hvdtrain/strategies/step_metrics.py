@@ -174,9 +174,9 @@ class StepMetrics:
             self._warn(_complaint(metric, finding))
         elif adds_up and not seen and has_scalars(calls):
             self._warn(
-                f"The metric {metric.name!r} is given one number for a batch, but each worker has "
+                f"The metric {metric.name!r} receives one number for a batch, but each worker has "
                 "only a part of the batch: the number is treated as a sum over the examples. If "
-                "it is anything else, give the metric one value per example"
+                "it is anything else, pass the metric one value per example"
             )
 
 

@@ -153,7 +153,7 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
             environ.get("GCE_METADATA_IP", METADATA),
             "80",
             f"the TPU {wanted!r} can be looked up only on Google Cloud machines, and this is not "
-            "one: give its address, grpc://host:port",
+            "one: use its address, grpc://host:port",
         )
     return wanted
 

@@ -43,7 +43,7 @@ def make_strategy(
         return wanted
     if wanted is not None and not isinstance(wanted, str):
         raise UsageError(
-            f"strategy: give a name or a Strategy of hvdtrain.strategies, not {type(wanted).__name__}"
+            f"strategy: pass a name or a Strategy of hvdtrain.strategies, not {type(wanted).__name__}"
         )
     name = strategy_of(os.environ) if wanted is None else choose_strategy(wanted).name
     parts: dict[str, Any] = {}

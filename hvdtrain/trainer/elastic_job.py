@@ -80,7 +80,7 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
     times = starts_before(os.environ, steps) + 1
     if times > MOST_STARTS:
         raise EngineError(
-            f"{error} The script was started again {MOST_STARTS} times, and came to no new checkpoint"
+            f"{error} The script was restarted {MOST_STARTS} times without reaching a new checkpoint"
         ) from error
     print("workers have joined or left: restarting the script", file=sys.stderr)
     environ = _given() | place_in_job(os.environ) | {STARTED_AGAIN: f"{steps} {times}"}

@@ -192,7 +192,7 @@ class SavedFit:
             states = self._state_of(model).give(arrays, ranks, self._alike)
         except UsageError as error:
             raise UsageError(
-                f"The checkpoints in {str(self._folder)!r} are of another model or optimizer: {error}. "
+                f"The checkpoints in {str(self._folder)!r} belong to another model or optimizer: {error}. "
                 "Choose a new run_dir, or restore the model"
             ) from error
         self.seen = states["seen"]

@@ -39,7 +39,7 @@ def build_model(
         return build(model)
     if not callable(model):
         raise UsageError(
-            f"model: give a keras.Model or a function that builds one, not {type(model).__name__}"
+            f"model: pass a keras.Model or a function that builds one, not {type(model).__name__}"
         )
     if precision is not None:
         try:
@@ -96,7 +96,7 @@ def compile_model(
             )
         prepare(other)
     if not may_have_loss(model):
-        raise UsageError("The model has no loss: give Trainer a loss, such as loss='mse'")
+        raise UsageError("The model has no loss: pass Trainer a loss, such as loss='mse'")
 
 
 def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
@@ -159,7 +159,7 @@ def check_validation_freq(value: int | Collection[int]) -> None:
         check_positive("validation_freq", value)
     elif not isinstance(value, Collection) or not all(isinstance(epoch, int) for epoch in value):
         raise UsageError(
-            f"validation_freq={value!r}: give a number, to evaluate every so many epochs, or the epochs to evaluate "
+            f"validation_freq={value!r}: pass a number, to evaluate every so many epochs, or the epochs to evaluate "
             "after, such as [1, 3]"
         )
 
@@ -193,7 +193,7 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
             raise UsageError(
                 f"The model's inputs have a batch size of {fixed} (batch_shape, for a stateful RNN): that is each "
                 f"worker's share of a step, and global_batch_size={batch_size} on {workers} workers is not {workers} * "
-                f"{fixed}. Give global_batch_size={fixed * workers}, or build the model with batch_shape="
+                f"{fixed}. Use global_batch_size={fixed * workers}, or build the model with batch_shape="
                 f"({batch_size} // hvdtrain.init().size, ...)"
             )
         if source.examples is not None and source.examples % batch_size:
@@ -222,5 +222,5 @@ def keras_file(filepath: str | Path, what: str) -> Path:
     """Return the path of a .keras file for the method `what`; UsageError for another ending."""
     path = Path(filepath)
     if path.suffix != ".keras":
-        raise UsageError(f"{what}: {filepath}: give a file name that ends in .keras")
+        raise UsageError(f"{what}: {filepath}: pass a file name that ends in .keras")
     return path

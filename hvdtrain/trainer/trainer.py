@@ -243,7 +243,7 @@ class Trainer:
         callbacks = keras.tree.flatten(callbacks or [])
         if validation_split:
             if validation_data is not None:
-                raise UsageError("Give validation_data or validation_split, not both")
+                raise UsageError("Pass validation_data or validation_split, not both")
             (x, y, sample_weight), validation_data = split_arrays(
                 x, y, sample_weight, validation_split
             )
@@ -458,7 +458,7 @@ class Trainer:
         if self.steps is not None:
             if anew:
                 raise UsageError(
-                    "The model was compiled anew, or layers were frozen or unfrozen, after this "
+                    "The model was compiled again, or layers were frozen or unfrozen, after this "
                     "Trainer started training: create a new one, Trainer(trainer.model, "
                     "optimizer=..., loss=...), and train with that"
                 )

@@ -116,7 +116,7 @@ USAGE = {
     "compiled anew": "create a new one, Trainer(trainer.model",
     "frozen": "create a new one, Trainer(trainer.model",
     "whole batch": "The loss 'dice' is made from sums over all examples of the batch",
-    "several optimizers": "give one optimizer for all weights",
+    "several optimizers": "pass one optimizer for all weights",
 }
 
 

@@ -113,7 +113,7 @@ def test_script_arguments_and_options_from_a_file(folder: Path) -> None:
         ("autotune: {enable: true}", "no key 'enable' in autotune. Did you mean 'enabled'?"),
         ("params: {autotune: true}", "no key 'autotune' in params."),
         ("params: 3", "params is a section"),
-        ("np: 2\nnp: 3", "'np' is given twice"),
+        ("np: 2\nnp: 3", "'np' appears twice"),
         ("np: 2\nnum-proc: 3", "np and num-proc are the same"),
         (
             "fusion_threshold_mb: 1\nparams: {fusion_threshold_mb: 1}",

@@ -219,7 +219,7 @@ X, Y = numbers(8)
         ({"x": tf.sparse.eye(2), "y": [1, 2]}, "x is a SparseTensor.*to_dense"),
         (
             {"x": X, "y": {"a": Y, "b": Y}, "sample_weight": {"a": Y}},
-            r"sample_weight has \['a'\], and y has \['a'\], \['b'\]: give weights, or None, for each",
+            r"sample_weight has \['a'\], and y has \['a'\], \['b'\]: pass weights, or None, for each",
         ),
         ({"x": object()}, "cannot be read"),
         ({"x": X, "y": Y, "global_batch_size": 0}, "global_batch_size is 0"),

@@ -167,7 +167,7 @@ def test_what_another_process_cannot_read_again_is_said() -> None:
     assert not reason(slices().map(drawing()).batch(4))
     tf.compat.v1.set_random_seed(None)
     try:
-        assert "Shuffle has no seed: give it one (seed=1)" in reason(slices().shuffle(9).batch(4))
+        assert "Shuffle has no seed: set one (seed=1)" in reason(slices().shuffle(9).batch(4))
         assert "RandomUniform" in reason(slices().map(drawing()).batch(4))
         assert not reason(slices().shuffle(9, seed=1).map(drawing(seed=1)).batch(4))
     finally:

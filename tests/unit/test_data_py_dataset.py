@@ -131,5 +131,5 @@ def test_weights_and_x_alone():
     seen = np.concatenate([batch[2] for batch in read(OnRanks(weighted), 0, 2)])
     np.testing.assert_array_equal(seen, [1, 1, 1, 5] + [1] * 16)
     assert weighted[0].element[2] == ((), "float32")
-    with pytest.raises(UsageError, match="y was given together with a PyDataset Batches"):
+    with pytest.raises(UsageError, match="y was passed together with a PyDataset Batches"):
         stream(Batches(20, 3), y=np.zeros(20))

@@ -409,9 +409,9 @@ def test_is_batched():
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (lambda: slices(3), {"y": [1]}, "y was given together with a tf.data.Dataset"),
-        (lambda: Batches(3, 1), {"y": [1]}, "y was given together with a PyDataset Batches"),
-        (lambda: cuts(3, [1]), {"sample_weight": [1]}, "sample_weight was given together"),
+        (lambda: slices(3), {"y": [1]}, "y was passed together with a tf.data.Dataset"),
+        (lambda: Batches(3, 1), {"y": [1]}, "y was passed together with a PyDataset Batches"),
+        (lambda: cuts(3, [1]), {"sample_weight": [1]}, "sample_weight was passed together"),
         (lambda: slices(3).repeat(), {}, "tf.data.Dataset never ends: pass steps_per_epoch"),
         (lambda: Batches(3, 1, None), {}, "never ends: pass steps_per_epoch"),
         (lambda: generated(None), {}, "number of dimensions of x .* is unknown"),

@@ -118,8 +118,8 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"ssh_keys": Path("/no/keys")}, "there is no folder /no/keys"),
         ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
         ({"volumes": ("~nobody-here:/x",)}, "there is no ~nobody-here"),
-        ({"volumes": ("",)}, "--volume '': give a folder"),
-        ({"env": ("A=b",)}, "--env A: give only the name"),
+        ({"volumes": ("",)}, "--volume '': expected a folder"),
+        ({"env": ("A=b",)}, "--env A: pass only the name"),
         ({"image": "--privileged"}, "'--privileged' is not an image"),
         ({"image": ""}, "'' is not an image"),
     ],
@@ -217,7 +217,7 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-np", "2"], "Missing argument 'SCRIPT'"),
         (["-H", "a:1,b:1", "train.py"], "containers on several hosts"),
         (["--sshd", "--ssh-keys", ".", "train.py"], "--sshd runs no script: leave train.py out"),
-        (["--env", "A=1", "train.py"], "--env A: give only the name"),
+        (["--env", "A=1", "train.py"], "--env A: pass only the name"),
     ],
 )
 def test_mistakes_are_said_before_anything_starts(

@@ -152,7 +152,7 @@ def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> No
 
 
 def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:
-    assert "mpirun ends its ranks so when it is sent a signal" in judge(1).message
+    assert "mpirun ends its ranks like this when it receives a signal" in judge(1).message
 
 
 def test_bare_exit_codes() -> None:

@@ -134,7 +134,7 @@ def test_plans_that_cannot_work(script: Path, changes: dict[str, Any], message: 
             },
             "--hierarchical-allreduce and --torus-allreduce do the same thing",
         ),
-        ({"env": (EnvVar("A"), EnvVar("A", "1"))}, "--env A is given twice"),
+        ({"env": (EnvVar("A"), EnvVar("A", "1"))}, "--env A appears twice"),
         # Bounds.
         ({"cycle_time_ms": float("nan")}, "--cycle-time-ms nan: must be a finite number"),
         ({"fusion_threshold_mb": -1}, "--fusion-threshold-mb -1: must be at least 0"),

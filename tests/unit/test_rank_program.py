@@ -82,7 +82,7 @@ def test_a_module(folder: Path) -> None:
         ("python", "the script is missing"),
         ("python -u", "the script is missing"),
         ("python -m", "the name of the module is missing"),
-        ("python -m a/b.py", "-m a/b.py: give the name of a module"),
+        ("python -m a/b.py", "-m a/b.py: expected the name of a module"),
         ("python3.7 train.py", "there is no python3.7 in PATH"),
     ],
 )

@@ -73,7 +73,7 @@ class Twice(SGD):
 
 def test_optimizers_that_work_past_the_reduction() -> None:
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(SGD()))
-    with pytest.raises(UsageError, match="give one optimizer for all weights"):
+    with pytest.raises(UsageError, match="pass one optimizer for all weights"):
         hvd.DistributedOptimizer(several)
     weight = keras.Variable([1.0])
     distributed = hvd.DistributedOptimizer(Twice(0.25))

@@ -37,7 +37,7 @@ def test_a_strategy_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"wanted": 3}, "strategy: give a name or a Strategy of hvdtrain.strategies, not int"),
+        ({"wanted": 3}, "strategy: pass a name or a Strategy of hvdtrain.strategies, not int"),
         ({"wanted": "tpus"}, "no such strategy: 'tpus'. Did you mean 'tpu'"),
         ({"wanted": Strategy(), "shard_optimizer": True}, "shard_optimizer divides a model .* Strategy"),
         ({"wanted": "horovod", "layout": "2x2"}, "layout: expected an hvdtrain.Layout or Mesh, not str"),

@@ -114,7 +114,7 @@ class Container:
             source = volume.partition(":")[0]
             if not source:
                 raise UsageError(
-                    f"--volume {volume!r}: give a folder, such as /data or /data:/inside"
+                    f"--volume {volume!r}: expected a folder, such as /data or /data:/inside"
                 )
             if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
                 raise UsageError(f"--volume {volume}: there is no {source}")
@@ -232,7 +232,7 @@ def check_name(name: str) -> None:
     """Raises UsageError unless it is a name, without a value."""
     if not is_name(name):
         raise UsageError(
-            f"--env {name.partition('=')[0]}: give only the name, and set the value in the "
+            f"--env {name.partition('=')[0]}: pass only the name, and set the value in the "
             "environment: everybody on this machine could read it in the command"
         )
 

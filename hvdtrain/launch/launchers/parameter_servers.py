@@ -88,7 +88,9 @@ def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) 
     slots = sum(host.slots for host in hosts)
     if slots > servers:
         return slots - servers
-    raise UsageError("how many workers? Give --workers N, or hosts with slots for them with -H")
+    raise UsageError(
+        "the number of workers is not known: add --workers N, or name hosts with slots for them with -H"
+    )
 
 
 def roomy(hosts: Sequence[Host], processes: int) -> tuple[Host, ...]:

@@ -30,7 +30,7 @@ _SRUN_EXIT = re.compile(
 # What the programs of hvdtrain.start say themselves: about hosts and servers, in whole sentences.
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
-_SILENT = "no reason was told; mpirun ends its ranks so when it is sent a signal (kill, a closed terminal)"
+_SILENT = "no reason is known; mpirun ends its ranks like this when it receives a signal (kill, a closed terminal)"
 
 
 @dataclass(frozen=True)
