@@ -71,5 +71,5 @@ def test_a_process_learns_its_replicas() -> None:
     assert replicas_of({}) is None
     assert replicas_of({"HVDTRAIN_REPLICAS": "4"}) == 4
     for text in ("0", "-1", "two", "1.5", "\u0663"):
-        with pytest.raises(UsageError, match="give the number of replicas, at least 1"):
+        with pytest.raises(UsageError, match="expected the number of replicas, at least 1"):
             replicas_of({"HVDTRAIN_REPLICAS": text})
