@@ -198,6 +198,24 @@ def test_a_warned_script(
         assert (slurm / "requeued").read_text().splitlines()[0] == "requeue 7"
 
 
+def test_a_warning_before_the_number_of_the_training_is_known(slurm: Path) -> None:
+    """What waits for the job's end starts first: $! is not the training then."""
+    play(slurm, "squeue", "date --date='300 seconds' +%FT%T")
+    play(slurm, "scontrol", f'echo "$@" >>{slurm}/requeued')
+    play(slurm, "train", "trap 'exit 75' USR1\ntouch ready\nfor i in {1..900}; do sleep 0.1; done")
+    script = batch_script(request_of(command=("./train",), warning_seconds=300, requeue=True))
+    early = f"until [ -e {slurm}/ready ]; do sleep 0.1; done; kill -USR1 $$\nrun="
+    head, line, tail = script.rpartition("\nrun=")
+    assert line and tail.startswith("${run:-$!}\n")
+    job = subprocess.run(
+        ["bash", "-c", f"{head}\n{early}{tail}"],
+        env={**os.environ, "SLURM_JOB_ID": "7", "run": "1"},  # A user may have a variable so named.
+        timeout=60,
+    )
+    assert job.returncode == 75
+    assert (slurm / "requeued").read_text() == "requeue 7\n"
+
+
 def test_a_training_that_ends_at_once_has_finished(slurm: Path) -> None:
     """It has ended before the script looks whether it lives."""
     play(slurm, "squeue", "date --date='300 seconds' +%FT%T")

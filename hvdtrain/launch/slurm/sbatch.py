@@ -241,10 +241,13 @@ def _seconds(time: str | None) -> int | None:
 _NAME_OF_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
 _WARN = """\
+run=
+
 # Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank. It may come
 # before the number of the process is in $run.
 warn() {
-    kill -USR1 "${run:-$!}"
+    run=${run:-$!}
+    kill -USR1 "$run"
 }
 trap warn USR1
 """
@@ -253,6 +256,7 @@ trap warn USR1
 def _requeue_in_time(warning: int) -> str:
     """The part that waits for the margin before the job's end."""
     return f"""\
+run=
 warned=
 ending=
 timer=
@@ -277,7 +281,8 @@ _WARN_AND_REQUEUE = """\
 # before the number of the process is in $run.
 warn() {
     warned=yes
-    kill -USR1 "${run:-$!}"
+    run=${run:-$!} # From here on $! is the timer.
+    kill -USR1 "$run"
     requeue_in_time &
     timer=$!
 }
@@ -292,7 +297,7 @@ trap end TERM
 """
 
 _WAIT = """\
-run=$!
+run=${run:-$!}
 wait "$run"
 code=$?
 # A signal ends the waiting, not the training.
