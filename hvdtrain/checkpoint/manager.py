@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,21 @@ from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first, require_equal
-from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import accumulators
-from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name, without
+from hvdtrain.keras_internals.variables import tf_variable, unique, without
+from hvdtrain.parallel.gather_scatter import Piece, gather, scatter
+from hvdtrain.parallel.state_layout import Sender, optimizer_pieces, pieces_of
 
 
 class CheckpointManager:
     """Saves the state of a training loop of your own, and restores it. Every rank makes one and calls its methods.
 
     On the number of ranks that saved, each continues with exactly what it had. On another number all continue with
-    the weights, optimizer and statistics of rank 0; random seeds are made anew from those of rank 0, and metrics begin
-    with nothing.
+    the weights, optimizer (also a sharded one) and statistics of rank 0; random seeds are made anew from those of
+    rank 0, and metrics begin with nothing.
 
     Args:
         folder: of this run's checkpoints; rank 0 makes and locks it.
@@ -77,9 +80,9 @@ class CheckpointManager:
             "position": position,
         }
         ranks = ALL_RANKS.exchange(own | random_states(), "own_state")
+        arrays = gather(self._pieces())
         if ALL_RANKS.rank() != 0:
             return
-        arrays = {name: tf_variable(v).numpy() for name, v in self._named().items()}
         try:
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
@@ -97,17 +100,14 @@ class CheckpointManager:
         Raises:
             UsageError: on all ranks: the variables are not those that were saved, or all checkpoints are damaged.
         """
-        variables = self._named()
-        facts = [[name, list(v.shape)] for name, v in variables.items()]
+        pieces = self._pieces()
+        facts = [[piece.name, list(piece.shape)] for piece in pieces]
         require_equal({"tracked": facts}, "CheckpointManager")
         step = on_first(lambda: self._read(facts), f"folder {str(self._folder)!r}")
         if step is None:
             return None
         found, self._found = self._found, None
-        if found is not None:
-            for name, variable in variables.items():
-                tf_variable(variable).assign(found.arrays[name])
-        broadcast_variables(variables.values())
+        scatter(pieces, None if found is None else found.arrays)
         ranks = ALL_RANKS.exchange(None if found is None else found.ranks, "own_state")[0]
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
@@ -140,11 +140,11 @@ class CheckpointManager:
         saved = [[key, list(value.shape)] for key, value in self._found.arrays.items()]
         if saved != list(facts):
             what = f"{len(facts)} variables here, {len(saved)} there"
-            for (key, shape), (_, before), variable in zip(
+            for (key, shape), (_, before), piece in zip(
                 facts, saved, self._named().values(), strict=False
             ):
                 if shape != before:
-                    what = f"{variable_name(variable)!r} ({key}) is of shape {shape}, and was of shape {before}"
+                    what = f"{piece.name!r} ({key}) is of shape {shape}, and was of shape {before}"
                     break
             raise UsageError(
                 f"the checkpoints in {name} are of other variables: {what}. Pass the same models and optimizers in "
@@ -153,14 +153,26 @@ class CheckpointManager:
         step: int = self._found.facts["step"]
         return step
 
-    def _named(self) -> dict[str, Any]:
-        """All variables in their order, with names that are the same in every process: Keras counts in its own."""
-        groups = [getattr(one, "variables", None) or [one] for one in self._tracked]
-        return {
-            f"{number}/{type(self._tracked[number]).__name__}/{place}": variable
-            for number, group in enumerate(groups)
-            for place, variable in enumerate(group)
-        }
+    def _named(self) -> dict[str, Piece]:
+        """What this rank holds of all variables in their order, by names that are the same in every process.
+
+        Keras's own names are not: it counts models and optimizers anew in each.
+        """
+        is_first = ALL_RANKS.rank() == 0
+        sender = Sender(whole=is_first, common=is_first)
+        found: dict[str, Piece] = {}
+        for number, one in enumerate(self._tracked):
+            if is_in_parts(one):
+                pieces = optimizer_pieces(one, sender=sender)
+            else:
+                pieces = pieces_of(getattr(one, "variables", None) or [one], sender=sender)
+            kind = type(one).__name__
+            found |= {f"{number}/{kind}/{count}": piece for count, piece in enumerate(pieces)}
+        return found
+
+    def _pieces(self) -> list[Piece]:
+        named = enumerate(self._named().items())
+        return [replace(piece, name=name, place=(0, place, 0)) for place, (name, piece) in named]
 
     def _own(self) -> list[Any]:
         """The variables that may differ between the ranks."""

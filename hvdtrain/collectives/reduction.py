@@ -9,7 +9,7 @@ dense layers with 21 million parameters 162 / 189 / 190.
 Two rules keep ranks from waiting for each other forever, beside those of communicator.py:
 
 - A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
-  are never used: they differ between ranks as soon as one of them has made an extra layer. See names.py.
+  are never used: they differ between ranks as soon as one of them has made an extra layer. See tensor_names.py.
 - The output is always an input of the variable's update. TensorFlow drops operations that nothing needs.
 """
 

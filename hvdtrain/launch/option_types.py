@@ -35,7 +35,7 @@ Need = Literal[
     "one worker per host",
     "horovodrun",
 ]
-"""What an option can depend on; `rules` says when each is met."""
+"""What an option can depend on; `plan_validation` says when each is met."""
 
 
 @dataclass(frozen=True, kw_only=True)

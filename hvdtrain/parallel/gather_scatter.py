@@ -5,7 +5,7 @@ optimizer's (iterations and learning rate, then its state for each variable), ea
 nothing is divided, under the path that plain Keras gives it, "optimizer" standing for the optimizer's name.
 So the state of one layout fits any other.
 
-`gather` and `scatter` know no layout, only what pieces a rank has (see pieces.py). A variable travels from the
+`gather` and `scatter` know no layout, only what pieces a rank has (see state_layout.py). A variable travels from the
 ranks that have its parts in blocks, and rank 0 alone holds more of it than one block beside its own.
 """
 

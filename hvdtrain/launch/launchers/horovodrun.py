@@ -1,9 +1,9 @@
 """horovodrun, on this machine and over ssh: the plan as its options.
 
 Horovod's own launcher is what runs, in a process that knows what Horovod was built with and which variables may travel:
-`hvdtrain.start.run_horovod` takes horovodrun's arguments, and starts the ranks about five seconds sooner. Horovod puts some
-values as they are into a line for a shell: those are quoted here, so that the shell gives back what the plan says;
-`rules` refuses what cannot be quoted.
+`hvdtrain.start.run_horovod` takes horovodrun's arguments, and starts the ranks about five seconds sooner. Horovod puts
+some values as they are into a line for a shell: those are quoted here, so that the shell gives back what the plan says;
+`plan_validation` refuses what cannot be quoted.
 """
 
 from __future__ import annotations
