@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvdtrain.checkpoint.fit_callback import CheckpointCallback
     from hvdtrain.checkpoint.manager import CheckpointManager
     from hvdtrain.checkpoint.save_schedule import Checkpoints
     from hvdtrain.collectives.first_rank import first_rank_first
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointCallback",
     "CheckpointManager",
     "Checkpoints",
     "DivergedError",
@@ -56,6 +58,7 @@ ROOMS = ("data", "keras", "launch")
 
 _HOMES = {
     "Trainer": "hvdtrain.trainer",
+    "CheckpointCallback": "hvdtrain.checkpoint.fit_callback",
     "CheckpointManager": "hvdtrain.checkpoint.manager",
     "Checkpoints": "hvdtrain.checkpoint.save_schedule",
     "Layout": "hvdtrain.parallel.layout",

@@ -1,4 +1,4 @@
-"""What callbacks remember: how long a metric has not improved, the best value so far, the history.
+"""What callbacks remember: how long a metric has not improved, the best value so far, the history, a log file.
 
 A callback with `get_state()` and `set_state(state)` says itself what it remembers. Of others it is the attributes that
 have changed since training began, as far as they are numbers, texts, arrays, or lists, tuples, sets and dicts of them.
@@ -6,9 +6,11 @@ have changed since training began, as far as they are numbers, texts, arrays, or
 
 from __future__ import annotations
 
+import csv
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -71,6 +73,22 @@ class CallbackStates:
                 stacklevel=2,
             )
         return found
+
+
+def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
+    """Let CSVLogger go on in its file, without the lines of `epoch`, counted from 0, and after: they come again."""
+    for callback in callbacks:
+        path = Path(getattr(callback, "filename", ""))
+        if not isinstance(callback, keras.callbacks.CSVLogger) or not path.is_file():
+            continue
+        callback.append = True
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file, delimiter=callback.sep))
+        kept = [row for row in rows if row and not (row[0].isdecimal() and int(row[0]) >= epoch)]
+        temporary = path.with_name(f".{path.name}.tmp")
+        with temporary.open("w", newline="") as file:
+            csv.writer(file, delimiter=callback.sep).writerows(kept)
+        temporary.replace(path)
 
 
 def _named(

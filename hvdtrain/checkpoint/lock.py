@@ -20,17 +20,33 @@ def lock_folder(folder: Path, name: str) -> int:
         name: of it, for the message.
 
     Raises:
-        UsageError: another process has it; names that one.
+        UsageError: it is locked; names the process that has it.
     """
+    descriptor = lock_unless_own(folder, name)
+    if descriptor is None:
+        raise _in_use(name, _this_process())
+    return descriptor
+
+
+def lock_unless_own(folder: Path, name: str) -> int | None:
+    """As `lock_folder`; None if this process has locked it, such as in a training that failed in a notebook."""
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
         os.close(descriptor)
-        raise UsageError(
-            f"{name} is in use by {owner}: choose another folder, or end that run first"
-        ) from None
+        if owner == _this_process():
+            return None
+        raise _in_use(name, owner) from None
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    os.write(descriptor, _this_process().encode())
     return descriptor
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _in_use(name: str, owner: str) -> UsageError:
+    return UsageError(f"{name} is in use by {owner}: choose another folder, or end that run first")

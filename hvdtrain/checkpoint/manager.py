@@ -14,16 +14,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
-from hvdtrain.checkpoint.lock import lock_folder
+from hvdtrain.checkpoint.lock import lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first, require_equal
+from hvdtrain.collectives.finite import is_finite
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import tf_variable, unique, without
-from hvdtrain.parallel.gather_scatter import Piece, gather, scatter
+from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
 from hvdtrain.parallel.state_layout import Sender, optimizer_pieces, pieces_of
 
 
@@ -40,7 +41,7 @@ class CheckpointManager:
         keep: how many checkpoints stay, at least 2.
 
     Raises:
-        UsageError: on all ranks: what is tracked has no variables; another run is at work in the folder.
+        UsageError: on all ranks: what is tracked has no variables; another process is at work in the folder.
     """
 
     def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
@@ -68,7 +69,10 @@ class CheckpointManager:
             self._lock = None
 
     def save(self, step: int, **position: Any) -> None:
-        """Write a checkpoint; what cannot be written is warned of, and the training continues. A collective.
+        """Write a checkpoint. A collective.
+
+        One that cannot be written, or whose model or optimizer holds nan or inf, is warned of: the one before stays,
+        and the training continues.
 
         Args:
             step: how many steps are done; names the checkpoint.
@@ -83,6 +87,13 @@ class CheckpointManager:
         arrays = gather(self._pieces())
         if ALL_RANKS.rank() != 0:
             return
+        broken = self._broken(arrays)
+        if broken is not None:
+            warnings.warn(
+                f"No checkpoint after step {step}: {broken!r} holds nan or inf. The one before is kept",
+                stacklevel=2,
+            )
+            return
         try:
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
@@ -91,23 +102,32 @@ class CheckpointManager:
                 stacklevel=2,
             )
 
+    def latest_step(self) -> int | None:
+        """Return the step of the newest checkpoint that is not damaged; None if there is none. A collective.
+
+        Raises:
+            UsageError: see `restore`.
+        """
+        facts = [[piece.name, list(piece.shape)] for piece in self._pieces()]
+        require_equal({"tracked": facts}, "CheckpointManager")
+        step: int | None = on_first(lambda: self._read(facts), f"folder {str(self._folder)!r}")
+        return step
+
     def restore(self) -> dict[str, Any] | None:
         """Set everything to the newest checkpoint that is not damaged. A collective.
 
         Returns:
-            What was given to `save`, with "step"; None if there is no checkpoint.
+            What this rank gave to `save`, with "step", or rank 0 did if another number of ranks saved; None if there
+            is no checkpoint.
 
         Raises:
             UsageError: on all ranks: the variables are not those that were saved, or all checkpoints are damaged.
         """
-        pieces = self._pieces()
-        facts = [[piece.name, list(piece.shape)] for piece in pieces]
-        require_equal({"tracked": facts}, "CheckpointManager")
-        step = on_first(lambda: self._read(facts), f"folder {str(self._folder)!r}")
+        step = self.latest_step()
         if step is None:
             return None
         found, self._found = self._found, None
-        scatter(pieces, None if found is None else found.arrays)
+        scatter(self._pieces(), None if found is None else found.arrays)
         ranks = ALL_RANKS.exchange(None if found is None else found.ranks, "own_state")[0]
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
@@ -122,11 +142,11 @@ class CheckpointManager:
         else:
             self._make_own(ranks)
         set_random_states(own)
-        return {"step": step, **ranks[0]["position"]}
+        return {"step": step, **own["position"]}
 
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = lock_folder(self._folder, f"folder {str(self._folder)!r}")
+        self._lock = lock_unless_own(self._folder, f"folder {str(self._folder)!r}")
 
     def _read(self, facts: Sequence[Any]) -> int | None:
         self._found = newest(self._folder)
@@ -173,6 +193,15 @@ class CheckpointManager:
     def _pieces(self) -> list[Piece]:
         named = enumerate(self._named().items())
         return [replace(piece, name=name, place=(0, place, 0)) for place, (name, piece) in named]
+
+    def _broken(self, arrays: State) -> str | None:
+        """The path of the first variable of a model or optimizer that holds nan or inf: it would not recover."""
+        for name, piece in self._named().items():
+            owner = self._tracked[int(name.partition("/")[0])]
+            trained = isinstance(owner, (keras.Model, keras.optimizers.Optimizer))
+            if trained and not is_finite(arrays[name]):
+                return piece.name
+        return None
 
     def _own(self) -> list[Any]:
         """The variables that may differ between the ranks."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
@@ -45,10 +46,17 @@ class FiniteWatch:
 
 def not_finite(variables: Iterable[Any]) -> list[str]:
     """Return the names of those of `variables`, Keras's or TensorFlow's, that hold nan or inf."""
-    return [variable_name(v) for v in unique(variables) if not _is_finite(v)]
+    return [variable_name(v) for v in unique(variables) if not _variable_is_finite(v)]
 
 
-def _is_finite(variable: Any) -> bool:
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array, of any dtype that a variable has, holds neither nan nor inf."""
+    if array.dtype.kind == "V":  # bfloat16 and its like
+        array = array.astype(np.float32)
+    return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+
+
+def _variable_is_finite(variable: Any) -> bool:
     held = tf_variable(variable)  # A tensor, of a variable that lies on servers.
     if not held.dtype.is_floating or held.dtype.size == 1:
         return True  # Whole numbers; and TensorFlow tests no float8.

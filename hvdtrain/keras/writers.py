@@ -92,6 +92,7 @@ class _Writer(keras.callbacks.Callback):
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
         super().__init__()
+        self.hvdtrain_wrapped = callback
         self.name = type(callback).__name__
         self.error: Exception | None = None
         self.is_fatal = False

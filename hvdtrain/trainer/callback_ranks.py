@@ -10,6 +10,7 @@ from typing import Any
 import keras
 from keras import callbacks as kc
 
+from hvdtrain.checkpoint.fit_callback import CheckpointCallback
 from hvdtrain.errors import UsageError
 from hvdtrain.keras import writers
 from hvdtrain.keras.writers import WRITERS
@@ -30,8 +31,13 @@ def on_this_rank(
             the model that `saving_together` gives it.
 
     Raises:
-        UsageError: a callback that cannot save such a model.
+        UsageError: a callback that cannot save such a model, or is for `model.fit` alone.
     """
+    if any(isinstance(callback, CheckpointCallback) for callback in callbacks):
+        raise UsageError(
+            "CheckpointCallback is for model.fit: a Trainer saves more with "
+            "checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+        )
     if not saves_together:
         return writers.on_this_rank(callbacks, is_first)
     for callback in callbacks:

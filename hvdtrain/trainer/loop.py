@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint.callback_states import CallbackStates
+from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first
 from hvdtrain.collectives.finite import FiniteWatch
@@ -36,7 +36,7 @@ from hvdtrain.trainer.callback_ranks import (
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.progress import Progress
-from hvdtrain.trainer.resume import Position, SavedFit, continue_files, facts_of
+from hvdtrain.trainer.resume import Position, SavedFit, facts_of
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import COLUMNS, StragglerWatch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import keras
@@ -25,6 +23,7 @@ from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import alike, any_rank, on_first
+from hvdtrain.collectives.finite import is_finite
 from hvdtrain.data import KnownSource, OwnSource, Source
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, Preempted, UsageError
@@ -266,7 +265,7 @@ class SavedFit:
         arrays, ranks = self._state_of(model).take(process, rules)
         if ALL_RANKS.rank() != 0:
             return
-        bad = next((name for name, value in arrays.items() if not _is_finite(value)), None)
+        bad = next((name for name, value in arrays.items() if not is_finite(value)), None)
         if bad is not None:
             warnings.warn(
                 f"No checkpoint after step {self.steps}: {bad!r} holds nan or inf. The one before "
@@ -399,22 +398,6 @@ def facts_of(
     return {"run": run, "ranks": ranks, "own": own}
 
 
-def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
-    """Let CSVLogger go on in its file, without the lines of `epoch`, counted from 0, and after: they come again."""
-    for callback in callbacks:
-        path = Path(getattr(callback, "filename", ""))
-        if not isinstance(callback, keras.callbacks.CSVLogger) or not path.is_file():
-            continue
-        callback.append = True
-        with path.open(newline="") as file:
-            rows = list(csv.reader(file, delimiter=callback.sep))
-        kept = [row for row in rows if row and not (row[0].isdecimal() and int(row[0]) >= epoch)]
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", newline="") as file:
-            csv.writer(file, delimiter=callback.sep).writerows(kept)
-        temporary.replace(path)
-
-
 def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
     for name in {**before, **now}:
         if _same(before.get(name), now.get(name)):
@@ -446,9 +429,3 @@ def _same(before: Any, now: Any) -> bool:
     if isinstance(before, dict) and isinstance(now, dict):
         return before.keys() == now.keys() and all(alike(before[k], now[k]) for k in before)
     return before == now
-
-
-def _is_finite(value: np.ndarray) -> bool:
-    if value.dtype.kind == "V":  # bfloat16 and its like
-        value = value.astype(np.float32)
-    return value.dtype.kind not in "fc" or bool(np.isfinite(value).all())

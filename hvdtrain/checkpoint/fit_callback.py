@@ -1,0 +1,127 @@
+"""Checkpoints of `model.fit`: a run that was ended goes on after its last complete epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.collectives.communicator import ALL_RANKS
+from hvdtrain.errors import UsageError
+from hvdtrain.keras_internals.corrections import correct
+from hvdtrain.keras_internals.models import is_built
+
+
+class CheckpointCallback(keras.callbacks.Callback):
+    """Saves a checkpoint after every epoch of `model.fit`; the same `fit` in a new process continues after the newest.
+
+    For `model.fit` with `hvdtrain.keras.DistributedOptimizer`; a Trainer has `checkpoints=`. Every rank passes one, at
+    any place in the list: it acts after the other callbacks. A checkpoint holds the model, its optimizer, random
+    generators, and what the other callbacks remember, the History that `fit` returns among it.
+
+    Keras starts at the beginning of an epoch only: an epoch that was cut off is trained again from there. And `fit`
+    shuffles arrays in an order that begins anew in each process; with `shuffle=False`, or data that depends on the
+    epoch alone, the run ends with the weights of one that nothing has ended. For more use a Trainer.
+
+    Args:
+        folder: of the checkpoints of this one `fit`; rank 0 makes and locks it.
+        every_epochs: how many epochs lie between two checkpoints; the last epoch always has one.
+        keep: how many checkpoints stay, at least 2.
+
+    Raises:
+        UsageError: a number that is too small. From `fit`, on all ranks: the model has changed, all checkpoints are
+            damaged, another process is at work in the folder, or this callback's fit has ended.
+    """
+
+    def __init__(self, folder: str | Path, *, every_epochs: int = 1, keep: int = 2) -> None:
+        super().__init__()
+        if every_epochs < 1:
+            raise UsageError(f"CheckpointCallback: every_epochs={every_epochs}: save at least 1")
+        if keep < 2:
+            raise UsageError(
+                f"CheckpointCallback: keep={keep}: keep at least 2, should one be damaged"
+            )
+        self._folder = Path(folder)
+        self._every_epochs = every_epochs
+        self._keep = keep
+        self._manager: CheckpointManager | None = None
+        self._others: list[Any] = []
+        self._states: CallbackStates | None = None
+        self._epochs_done = 0
+        self._has_ended = False
+        correct(keras.callbacks.CallbackList, "on_train_begin", _begin)
+
+    def find(self, others: list[keras.callbacks.Callback]) -> None:
+        """Look for a checkpoint before the `others`, all other callbacks of this fit, begin. A collective."""
+        model = self.model
+        if self._has_ended:
+            raise UsageError(
+                f"CheckpointCallback({str(self._folder)!r}) belongs to a fit that has ended: make a new one, with "
+                "another folder if this is another training"
+            )
+        if not is_built(model):
+            raise UsageError(
+                "CheckpointCallback: build the model before fit, model.build(input_shape) or call it on a batch"
+            )
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        if self._manager is not None:  # A fit that failed.
+            self._manager.close()
+        self._others = [getattr(one, "hvdtrain_wrapped", one) for one in others]
+        self._manager = CheckpointManager(self._folder, model, model.optimizer, keep=self._keep)
+        self._epochs_done = self._manager.latest_step() or 0
+        continue_files(self._others, self._epochs_done)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        assert self._manager is not None
+        self._states = CallbackStates(self._others)
+        if self._epochs_done == 0:
+            return
+        position = self._manager.restore()
+        assert position is not None
+        self._states.give(position["callbacks"])
+        epochs = self.params["epochs"]
+        ended = position["stopped"] or self._epochs_done >= epochs
+        self.model._initial_epoch = epochs if ended else self._epochs_done
+        if ALL_RANKS.rank() == 0:
+            print(_told(self._epochs_done, epochs, ended, self._folder), flush=True)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epochs_done = epoch + 1
+        last = self._epochs_done == self.params["epochs"] or self.model.stop_training
+        if last or self._epochs_done % self._every_epochs == 0:
+            assert self._manager is not None and self._states is not None
+            states, stopped = self._states.take(), bool(self.model.stop_training)
+            self._manager.save(self._epochs_done, callbacks=states, stopped=stopped)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        assert self._manager is not None
+        self.model._initial_epoch = None  # Or the next fit of this model would begin there.
+        self._manager.close()
+        self._manager = None
+        self._has_ended = True
+
+
+def _begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """CallbackList.on_train_begin: one that saves finds its checkpoint first, and does all else last.
+
+    What the others do at the end of an epoch is in its checkpoint then, and what they broadcast as training begins
+    does not replace what a rank had of its own.
+    """
+    own = [c for c in self.callbacks if isinstance(c, CheckpointCallback)]
+    if own:
+        others = [c for c in self.callbacks if not isinstance(c, CheckpointCallback)]
+        self.callbacks = [*others, *own]
+        for callback in own:
+            callback.find(others)
+    return original(self, *args, **kwargs)
+
+
+def _told(done: int, epochs: int, ended: bool, folder: Path) -> str:
+    if ended:
+        return f"{folder}: this run has finished after {done} of {epochs} epochs: nothing to train"
+    return f"{folder}: resuming after epoch {done} of {epochs}"
