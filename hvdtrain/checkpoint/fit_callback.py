@@ -63,17 +63,16 @@ class CheckpointCallback(keras.callbacks.Callback):
                 f"CheckpointCallback({str(self._folder)!r}) belongs to a fit that has ended: make a new one, with "
                 "another folder if this is another training"
             )
-        if not is_built(model):
-            raise UsageError(
-                "CheckpointCallback: build the model before fit, model.build(input_shape) or call it on a batch"
-            )
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         if self._manager is not None:  # A fit that failed.
             self._manager.close()
         self._others = [getattr(one, "hvdtrain_wrapped", one) for one in others]
         self._manager = CheckpointManager(self._folder, model, model.optimizer, keep=self._keep)
-        self._epochs_done = self._manager.latest_step() or 0
+        position = self._manager.latest()
+        self._epochs_done = 0 if position is None else position["step"]
+        if position is not None and not is_built(model):
+            model.build_from_config(position["build"])
+        if model.trainable_variables and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
         continue_files(self._others, self._epochs_done)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -95,8 +94,14 @@ class CheckpointCallback(keras.callbacks.Callback):
         last = self._epochs_done == self.params["epochs"] or self.model.stop_training
         if last or self._epochs_done % self._every_epochs == 0:
             assert self._manager is not None and self._states is not None
-            states, stopped = self._states.take(), bool(self.model.stop_training)
-            self._manager.save(self._epochs_done, callbacks=states, stopped=stopped)
+            self._manager.save(
+                self._epochs_done,
+                callbacks=self._states.take(),
+                stopped=bool(self.model.stop_training),
+                build=_plain(
+                    self.model.get_build_config()
+                ),  # Of a model that its first batch builds.
+            )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         assert self._manager is not None
@@ -119,6 +124,16 @@ def _begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
         for callback in own:
             callback.find(others)
     return original(self, *args, **kwargs)
+
+
+def _plain(value: Any) -> Any:
+    """Return `value` with the dicts, lists and tuples that Keras tracks as Python's own."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        kind = tuple if isinstance(value, tuple) else list
+        return kind(map(_plain, value))
+    return value
 
 
 def _told(done: int, epochs: int, ended: bool, folder: Path) -> str:

@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.lock import lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import on_first, require_equal
+from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
 from hvdtrain.collectives.finite import is_finite
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
@@ -78,6 +78,7 @@ class CheckpointManager:
             step: how many steps are done; names the checkpoint.
             position: what `restore` returns: numbers, strings, arrays, and lists, tuples and dicts of these.
         """
+        self._found = None
         own = {
             "variables": [tf_variable(v).numpy() for v in self._own()],
             "waiting": any(np.any(tf_variable(v).numpy()) for v in self._waiting()),
@@ -102,16 +103,23 @@ class CheckpointManager:
                 stacklevel=2,
             )
 
-    def latest_step(self) -> int | None:
-        """Return the step of the newest checkpoint that is not damaged; None if there is none. A collective.
+    def latest(self) -> dict[str, Any] | None:
+        """Read the newest checkpoint that is not damaged, and set nothing yet. A collective.
+
+        Returns:
+            What rank 0 gave to `save`, with "step"; None if there is no checkpoint.
 
         Raises:
-            UsageError: see `restore`.
+            UsageError: on all ranks: all checkpoints are damaged.
         """
-        facts = [[piece.name, list(piece.shape)] for piece in self._pieces()]
-        require_equal({"tracked": facts}, "CheckpointManager")
-        step: int | None = on_first(lambda: self._read(facts), f"folder {str(self._folder)!r}")
-        return step
+        self._found = None
+        on_first(self._read, f"folder {str(self._folder)!r}")
+        found = self._found
+        position = None
+        if found is not None:
+            position = {"step": found.facts["step"], **found.ranks[0]["position"]}
+        first: dict[str, Any] | None = ALL_RANKS.exchange(position, "position")[0]
+        return first
 
     def restore(self) -> dict[str, Any] | None:
         """Set everything to the newest checkpoint that is not damaged. A collective.
@@ -123,12 +131,16 @@ class CheckpointManager:
         Raises:
             UsageError: on all ranks: the variables are not those that were saved, or all checkpoints are damaged.
         """
-        step = self.latest_step()
-        if step is None:
+        if not any_rank(self._found is not None, "checkpoint_is_read") and self.latest() is None:
             return None
+        pieces = self._pieces()
+        facts = [[piece.name, list(piece.shape)] for piece in pieces]
+        require_equal({"tracked": facts}, "CheckpointManager")
+        on_first(lambda: self._require_same(facts), f"folder {str(self._folder)!r}")
         found, self._found = self._found, None
-        scatter(self._pieces(), None if found is None else found.arrays)
-        ranks = ALL_RANKS.exchange(None if found is None else found.ranks, "own_state")[0]
+        scatter(pieces, None if found is None else found.arrays)
+        what = None if found is None else (found.facts["step"], found.ranks)
+        step, ranks = ALL_RANKS.exchange(what, "own_state")[0]
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
             raise UsageError(
@@ -148,30 +160,29 @@ class CheckpointManager:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_unless_own(self._folder, f"folder {str(self._folder)!r}")
 
-    def _read(self, facts: Sequence[Any]) -> int | None:
+    def _read(self) -> None:
         self._found = newest(self._folder)
-        name = repr(str(self._folder))
-        if self._found is None:
-            if numbered(self._folder):
-                raise UsageError(
-                    f"all checkpoints in {name} are damaged: move it away to start from scratch"
-                )
-            return None
-        saved = [[key, list(value.shape)] for key, value in self._found.arrays.items()]
-        if saved != list(facts):
-            what = f"{len(facts)} variables here, {len(saved)} there"
-            for (key, shape), (_, before), piece in zip(
-                facts, saved, self._named().values(), strict=False
-            ):
-                if shape != before:
-                    what = f"{piece.name!r} ({key}) is of shape {shape}, and was of shape {before}"
-                    break
+        if self._found is None and numbered(self._folder):
             raise UsageError(
-                f"the checkpoints in {name} are of other variables: {what}. Pass the same models and optimizers in "
-                "the same order, all of them built, or choose another folder"
+                f"all checkpoints in {str(self._folder)!r} are damaged: move it away to start from scratch"
             )
-        step: int = self._found.facts["step"]
-        return step
+
+    def _require_same(self, facts: Sequence[Any]) -> None:
+        assert self._found is not None
+        saved = [[key, list(value.shape)] for key, value in self._found.arrays.items()]
+        if saved == list(facts):
+            return
+        what = f"{len(facts)} variables here, {len(saved)} there"
+        for (key, shape), (_, before), piece in zip(
+            facts, saved, self._named().values(), strict=False
+        ):
+            if shape != before:
+                what = f"{piece.name!r} ({key}) is of shape {shape}, and was of shape {before}"
+                break
+        raise UsageError(
+            f"the checkpoints in {str(self._folder)!r} are of other variables: {what}. Pass the same models and "
+            "optimizers in the same order, all of them built, or choose another folder"
+        )
 
     def _named(self) -> dict[str, Piece]:
         """What this rank holds of all variables in their order, by names that are the same in every process.

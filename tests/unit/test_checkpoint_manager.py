@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,8 +99,7 @@ def test_the_last_ones_stay(managed: Any, tmp_path: Path) -> None:
 def test_what_cannot_work(managed: Any) -> None:
     parts = build()
     manager = managed(*parts)
-    with pytest.raises(UsageError, match="is in use by process"):
-        CheckpointManager(manager._folder, *parts)
+    CheckpointManager(manager._folder, *parts).close()  # As a notebook's cell that is run again.
     manager.save(1)
     with pytest.raises(
         UsageError,
@@ -113,6 +114,22 @@ def test_what_cannot_work(managed: Any) -> None:
         managed(*parts, keep=1)
 
 
+def test_a_folder_that_another_process_has(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "file.write('process 7 on elsewhere'); file.flush(); print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(UsageError, match="is in use by process 7 on elsewhere: choose another"):
+            CheckpointManager(tmp_path, keras.Variable(1.0))
+        other.stdin.close()
+    CheckpointManager(tmp_path, keras.Variable(1.0)).close()
+
+
 def test_another_number_of_ranks(managed: Any) -> None:
     """Seeds and statistics are those of rank 0, metrics begin with nothing; gradients that wait are refused."""
     first = build(accumulate=2)
@@ -123,10 +140,9 @@ def test_another_number_of_ranks(managed: Any) -> None:
     changed = managed(*again)
     read = changed._read
 
-    def of_two(facts: Any) -> Any:
-        step = read(facts)
+    def of_two() -> None:
+        read()
         changed._found.ranks.append(changed._found.ranks[0])
-        return step
 
     changed._read = of_two
     assert changed.restore() == {"step": 4}
