@@ -16,6 +16,8 @@ class Checkpoints:
         every_minutes: save when this many minutes have passed since the last checkpoint, too; looked at about once a
             second, between two steps.
         keep: how many checkpoints stay; at least 2, so that one that the disk damaged has one before it.
+        max_failures: end the training with an error when this many checkpoints in a row could not be written; None:
+            train on, with a warning each time.
 
     Raises:
         UsageError: numbers that cannot work.
@@ -24,6 +26,7 @@ class Checkpoints:
     every_steps: int | None = None
     keep: int = 2
     every_minutes: float | None = None
+    max_failures: int | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
@@ -40,4 +43,9 @@ class Checkpoints:
             raise UsageError(
                 f"Checkpoints(keep={self.keep}): keep at least 2, so that one that the disk has "
                 "damaged does not end the run"
+            )
+        if self.max_failures is not None and self.max_failures < 1:
+            raise UsageError(
+                f"Checkpoints(max_failures={self.max_failures}): pass a positive number, or leave it out to train on "
+                "without new checkpoints"
             )

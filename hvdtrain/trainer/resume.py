@@ -22,7 +22,7 @@ from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
-from hvdtrain.collectives.consistency import alike, any_rank, on_first
+from hvdtrain.collectives.consistency import alike, any_rank, on_first, raise_alike
 from hvdtrain.collectives.finite import is_finite
 from hvdtrain.data import KnownSource, OwnSource, Source
 from hvdtrain.environment import RESUME
@@ -107,6 +107,7 @@ class SavedFit:
         self._facts: dict[str, Any] = {}
         self._alike = True
         self._writing: Writing | None = None
+        self._failures: list[str] = []  # In a row, on rank 0.
         self._opened = False
         self._preemption = Preemption()
         self._state: TrainingState | None = None
@@ -143,9 +144,11 @@ class SavedFit:
             with self._preemption.listening():
                 yield position
         finally:
-            self._finish_writing()
-            for descriptor in lock:
-                os.close(descriptor)
+            try:
+                self._finish_writing()
+            finally:
+                for descriptor in lock:
+                    os.close(descriptor)
 
     def _open(self, initial_epoch: int, lock: list[int]) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
@@ -250,14 +253,20 @@ class SavedFit:
             step: see Position.
             stopped: see Position.
             last: no other follows: wait for the one before, and return when this one is written.
+
+        Raises:
+            UsageError: on all ranks: as many checkpoints in a row as `max_failures` could not be written.
         """
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
         if last or self._writing is None or self._writing.has_ended:
             self._finish_writing()
         # Only rank 0 writes, so that only there anything is.
-        here = np.array([self._writing is not None, self.exists], np.int32)
-        busy, exists = ALL_RANKS.allreduce(here, "hvdtrain_saving", Max).numpy()
+        failed = self._failed_too_often()
+        here = np.array([self._writing is not None, self.exists, failed is not None], np.int32)
+        busy, exists, ends = ALL_RANKS.allreduce(here, "hvdtrain_saving", Max).numpy()
         self.exists = bool(exists)
+        if ends:
+            raise_alike(failed, "checkpoints")
         if busy:
             return
         process = {"callbacks": callbacks.take(), "seen": self.seen}
@@ -287,13 +296,26 @@ class SavedFit:
             self._state = TrainingState(model, self._strategy)
         return self._state
 
+    def _failed_too_often(self) -> UsageError | None:
+        """What ends the training on rank 0, which writes."""
+        count, most = len(self._failures), self._schedule.max_failures
+        if most is None or count < most:
+            return None
+        return UsageError(
+            f"{count} checkpoints in a row could not be written, {self._failures[-1]}. The training ends, as "
+            f"Checkpoints(max_failures={most}) asks; mend the disk and run the same command again to continue from the "
+            f"newest checkpoint in {str(self._folder)!r}"
+        )
+
     def _finish_writing(self) -> None:
         """Wait until what is being written is there; on other ranks than 0 nothing is."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.error()
         if writing is not None and error is None:
             self.exists = True
+            self._failures = []
         elif writing is not None:
+            self._failures.append(f"the last one after step {writing.step}: {error}")
             warnings.warn(
                 f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept",
                 stacklevel=3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from hvdtrain.checkpoint.folder import Checkpoint
 from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
+from hvdtrain.collectives.consistency import raise_alike
 from hvdtrain.collectives.finite import is_finite
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -101,8 +103,9 @@ class SlowDisk:
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What begins a fit on a disk, and saves after a step, whose number is the weight."""
 
-    def begin(disk: SlowDisk) -> tuple[SavedFit, Any]:
-        saved = SavedFit(Checkpoints(1), "auto", RunDir(tmp_path), object.__new__(HorovodStrategy))
+    def begin(disk: SlowDisk, schedule: Checkpoints | None = None) -> tuple[SavedFit, Any]:
+        strategy = object.__new__(HorovodStrategy)
+        saved = SavedFit(schedule or Checkpoints(1), "auto", RunDir(tmp_path), strategy)
         monkeypatch.setattr(resume, "save", disk.save)
         monkeypatch.setattr(resume, "ALL_RANKS", LoneRank(0))
         monkeypatch.setattr(resume, "on_first", lambda do, name: do())
@@ -160,9 +163,42 @@ def test_a_full_disk_and_weights_that_are_nan_are_warned_of_once_each(saving: An
     assert disk.written == [(3, 3.0)]
 
 
+def test_a_training_that_cannot_save_ends_where_it_is_asked_to(
+    saving: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SlowDisk(fails=True)
+    disk.free.set()
+    _saved, step = saving(disk, Checkpoints(1, max_failures=2))
+    monkeypatch.setattr(resume, "raise_alike", partial(raise_alike, ranks=LoneRank(0)))
+    with warnings.catch_warnings(record=True):
+        for number in (1, 2):  # One that was written begins the count anew.
+            disk.fails = number == 1
+            step(number, last=True)
+        disk.fails = True
+        step(3, last=True)
+        step(4, last=True)
+        told = r"2 checkpoints in a row .*, the last one after step 4: .*max_failures=2"
+        with pytest.raises(UsageError, match=told):
+            step(5)
+    assert disk.written == [(2, 2.0)]
+
+
+def test_a_warning_that_is_an_error_keeps_no_lock(saving: Any, tmp_path: Path) -> None:
+    disk = SlowDisk(fails=True)
+    disk.free.set()
+    saved, step = saving(disk)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="No checkpoint after step 1"), saved.opened(0, {}):
+            step(1)
+    os.close(lock_folder(tmp_path / "checkpoints", "checkpoints"))
+
+
 def test_a_schedule_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="every_steps=0"):
         Checkpoints(every_steps=0)
+    with pytest.raises(UsageError, match="max_failures=0"):
+        Checkpoints(max_failures=0)
     for minutes in (0, -1.0, float("nan")):
         with pytest.raises(UsageError, match="every_minutes="):
             Checkpoints(every_minutes=minutes)
