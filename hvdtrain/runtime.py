@@ -165,7 +165,11 @@ def shutdown() -> None:
 
 @contextmanager
 def engine_errors(rank: Rank) -> Iterator[None]:
-    """Turn the failure of a collective inside this block into an EngineError that says what it means."""
+    """Turn the failure of a collective inside this block into an EngineError that says what it means.
+
+    Raises:
+        EngineError: another rank failed, ended, or did not come in time.
+    """
     import tensorflow as tf
 
     try:

@@ -52,7 +52,11 @@ def load_digits() -> Data:
 
 
 def load_npz(path: str) -> Data:
-    """The same from a file like Keras's mnist.npz: images (n, height, width) of bytes, labels (n,)."""
+    """The same from a file like Keras's mnist.npz: images (n, height, width) of bytes, labels (n,).
+
+    Raises:
+        argparse.ArgumentTypeError: the file cannot be read, or holds other arrays.
+    """
     try:
         with np.load(Path(path), allow_pickle=False) as file:
             x, y, xv, yv = (file[name] for name in ARRAYS)

@@ -56,7 +56,11 @@ class CheckpointCallback(keras.callbacks.Callback):
         correct(keras.callbacks.CallbackList, "on_train_begin", _begin)
 
     def find(self, others: list[keras.callbacks.Callback]) -> None:
-        """Look for a checkpoint before the `others`, all other callbacks of this fit, begin. A collective."""
+        """Look for a checkpoint before the `others`, all other callbacks of this fit, begin. A collective.
+
+        Raises:
+            UsageError: on all ranks: see the class.
+        """
         model = self.model
         if self._has_ended:
             raise UsageError(

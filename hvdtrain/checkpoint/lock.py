@@ -29,7 +29,11 @@ def lock_folder(folder: Path, name: str) -> int:
 
 
 def lock_unless_own(folder: Path, name: str) -> int | None:
-    """As `lock_folder`; None if this process has locked it, such as in a training that failed in a notebook."""
+    """As `lock_folder`; None if this process has locked it, such as in a training that failed in a notebook.
+
+    Raises:
+        UsageError: another process has locked it; names that one.
+    """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -50,7 +50,11 @@ class ArraySource(KnownSource):
 
 
 def array_source(data: tuple, reading: Reading) -> ArraySource:
-    """Check and convert (x[, y[, sample_weight]]) and make its source."""
+    """Check and convert (x[, y[, sample_weight]]) and make its source.
+
+    Raises:
+        UsageError: no examples, or what `unpack` and `convert` refuse.
+    """
     data = convert(data)
     _require_weights_like_labels(data)
     count = structures.count_examples(data, "the data")
@@ -67,6 +71,9 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
     """The data tuple (x,), (x, y) or (x, y, sample_weight) of what was passed to fit.
 
     `x` alone can be such a tuple. A list is several inputs, never a data tuple.
+
+    Raises:
+        UsageError: no x, weights without y or given twice, or a tuple of another length.
     """
     parts = [x, y, sample_weight]
     if isinstance(x, tuple) and y is None:
@@ -184,7 +191,11 @@ def _is_numbers(value: Any) -> bool:
 
 
 def to_array(value: Any, name: str) -> np.ndarray | Rows:
-    """One leaf as `convert` has it; `name` is its in messages."""
+    """One leaf as `convert` has it; `name` is its in messages.
+
+    Raises:
+        UsageError: no dense array of numbers or strings with an example dimension; names the leaf.
+    """
     if value is None:
         raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
     if isinstance(value, dict | list | tuple) and not value:

@@ -17,6 +17,9 @@ def apply_class_weight(
 
     Labels are integers of shape (n,) or (n, 1), or one-hot rows (n, classes). As in Keras a class
     without a weight has weight 1.
+
+    Raises:
+        UsageError: no dict of weights, no labels, or labels that `sample_weights` refuses.
     """
     if class_weight is None:
         return data
@@ -43,7 +46,11 @@ def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str)
 def sample_weights(
     labels: Any, class_weight: Mapping[int, float], dtype: str, where: str
 ) -> np.ndarray:
-    """The weight of each label's class, shape (n,)."""
+    """The weight of each label's class, shape (n,).
+
+    Raises:
+        UsageError: several outputs, or labels of another kind.
+    """
     if is_in_rows(labels):
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray):

@@ -181,7 +181,11 @@ class FileSource(KnownSource):
 
 
 def file_source(files: Files, reading: Reading, threads: int | None) -> FileSource:
-    """Look up where the examples are, and make their source."""
+    """Look up where the examples are, and make their source.
+
+    Raises:
+        UsageError: there are no records; OSError: a file cannot be read.
+    """
     keys: Callable[[np.ndarray], tuple]
     if files.records:
         keys = records = _Records(files.paths)

@@ -21,7 +21,11 @@ def is_readable(value: Any) -> bool:
 
 
 def python_stream(value: Any, *, float_dtype: str) -> Stream:
-    """Batches of an iterator (read once), an iterable or a function (opened again for each pass)."""
+    """Batches of an iterator (read once), an iterable or a function (opened again for each pass).
+
+    Raises:
+        UsageError: from the first pass: a function returned what cannot be iterated over.
+    """
     name = type(value).__name__
     if isinstance(value, Iterator):
         once = _Once(value, name, float_dtype)

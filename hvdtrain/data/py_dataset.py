@@ -42,7 +42,11 @@ class Items:
 
     @property
     def count(self) -> int | None:
-        """How many; None: they never end."""
+        """How many; None: they never end.
+
+        Raises:
+            UsageError: it says nothing of its length.
+        """
         try:
             count = self.dataset.num_batches
         except NotImplementedError:

@@ -321,7 +321,11 @@ def describe(element: Any) -> str:
 
 
 def as_data(batch: Any, where: str) -> tuple:
-    """One batch of a stream as a data tuple (x[, y[, sample_weight]]) of NumPy arrays."""
+    """One batch of a stream as a data tuple (x[, y[, sample_weight]]) of NumPy arrays.
+
+    Raises:
+        UsageError: it is none; names the batch.
+    """
     if isinstance(batch, list):
         batch = tuple(batch)
     if isinstance(batch, tuple) and len(batch) > len(structures.PARTS):
@@ -338,7 +342,11 @@ def as_data(batch: Any, where: str) -> tuple:
 
 
 def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
-    """The signature of an example (see `Stream`) in the first LOOKED_AT of `batches`."""
+    """The signature of an example (see `Stream`) in the first LOOKED_AT of `batches`.
+
+    Raises:
+        UsageError: there was no batch.
+    """
     specs = []
     for batch in itertools.islice(batches, LOOKED_AT):
         data = as_data(batch, f"the first batch of the {name}")

@@ -76,7 +76,11 @@ def install(wanted: Recipe, *, force: bool) -> bool:
 
 
 def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
-    """Build the wheel in a temporary folder and keep it. The caller holds the key's lock."""
+    """Build the wheel in a temporary folder and keep it. The caller holds the key's lock.
+
+    Raises:
+        HvdtrainError: a command failed, or left no wheel; names the log.
+    """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as root:
         workspace = Workspace(Path(root))
         prepare(wanted, workspace)
@@ -108,7 +112,11 @@ def prepare(wanted: Recipe, workspace: Workspace) -> None:
 
 
 def test(wanted: Recipe, log: Path) -> None:
-    """A real allreduce of two ranks over each controller that was built."""
+    """A real allreduce of two ranks over each controller that was built.
+
+    Raises:
+        HvdtrainError: the allreduce failed, or a program is missing; names the log.
+    """
     environment = selftest.environment(os.environ)
 
     def tried(argv: list[str]) -> timed_command.Ran:

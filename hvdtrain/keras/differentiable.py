@@ -74,7 +74,11 @@ class Call:
 
 
 def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return `tensors`, which are of one dtype, combined over the ranks."""
+    """Return `tensors`, which are of one dtype, combined over the ranks.
+
+    Raises:
+        UsageError: `op` is Adasum, which has no gradient.
+    """
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         if len(wire) > 1:

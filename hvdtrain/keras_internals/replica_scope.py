@@ -53,6 +53,9 @@ class ReplicaScope(keras.StatelessScope):
         """Take the (gradient, variable) pairs that the step passes to `optimizer` to apply: it can do so once.
 
         The update is made after the step, so nothing in it may use what the update changes any more.
+
+        Raises:
+            UsageError: the step applies gradients a second time.
         """
         if self._stale:
             raise UsageError(f"The train_step applies gradients twice. {ONE_UPDATE}")

@@ -180,7 +180,11 @@ def facts(pieces: Iterable[Piece]) -> list[list[Any]]:
 
 
 def merged(everyone: Sequence[Sequence[Sequence[Any]]]) -> list[Entry]:
-    """Return the variables of the state in their order, each name once, from the `facts` of each rank."""
+    """Return the variables of the state in their order, each name once, from the `facts` of each rank.
+
+    Raises:
+        EngineError: the ranks' pieces do not fit together; names the variable.
+    """
     found: dict[Place, Entry] = {}
     for rank, mine in enumerate(everyone):
         for place, name, shape, dtype, axis, elements in mine:

@@ -27,6 +27,9 @@ def make_part(part: keras.Model, whole: keras.Model) -> None:
     Args:
         part: the model itself, with split layers, or one stage of it.
         whole: see `Unsplit`.
+
+    Raises:
+        UsageError: from the methods of `part` that save or load: only a part is there.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> None:

@@ -31,6 +31,9 @@ def gather_predictions(
     Returns:
         NumPy arrays of (examples, ...) in the structure of the outputs; a tf.RaggedTensor for an output
         whose inner dimensions differ between batches.
+
+    Raises:
+        UsageError: on all ranks: there are no batches.
     """
     steps: list[list[np.ndarray]] = []
     begins: list[int] = []

@@ -77,7 +77,11 @@ class TPU(ReplicaStrategy):
         return super().build(model)
 
     def distribute(self, optimizer: Any) -> Any:
-        """Return an optimizer of the same configuration whose variables are on the TPU."""
+        """Return an optimizer of the same configuration whose variables are on the TPU.
+
+        Raises:
+            UsageError: the optimizer has variables already, which are elsewhere.
+        """
         require_plain(optimizer, NAME)
         if optimizer.built:
             raise UsageError(
@@ -124,6 +128,9 @@ def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str
         name: as given to `TPU`.
         environ: of this process.
         devices: /dev.
+
+    Raises:
+        UsageError: there is none that this TensorFlow can use.
     """
     wanted = name or environ.get("TPU_NAME") or None
     chips = any(path for pattern in CHIPS for path in devices.glob(pattern))

@@ -123,7 +123,11 @@ def compile_arguments(
     weighted_metrics: Any,
     loss_weights: Any,
 ) -> dict[str, Any]:
-    """Return the arguments for model.compile; those of a compiled model where none were given."""
+    """Return the arguments for model.compile; those of a compiled model where none were given.
+
+    Raises:
+        UsageError: Keras knows no such optimizer.
+    """
     given = {
         "loss": loss,
         "metrics": metrics,

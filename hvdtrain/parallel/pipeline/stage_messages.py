@@ -60,7 +60,11 @@ class Exchange:
         return [tf.convert_to_tensor(array) for array in arrays]
 
     def send_forward(self, tensors: Sequence[Any], size: Hashable) -> None:
-        """Send what the next stage takes of a micro-batch."""
+        """Send what the next stage takes of a micro-batch.
+
+        Raises:
+            EngineError: the outputs have other dtypes than the model says.
+        """
         rank = self._ranks[self._stage.index + 1]
         arrays = [tensor.numpy() for tensor in tensors]
         if size not in self._behind:

@@ -48,7 +48,11 @@ class SplitLayer:
         raise NotImplementedError
 
     def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file of one rank's parts would pass for the whole model."""
+        """Refuse: a file of one rank's parts would pass for the whole model.
+
+        Raises:
+            UsageError: always.
+        """
         del store
         raise UsageError(
             f"Layer {self.name!r} is split over ranks, and this rank has only its part: save the whole model on all "  # type: ignore[attr-defined]

@@ -141,7 +141,11 @@ def _own_words(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def server_errors(config: TfConfig) -> Iterator[None]:
-    """Turn the loss of a server inside this block into an EngineError that names it."""
+    """Turn the loss of a server inside this block into an EngineError that names it.
+
+    Raises:
+        EngineError: a server was lost; names it.
+    """
     try:
         yield
     except (tf.errors.UnavailableError, tf.errors.AbortedError) as error:
