@@ -63,7 +63,7 @@ class CallbackStates:
                 found[key] = value
             elif key not in ("_model", "monitor_op"):
                 unknown.append(key)
-        if unknown and name not in self._warned and not _is_keras_own(callback):
+        if unknown and name not in self._warned and not _is_known(callback):
             self._warned.add(name)
             warnings.warn(
                 f"Checkpoints do not hold {', '.join(unknown)} of the callback "
@@ -128,5 +128,6 @@ def _speaks(callback: Any) -> bool:
     return hasattr(callback, "get_state") and hasattr(callback, "set_state")
 
 
-def _is_keras_own(callback: Any) -> bool:
-    return type(callback).__module__.partition(".")[0] == "keras"
+def _is_known(callback: Any) -> bool:
+    """Whether it is Keras's or ours, whose other attributes are made anew in each epoch."""
+    return type(callback).__module__.partition(".")[0] in ("keras", "hvdtrain")
