@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from hvdtrain.errors import UsageError
 
@@ -18,6 +19,8 @@ class Checkpoints:
         keep: how many checkpoints stay; at least 2, so that one that the disk damaged has one before it.
         max_failures: end the training with an error when this many checkpoints in a row could not be written; None:
             train on, with a warning each time.
+        preemption_file: when this file exists on the host of any rank, save and end as on SIGTERM; looked for about
+            once a second. For clouds that announce the end of a machine in another way than by a signal.
 
     Raises:
         UsageError: numbers that cannot work.
@@ -27,6 +30,7 @@ class Checkpoints:
     keep: int = 2
     every_minutes: float | None = None
     max_failures: int | None = None
+    preemption_file: str | Path | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
@@ -15,15 +16,17 @@ from hvdtrain.worker.preemption_notice import warned
 
 
 class Preemption:
-    """Listens for SIGTERM, for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end, and for hosts that
-    come to an elastic job or leave it.
+    """Listens for SIGTERM, for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end, for a file, and for
+    hosts that come to an elastic job or leave it.
 
     Args:
         ranks: that train together.
+        file: tells this job to end as soon as it exists on this host; None: none does.
     """
 
-    def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
+    def __init__(self, ranks: Communicator = ALL_RANKS, file: str | Path | None = None) -> None:
         self._looks = Looks("preempted", ranks)
+        self._file = None if file is None else Path(file)
         self._terminated = False
         self._hosts = HostChanges()
 
@@ -44,7 +47,12 @@ class Preemption:
     @property
     def told(self) -> bool:
         """Whether this rank was told to end."""
-        return self._terminated or warned()
+        return self._terminated or warned() or self.by_file
+
+    @property
+    def by_file(self) -> bool:
+        """Whether the file is here."""
+        return self._file is not None and self._file.exists()
 
     def agreed(self, steps: int, due: bool = False) -> tuple[bool, bool]:
         """Return whether any rank was told to end or of other hosts, and whether saving is `due` on any, as far as they

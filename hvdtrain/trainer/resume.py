@@ -109,7 +109,7 @@ class SavedFit:
         self._writing: Writing | None = None
         self._failures: list[str] = []  # In a row, on rank 0.
         self._opened = False
-        self._preemption = Preemption()
+        self._preemption = Preemption(file=schedule.preemption_file)
         self._state: TrainingState | None = None
 
     @contextmanager
@@ -225,9 +225,11 @@ class SavedFit:
         """What to raise after saving, where this job was told to end or its workers change."""
         if is_elastic(os.environ) and not self._preemption.told:
             return WorkersChanged("other hosts have come, or some leave.")
+        file = self._schedule.preemption_file
+        by = f" by the file {str(file)!r}" if self._preemption.by_file else ""
         return Preempted(
-            f"this job was told to end, and stopped after {self.steps} steps. Run the same command again to go on from "
-            f"the newest checkpoint in {str(self._folder)!r}"
+            f"this job was told to end{by}, and stopped after {self.steps} steps. Run the same command again to go on "
+            f"from the newest checkpoint in {str(self._folder)!r}"
         )
 
     def save(

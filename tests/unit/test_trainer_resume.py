@@ -84,6 +84,25 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         assert 60 <= after - before <= 61.2
 
 
+def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now, file = 0.0, tmp_path / "preempted"
+    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now))
+    strategy = object.__new__(HorovodStrategy)
+    schedule = Checkpoints(preemption_file=str(file))
+    saved = SavedFit(schedule, "auto", RunDir(tmp_path), strategy)
+    saved._preemption._looks = looks.Looks("preempted", LoneRank(0))
+    ended = []
+    for saved.steps in range(1, 100):
+        now += 0.1
+        if saved.steps == 50:
+            file.touch()
+        ended += [saved.steps] if saved.is_told_to_end() else []
+    assert 50 <= ended[0] <= 62, "steps of 0.1 s, looked at once a second"
+    assert f"was told to end by the file '{file}', and stopped after" in str(saved.preempted())
+    file.unlink()
+    assert "was told to end, and stopped after" in str(saved.preempted())
+
+
 class SlowDisk:
     """Stands for `folder.save`: notes what it has written; waits for `free`, or fails."""
 
