@@ -21,6 +21,8 @@ class Checkpoints:
             train on, with a warning each time.
         preemption_file: when this file exists on the host of any rank, save and end as on SIGTERM; looked for about
             once a second. For clouds that announce the end of a machine in another way than by a signal.
+        mirror: URL of a folder that gets a copy of each checkpoint, in any storage of fsspec (s3://, gs://, file://).
+            A run whose run_dir has none as new takes its newest from there. Other files of the run are not copied.
 
     Raises:
         UsageError: numbers that cannot work.
@@ -31,6 +33,7 @@ class Checkpoints:
     every_minutes: float | None = None
     max_failures: int | None = None
     preemption_file: str | Path | None = None
+    mirror: str | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:

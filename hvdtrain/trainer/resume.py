@@ -19,6 +19,7 @@ from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.lock import lock_folder
+from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState, own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
@@ -108,6 +109,7 @@ class SavedFit:
         self._alike = True
         self._writing: Writing | None = None
         self._failures: list[str] = []  # In a row, on rank 0.
+        self._mirror: Mirror | None = None
         self._opened = False
         self._preemption = Preemption(file=schedule.preemption_file)
         self._state: TrainingState | None = None
@@ -152,6 +154,9 @@ class SavedFit:
 
     def _open(self, initial_epoch: int, lock: list[int]) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
+        if self._schedule.mirror is not None:
+            self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
+            self._mirror.fetch(self._folder)
         if self._resume == "never" and numbered(self._folder):
             raise UsageError(
                 f"run_dir {path!r} has checkpoints, and resume='never': choose a new folder, or "
@@ -287,8 +292,7 @@ class SavedFit:
         position = Position(epoch, step, self.steps, stopped)
         content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, ranks)
         # The arrays may be TensorFlow's own memory: who changes a variable makes a copy while somebody has that.
-        keep = self._schedule.keep
-        self._writing = Writing(self.steps, partial(save, self._folder, self.steps, content, keep))
+        self._writing = Writing(self.steps, partial(self._write, self.steps, content))
         if last:
             self._finish_writing()
 
@@ -297,6 +301,11 @@ class SavedFit:
         if self._state is None:
             self._state = TrainingState(model, self._strategy)
         return self._state
+
+    def _write(self, steps: int, content: Checkpoint) -> None:
+        path = save(self._folder, steps, content, self._schedule.keep)
+        if self._mirror is not None:
+            self._mirror.copy(path)
 
     def _failed_too_often(self) -> UsageError | None:
         """What ends the training on rank 0, which writes."""
@@ -313,15 +322,20 @@ class SavedFit:
         """Wait until what is being written is there; on other ranks than 0 nothing is."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.error()
-        if writing is not None and error is None:
+        if writing is None:
+            return
+        if error is None or isinstance(error, MirrorError):
             self.exists = True
+        if error is None:
             self._failures = []
-        elif writing is not None:
-            self._failures.append(f"the last one after step {writing.step}: {error}")
-            warnings.warn(
-                f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept",
-                stacklevel=3,
-            )
+            return
+        self._failures.append(f"the last one after step {writing.step}: {error}")
+        what = (
+            f"The checkpoint after step {writing.step} is not in {self._schedule.mirror!r}, training goes on: {error}"
+            if isinstance(error, MirrorError)
+            else f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept"
+        )
+        warnings.warn(what, stacklevel=3)
 
 
 @contextmanager

@@ -1,0 +1,146 @@
+"""A copy of a run's checkpoints in a storage that fsspec knows (s3://, gs://), for a machine that may not come back.
+
+An object storage cannot rename a folder, so the manifest is the commit marker: written last and removed first. A
+checkpoint without one does not exist. It holds the sizes and checksums of the other files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from hvdtrain.checkpoint.folder import (
+    ARRAYS,
+    MANIFEST,
+    PREFIX,
+    RANKS,
+    UNFINISHED,
+    Damaged,
+    load,
+    numbered,
+)
+from hvdtrain.errors import UsageError
+
+
+class MirrorError(OSError):
+    """The storage did not take a checkpoint, which is complete in its folder here."""
+
+
+class Mirror:
+    """The checkpoints at a URL. Rank 0 alone uses it.
+
+    Args:
+        url: of a folder for this run alone; credentials come from the environment, as each storage's package has them.
+        keep: how many checkpoints stay there.
+
+    Raises:
+        UsageError: fsspec or the package of this storage is not installed, or the URL holds a password.
+    """
+
+    def __init__(self, url: str, keep: int) -> None:
+        self.url = url.rstrip("/")
+        self._keep = keep
+        if "@" in urlsplit(url).netloc:
+            raise UsageError(
+                "Checkpoints(mirror=...): the URL holds a user name or password: leave them to the storage's own "
+                "configuration"
+            )
+        self._storage, self._root = _storage_of(self.url)
+
+    def copy(self, checkpoint: Path) -> None:
+        """Copy a complete checkpoint there, and remove all but the newest.
+
+        Raises:
+            MirrorError: it could not be copied; those that are there stay.
+        """
+        try:
+            self._copy(checkpoint)
+        except Exception as error:  # Each storage has errors of its own.
+            raise MirrorError(f"{type(error).__name__}: {error}") from error
+
+    def fetch(self, folder: Path) -> None:
+        """Put the newest checkpoint of the mirror into `folder`, unless one that is as new is there.
+
+        Raises:
+            UsageError: the storage cannot be read: a run that started from scratch would replace what it holds.
+        """
+        here = numbered(folder)
+        least = _number(here[0].name) if here else -1
+        try:
+            there = [name for name in self._names() if _number(name) > least]
+            if not any(self._fetch(name, folder) for name in there):
+                return
+        except Exception as error:
+            raise UsageError(
+                f"Checkpoints(mirror={self.url!r}) cannot be read: {type(error).__name__}: {error}"
+            ) from error
+
+    def _copy(self, checkpoint: Path) -> None:
+        to = f"{self._root}/{checkpoint.name}"
+        self._storage.makedirs(to, exist_ok=True)
+        self._remove(f"{to}/{MANIFEST}")
+        for name in (ARRAYS, RANKS, MANIFEST):
+            self._storage.put_file(str(checkpoint / name), f"{to}/{name}")
+        names = self._names()
+        here = names.index(checkpoint.name)
+        # Newer ones were damaged or not fetched: the training would have gone on from them.
+        for other in names[:here] + names[here + self._keep :]:
+            self._remove(f"{self._root}/{other}/{MANIFEST}")
+            self._storage.rm(f"{self._root}/{other}", recursive=True)
+
+    def _fetch(self, name: str, folder: Path) -> bool:
+        """Whether the checkpoint of this name is as it was written, and now in `folder`."""
+        temporary = folder / f"{UNFINISHED}{name.removeprefix(PREFIX)}"
+        temporary.mkdir(parents=True, exist_ok=True)
+        for file in (ARRAYS, RANKS, MANIFEST):
+            self._storage.get_file(f"{self._root}/{name}/{file}", str(temporary / file))
+        try:
+            load(temporary)
+        except Damaged as error:
+            warnings.warn(
+                f"Checkpoint {name!r} in {self.url!r} is damaged, and the one before it is used: {error}",
+                stacklevel=2,
+            )
+            return False
+        temporary.rename(folder / name)
+        return True
+
+    def _names(self) -> list[str]:
+        """The complete checkpoints, newest first."""
+        self._storage.invalidate_cache()
+        if not self._storage.exists(self._root):
+            return []
+        found = (
+            str(path).rstrip("/").rpartition("/")[2]
+            for path in self._storage.ls(self._root, detail=False)
+        )
+        steps = [
+            name for name in found if name.startswith(PREFIX) and name[len(PREFIX) :].isdecimal()
+        ]
+        complete = [n for n in steps if self._storage.exists(f"{self._root}/{n}/{MANIFEST}")]
+        return sorted(complete, key=_number, reverse=True)
+
+    def _remove(self, path: str) -> None:
+        if self._storage.exists(path):
+            self._storage.rm_file(path)
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix(PREFIX))
+
+
+def _storage_of(url: str) -> tuple[Any, str]:
+    """Return fsspec's file system for `url`, and the path in it."""
+    try:
+        import fsspec
+    except ImportError:
+        raise UsageError(
+            f"Checkpoints(mirror={url!r}) needs fsspec: pip install 'hvdtrain[cloud]'"
+        ) from None
+    try:
+        storage, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"Checkpoints(mirror={url!r}): {error}") from error
+    return storage, str(path).rstrip("/")
