@@ -129,6 +129,7 @@ def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(folder: Path, url: str | None, epochs: int) -> list[Any]:
+    keras.backend.clear_session()  # Names as in a new process.
     keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     trainer = Trainer(
