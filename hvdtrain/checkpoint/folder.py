@@ -9,7 +9,7 @@ It is written under a temporary name. Each file is flushed to the disk, then the
 the folder above flushed. So a name without a dot is a complete checkpoint, as long as the disk keeps what it has:
 reading verifies that. Nothing is pickled.
 
-Costs: while it is written, the process holds the variables' bytes twice.
+It is written from where the variables lie in memory, without another copy of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load as read_arrays
-from safetensors.numpy import save as write_arrays
+from safetensors.numpy import save_file as write_arrays
 
 from hvdtrain.collectives.encoding import decode, encode
 
@@ -64,6 +64,13 @@ class Disk:
 
     def write(self, path: Path, data: bytes) -> None:
         path.write_bytes(data)
+
+    def write_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write them as safetensors, from where they lie in memory."""
+        try:
+            write_arrays(dict(arrays), path)
+        except SafetensorError as error:
+            raise OSError(f"{path.name}: {error}") from error
 
     def flush(self, path: Path) -> None:
         """Return when a file, or the names in a folder, will outlast a loss of power."""
@@ -104,17 +111,16 @@ def save(
         disk.remove(left)
     # In the order of the state: safetensors has an order of its own.
     kinds = {name: array.dtype.name for name, array in checkpoint.arrays.items()}
-    files = {ARRAYS: _packed(checkpoint.arrays), RANKS: encode(checkpoint.ranks)}
-    listed = {name: [len(data), _digest(data)] for name, data in files.items()}
+    disk.make_folder(temporary)
+    disk.write_arrays(temporary / ARRAYS, _packed(checkpoint.arrays))
+    disk.write(temporary / RANKS, encode(checkpoint.ranks))
     content = {
         "format": FORMAT,
         "facts": dict(checkpoint.facts),
         "arrays": kinds,
-        "files": listed,
+        "files": {name: _size_and_digest(temporary / name) for name in (ARRAYS, RANKS)},
     }
-    disk.make_folder(temporary)
-    for name, data in files.items():
-        disk.write(temporary / name, data)
+    for name in (ARRAYS, RANKS):
         disk.flush(temporary / name)
     disk.write(temporary / MANIFEST, _signed(content))
     disk.flush(temporary / MANIFEST)
@@ -177,9 +183,9 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(content["facts"], arrays, decode(files[RANKS]))
 
 
-def _packed(arrays: Mapping[str, np.ndarray]) -> bytes:
+def _packed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     # safetensors writes arrays that are not contiguous wrongly, and knows no bfloat16 of NumPy's.
-    return write_arrays({n: _bits(np.asarray(a, order="C")) for n, a in arrays.items()})
+    return {name: _bits(np.asarray(array, order="C")) for name, array in arrays.items()}
 
 
 def _unpacked(data: bytes, kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
@@ -193,6 +199,12 @@ def _unpacked(data: bytes, kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
 def _bits(array: np.ndarray) -> np.ndarray:
     """Return types that NumPy itself does not have (kind V) as unsigned integers of their size."""
     return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+
+
+def _size_and_digest(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return [file.tell(), digest]
 
 
 def _digest(data: bytes) -> str:

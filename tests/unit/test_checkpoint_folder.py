@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -70,6 +70,10 @@ class Recorder(Disk):
     def write(self, path: Path, data: bytes) -> None:
         self.done.append(("write", path, data))
         super().write(path, data)
+
+    def write_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        super().write_arrays(path, arrays)
+        self.done.append(("write", path, path.read_bytes()))
 
     def flush(self, path: Path) -> None:
         self.done.append(("flush", path))
@@ -168,6 +172,10 @@ class Full(Recorder):
     def write(self, path: Path, data: bytes) -> None:
         self._count()
         super().write(path, data)
+
+    def write_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+        self._count()
+        super().write_arrays(path, arrays)
 
     def flush(self, path: Path) -> None:
         self._count()
