@@ -76,7 +76,7 @@ HOROVODRUN = {
 SSH = rf"{BROKE}: the ssh here that ran rank 1 {KILLED}"
 PROGRAMS = {
     "mpi": {
-        "mpirun": Program(False, r"\S*mpirun ", "^mpirun" + WAITS),
+        "mpirun": Program(False, r"\S*mpirun (?!--version)", "^mpirun" + WAITS),
         "ssh of mpirun": Program(
             False, r"\S*ssh .*orted", r"^mpirun's daemon \(orted\) on another host (was|did not)"
         ),
@@ -182,14 +182,19 @@ def test_a_killed_program(
             (tmp_path / "stop").touch()
         after = random.uniform(0, MOMENTS[moment])
         time.sleep(after)
-        was_there = find(program, hosts) == pid
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        # What was seen first may have been a child before its exec.
+        while (pid := find(program, hosts)) is None and moment == "starting":
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         _, stderr = process.communicate(timeout=END_SECONDS)
         context = f"killed after {after:.2f} s: {stderr}"
         # An end may be past the point where the program mattered.
         if process.returncode or moment != "ending":
-            assert was_there and process.returncode, context
+            assert pid is not None and process.returncode, context
             assert re.search(program.says, stderr, re.MULTILINE), context
             assert "Traceback" not in stderr, context
         left = {host.name: found for host in hosts if (found := host.left(END_SECONDS))}
