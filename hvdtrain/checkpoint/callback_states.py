@@ -7,9 +7,11 @@ have changed since training began, as far as they are numbers, texts, arrays, or
 from __future__ import annotations
 
 import csv
+import pickle
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +85,10 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
             continue
         callback.append = True
         with path.open(newline="") as file:
-            rows = list(csv.reader(file, delimiter=callback.sep))
-        kept = [row for row in rows if row and not (row[0].isdecimal() and int(row[0]) >= epoch)]
+            kept = [row for row in csv.reader(file, delimiter=callback.sep) if row]
+        # Those before may be of another training, in a file that was appended to.
+        while kept and kept[-1][0].isdecimal() and int(kept[-1][0]) >= epoch:
+            kept.pop()
         temporary = path.with_name(f".{path.name}.tmp")
         with temporary.open("w", newline="") as file:
             csv.writer(file, delimiter=callback.sep).writerows(kept)
@@ -109,7 +113,45 @@ def _encoded(value: Any) -> Any:
     try:
         return encode(value)
     except UsageError:
+        return _looked_at(value)
+
+
+def _looked_at(value: Any) -> Any:
+    """Return what tells whether an object has changed in place: what pickle makes of it, if that is cheap.
+
+    It is compared within this process, and never unpickled.
+    """
+    if isinstance(value, keras.metrics.Metric):
+        return _Pickled(encode([variable.numpy() for variable in value.variables]))
+    if callable(value) or type(value).__module__.partition(".")[0] in ("keras", "tensorflow"):
         return _Same(value)
+    written = _Short()
+    try:
+        pickle.Pickler(written).dump(value)
+    except Exception:  # It is large, or of what cannot be pickled.
+        return _Same(value)
+    return _Pickled(b"".join(written.parts))
+
+
+class _Short:
+    """A file that takes so little that writing it costs a step nothing."""
+
+    MOST = 100_000
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.parts.append(bytes(data))
+        if sum(map(len, self.parts)) > self.MOST:
+            raise ValueError("too long")
+
+
+@dataclass(frozen=True)
+class _Pickled:
+    """Equal to what had the same content."""
+
+    data: bytes
 
 
 class _Same:

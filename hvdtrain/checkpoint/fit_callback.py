@@ -9,11 +9,13 @@ from typing import Any
 import keras
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
+from hvdtrain.checkpoint.lock import this_process
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.corrections import correct
-from hvdtrain.keras_internals.models import is_built
+from hvdtrain.keras_internals.models import is_built, optimizers_of
+from hvdtrain.keras_internals.optimizers import optimizer_slots
 
 
 class CheckpointCallback(keras.callbacks.Callback):
@@ -39,17 +41,17 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def __init__(self, folder: str | Path, *, every_epochs: int = 1, keep: int = 2) -> None:
         super().__init__()
-        if every_epochs < 1:
-            raise UsageError(f"CheckpointCallback: every_epochs={every_epochs}: save at least 1")
-        if keep < 2:
-            raise UsageError(
-                f"CheckpointCallback: keep={keep}: keep at least 2, should one be damaged"
-            )
+        for name, number, least in (("every_epochs", every_epochs, 1), ("keep", keep, 2)):
+            if not isinstance(number, int) or number < least:
+                raise UsageError(
+                    f"CheckpointCallback: {name}={number!r}: pass a whole number, at least {least}"
+                )
         self._folder = Path(folder)
         self._every_epochs = every_epochs
         self._keep = keep
         self._manager: CheckpointManager | None = None
         self._others: list[Any] = []
+        self._optimizers: list[Any] = []
         self._states: CallbackStates | None = None
         self._epochs_done = 0
         self._has_ended = False
@@ -70,14 +72,35 @@ class CheckpointCallback(keras.callbacks.Callback):
         if self._manager is not None:  # A fit that failed.
             self._manager.close()
         self._others = [getattr(one, "hvdtrain_wrapped", one) for one in others]
-        self._manager = CheckpointManager(self._folder, model, model.optimizer, keep=self._keep)
+        self._optimizers = optimizers_of(model)
+        self._manager = CheckpointManager(self._folder, model, *self._optimizers, keep=self._keep)
         position = self._manager.latest()
-        self._epochs_done = 0 if position is None else position["step"]
-        if position is not None and not is_built(model):
-            model.build_from_config(position["build"])
-        if model.trainable_variables and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
+        if position is None:
+            self._epochs_done = 0
+            return
+        self._epochs_done = position["step"]
+        self._build(position)
         continue_files(self._others, self._epochs_done)
+
+    def _build(self, position: dict[str, Any]) -> None:
+        """Build what the first batch would build, as it was when the checkpoint was saved."""
+        model = self.model
+        if "trained" not in position or len(position["trained"]) != len(self._optimizers):
+            raise UsageError(
+                f"folder {str(self._folder)!r} has checkpoints of another training: choose another folder"
+            )
+        if not is_built(model):
+            model.build_from_config(position["build"])
+        weights = model.trainable_variables
+        for optimizer, trained in zip(self._optimizers, position["trained"], strict=True):
+            if trained and not optimizer.built and max(trained) < len(weights):
+                optimizer.build([weights[number] for number in trained])
+
+    def _trained(self, optimizer: Any) -> list[int]:
+        """Which of the model's weights `optimizer` trains; none before it is built."""
+        numbers = {id(v): number for number, v in enumerate(self.model.trainable_variables)}
+        slots = optimizer_slots(optimizer)
+        return [numbers[id(v)] for v, _ in slots if id(v) in numbers] if optimizer.built else []
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         assert self._manager is not None
@@ -89,9 +112,17 @@ class CheckpointCallback(keras.callbacks.Callback):
         self._states.give(position["callbacks"])
         epochs = self.params["epochs"]
         ended = position["stopped"] or self._epochs_done >= epochs
+        if ended and position["process"] == this_process():
+            raise UsageError(
+                f"CheckpointCallback({str(self._folder)!r}): an earlier fit of this process has trained all epochs "
+                "there: give each fit a folder of its own"
+            )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
             print(_told(self._epochs_done, epochs, ended, self._folder), flush=True)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.model._initial_epoch = None  # Or the next fit of this model would begin there.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epochs_done = epoch + 1
@@ -102,14 +133,14 @@ class CheckpointCallback(keras.callbacks.Callback):
                 self._epochs_done,
                 callbacks=self._states.take(),
                 stopped=bool(self.model.stop_training),
-                build=_plain(
-                    self.model.get_build_config()
-                ),  # Of a model that its first batch builds.
+                build=_plain(self.model.get_build_config()),
+                trained=[self._trained(one) for one in self._optimizers],
+                process=this_process(),
             )
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         assert self._manager is not None
-        self.model._initial_epoch = None  # Or the next fit of this model would begin there.
+        self.model._initial_epoch = None
         self._manager.close()
         self._manager = None
         self._has_ended = True

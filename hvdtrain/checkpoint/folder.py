@@ -157,7 +157,12 @@ def newest(folder: Path) -> Checkpoint | None:
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints below `folder`, newest first."""
     found = (path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal())
-    return sorted(found, key=lambda path: int(path.name[len(PREFIX) :]), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Return the number of the checkpoint at `path`."""
+    return int(path.name.removeprefix(PREFIX))
 
 
 def load(path: Path) -> Checkpoint:

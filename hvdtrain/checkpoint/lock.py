@@ -24,7 +24,7 @@ def lock_folder(folder: Path, name: str) -> int:
     """
     descriptor = lock_unless_own(folder, name)
     if descriptor is None:
-        raise _in_use(name, _this_process())
+        raise _in_use(name, this_process())
     return descriptor
 
 
@@ -40,15 +40,16 @@ def lock_unless_own(folder: Path, name: str) -> int | None:
     except BlockingIOError:
         owner = os.read(descriptor, 1000).decode(errors="replace") or "another process"
         os.close(descriptor)
-        if owner == _this_process():
+        if owner == this_process():
             return None
         raise _in_use(name, owner) from None
     os.ftruncate(descriptor, 0)
-    os.write(descriptor, _this_process().encode())
+    os.write(descriptor, this_process().encode())
     return descriptor
 
 
-def _this_process() -> str:
+def this_process() -> str:
+    """Return what tells this process from others, of all hosts."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 

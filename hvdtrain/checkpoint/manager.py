@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save, step_of
 from hvdtrain.checkpoint.lock import lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
@@ -23,7 +23,13 @@ from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import accumulators
-from hvdtrain.keras_internals.variables import tf_variable, unique, without
+from hvdtrain.keras_internals.variables import (
+    row_states,
+    tf_variable,
+    unique,
+    untracked_variables,
+    without,
+)
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
 from hvdtrain.parallel.state_layout import Sender, optimizer_pieces, pieces_of
 
@@ -60,6 +66,7 @@ class CheckpointManager:
         self._keep = keep
         self._found: Checkpoint | None = None  # On rank 0, between reading and giving.
         self._lock: int | None = None
+        self._continues = False  # What the folder held was looked at.
         on_first(self._open, f"folder {str(folder)!r}")
 
     def close(self) -> None:
@@ -77,14 +84,23 @@ class CheckpointManager:
         Args:
             step: how many steps are done; names the checkpoint.
             position: what `restore` returns: numbers, strings, arrays, and lists, tuples and dicts of these.
+
+        Raises:
+            UsageError: `step` is no whole number from 0 on; a model has no variables yet; the folder has checkpoints
+                of later steps, and neither `restore` nor `latest` was called.
         """
         self._found = None
+        step = _whole_number(step)
+        if not self._continues:
+            on_first(lambda: self._require_none_after(step), f"folder {str(self._folder)!r}")
+            self._continues = True
         own = {
+            "untracked": [v.numpy() for v in self._untracked()],
             "variables": [tf_variable(v).numpy() for v in self._own()],
             "waiting": any(np.any(tf_variable(v).numpy()) for v in self._waiting()),
             "position": position,
         }
-        ranks = ALL_RANKS.exchange(own | random_states(), "own_state")
+        ranks = ALL_RANKS.exchange(own | random_states(), "checkpoint_saved")
         arrays = gather(self._pieces())
         if ALL_RANKS.rank() != 0:
             return
@@ -112,7 +128,7 @@ class CheckpointManager:
         Raises:
             UsageError: on all ranks: all checkpoints are damaged.
         """
-        self._found = None
+        self._found, self._continues = None, True
         on_first(self._read, f"folder {str(self._folder)!r}")
         found = self._found
         position = None
@@ -140,7 +156,7 @@ class CheckpointManager:
         found, self._found = self._found, None
         scatter(pieces, None if found is None else found.arrays)
         what = None if found is None else (found.facts["step"], found.ranks)
-        step, ranks = ALL_RANKS.exchange(what, "own_state")[0]
+        step, ranks = ALL_RANKS.exchange(what, "checkpoint_restored")[0]
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
             raise UsageError(
@@ -152,6 +168,8 @@ class CheckpointManager:
             for variable, value in zip(self._own(), own["variables"], strict=True):
                 tf_variable(variable).assign(value)
         else:
+            for variable, value in zip(self._untracked(), own["untracked"], strict=True):
+                variable.assign(value)
             self._make_own(ranks)
         set_random_states(own)
         return {"step": step, **own["position"]}
@@ -159,6 +177,14 @@ class CheckpointManager:
     def _open(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_unless_own(self._folder, f"folder {str(self._folder)!r}")
+
+    def _require_none_after(self, step: int) -> None:
+        for path in numbered(self._folder)[:1]:
+            if step_of(path) > step:
+                raise UsageError(
+                    f"folder {str(self._folder)!r} has a checkpoint of step {step_of(path)}, which saving step {step} "
+                    "would replace: call restore() first, or choose another folder"
+                )
 
     def _read(self) -> None:
         self._found = newest(self._folder)
@@ -173,9 +199,13 @@ class CheckpointManager:
         if saved == list(facts):
             return
         what = f"{len(facts)} variables here, {len(saved)} there"
-        for (key, shape), (_, before), piece in zip(
+        for (key, shape), (old, before), piece in zip(
             facts, saved, self._named().values(), strict=False
         ):
+            kind, known = (str(name).rpartition("/")[0] for name in (key, old))
+            if kind != known:
+                what = f"{kind!r} here, {known!r} there"
+                break
             if shape != before:
                 what = f"{piece.name!r} ({key}) is of shape {shape}, and was of shape {before}"
                 break
@@ -193,11 +223,18 @@ class CheckpointManager:
         sender = Sender(whole=is_first, common=is_first)
         found: dict[str, Piece] = {}
         for number, one in enumerate(self._tracked):
+            kind = type(one).__name__
             if is_in_parts(one):
                 pieces = optimizer_pieces(one, sender=sender)
+            elif isinstance(one, (tf.Variable, keras.Variable)):
+                pieces = pieces_of([one], sender=sender)
             else:
-                pieces = pieces_of(getattr(one, "variables", None) or [one], sender=sender)
-            kind = type(one).__name__
+                pieces = pieces_of(one.variables, sender=sender)
+            if isinstance(one, keras.Model) and not pieces:
+                raise UsageError(
+                    f"CheckpointManager: the {kind} has no variables yet: build it first, model.build(input_shape) or "
+                    "call it on a batch"
+                )
             found |= {f"{number}/{kind}/{count}": piece for count, piece in enumerate(pieces)}
         return found
 
@@ -220,9 +257,15 @@ class CheckpointManager:
         for one in self._tracked:
             if isinstance(one, keras.Model):
                 found += without(one.variables, one.trainable_variables)
+                found += row_states(one)
             elif isinstance(one, keras.metrics.Metric):
                 found += one.variables
-        return unique([*found, *self._waiting()])
+        return unique([*found, *self._waiting(), *self._untracked()])
+
+    def _untracked(self) -> list[tf.Variable]:
+        """Those of them that Keras does not know, such as a counter that a layer keeps."""
+        models = [one for one in self._tracked if isinstance(one, keras.Model)]
+        return unique(v for model in models for v in untracked_variables(model))
 
     def _waiting(self) -> list[Any]:
         """The gradients that wait for the next update."""
@@ -235,3 +278,14 @@ class CheckpointManager:
                 fold_rank_into_seeds(one, ALL_RANKS.rank())
             elif isinstance(one, keras.metrics.Metric):
                 one.reset_state()
+
+
+def _whole_number(step: Any) -> int:
+    """Return the number of a step, which may be a variable such as optimizer.iterations."""
+    try:
+        number = int(step)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0 or not np.all(number == np.asarray(step)):
+        raise UsageError(f"CheckpointManager.save: step={step!r}: pass the number of steps so far")
+    return number

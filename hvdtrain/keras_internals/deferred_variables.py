@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import keras
 import tensorflow as tf
 from keras.src import backend
 
@@ -74,8 +75,8 @@ def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
 
 
 def is_waiting(variable: Any) -> bool:
-    """Whether the Keras variable has no value yet."""
-    return variable._value is None
+    """Whether the Keras variable has no value yet; a tf.Variable always has one."""
+    return isinstance(variable, keras.Variable) and variable._value is None
 
 
 def initialize(variable: Any) -> None:

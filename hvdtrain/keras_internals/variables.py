@@ -11,6 +11,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 from hvdtrain.keras_internals.models import held_in, optimizers_of
+from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
 
 
@@ -73,8 +74,8 @@ def replicated_variables(
 ) -> list[Any]:
     """Return the variables that all ranks hold in common: weights, statistics, optimizer state.
 
-    Left out are the seed generators' states, those of stateful RNNs and accumulated gradients, which differ by rank
-    on purpose.
+    Left out are the seed generators' states, those of stateful RNNs, accumulated gradients and the state of an
+    optimizer in parts, which differ by rank on purpose.
 
     Args:
         model: its variables.
@@ -89,6 +90,8 @@ def replicated_variables(
     for one in _optimizers(model, optimizer):
         found += list(one.variables)
         slots = [s for v, state in optimizer_slots(one) if id(tf_variable(v)) in own for s in state]
+        if is_in_parts(one):
+            slots = [s for _, state in optimizer_slots(one) for s in state]
         own |= {id(tf_variable(v)) for v in [*slots, *accumulators(one)]}
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 

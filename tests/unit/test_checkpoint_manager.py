@@ -130,6 +130,35 @@ def test_a_folder_that_another_process_has(tmp_path: Path) -> None:
     CheckpointManager(tmp_path, keras.Variable(1.0)).close()
 
 
+def test_variables_of_all_kinds(managed: Any) -> None:
+    counter, weight = tf.Variable(3, dtype=tf.int64), keras.Variable(np.ones(2))
+    manager = managed(counter, weight, tf.Module())
+    manager.save(counter)
+    counter.assign(5)
+    weight.assign(np.zeros(2))
+    assert managed(counter, weight, tf.Module()).restore() == {"step": 3}
+    assert counter.numpy() == 3 and list(weight.numpy()) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("step", [-1, 2.5, "two", None, np.array([1, 2])])
+def test_a_step_that_is_none(managed: Any, step: Any) -> None:
+    with pytest.raises(UsageError, match="pass the number of steps so far"):
+        managed(tf.Variable(1.0)).save(step)
+
+
+def test_newer_checkpoints_are_not_replaced_unseen(managed: Any) -> None:
+    one = tf.Variable(1.0)
+    managed(one).save(np.int64(100))
+    with pytest.raises(UsageError, match=r"checkpoint of step 100, .* step 1 would replace: call"):
+        managed(one).save(1)
+    assert managed(one).restore() == {"step": 100}
+
+
+def test_a_model_without_variables(managed: Any) -> None:
+    with pytest.raises(UsageError, match="the Sequential has no variables yet: build it first"):
+        managed(keras.Sequential([keras.layers.Dense(1)])).save(1)
+
+
 def test_another_number_of_ranks(managed: Any) -> None:
     """Seeds and statistics are those of rank 0, metrics begin with nothing; gradients that wait are refused."""
     first = build(accumulate=2)
