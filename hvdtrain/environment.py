@@ -30,6 +30,9 @@ EXIT_PREEMPTED = 75
 RESUME = "HVDTRAIN_RESUME"
 """auto, must or never: goes before the argument `resume` of a Trainer with checkpoints (`hvdtrain run --resume`)."""
 
+START_FOLDER = "HVDTRAIN_START_FOLDER"
+"""The working folder in which a rank began, which its script may change."""
+
 NEWS = "HVDTRAIN_NEWS"
 """Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
 

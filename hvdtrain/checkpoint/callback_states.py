@@ -122,7 +122,7 @@ def _looked_at(value: Any) -> Any:
     It is compared within this process, and never unpickled.
     """
     if isinstance(value, keras.metrics.Metric):
-        return _Pickled(encode([variable.numpy() for variable in value.variables]))
+        return _Looked(_Same(value), encode([variable.numpy() for variable in value.variables]))
     if callable(value) or type(value).__module__.partition(".")[0] in ("keras", "tensorflow"):
         return _Same(value)
     written = _Short()
@@ -130,7 +130,7 @@ def _looked_at(value: Any) -> Any:
         pickle.Pickler(written).dump(value)
     except Exception:  # It is large, or of what cannot be pickled.
         return _Same(value)
-    return _Pickled(b"".join(written.parts))
+    return _Looked(_Same(value), b"".join(written.parts))
 
 
 class _Short:
@@ -148,10 +148,11 @@ class _Short:
 
 
 @dataclass(frozen=True)
-class _Pickled:
-    """Equal to what had the same content."""
+class _Looked:
+    """Equal to the same object with the same content."""
 
-    data: bytes
+    same: _Same
+    content: bytes
 
 
 class _Same:

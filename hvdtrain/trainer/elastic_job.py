@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from horovod.common.elastic import notification_manager
 
-from hvdtrain.environment import RESUME
+from hvdtrain.environment import RESUME, START_FOLDER
 from hvdtrain.errors import EngineError, HvdtrainError
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic
 from hvdtrain.worker.heartbeat import in_phase
@@ -89,6 +89,8 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
         environ[RESUME] = "must"
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if START_FOLDER in os.environ:
+        os.chdir(os.environ[START_FOLDER])  # The script's own path may be relative.
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
 
 

@@ -151,7 +151,8 @@ class Loop:
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
                 last = stopped or epoch + 1 == plan.epochs
-                ends = not last and self.saved.is_told_to_end()
+                # However few steps an epoch has, and however long its validation took.
+                ends = not last and self.saved.is_told_to_end(now=True)
                 with in_phase("saving"):
                     self.saved.save(self.model, states, {}, epoch + 1, 0, stopped, last or ends)
                 if ends:

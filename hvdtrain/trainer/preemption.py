@@ -54,7 +54,7 @@ class Preemption:
         """Whether the file is here."""
         return self._file is not None and self._file.exists()
 
-    def agreed(self, steps: int, due: bool = False) -> tuple[bool, bool]:
+    def agreed(self, steps: int, due: bool = False, now: bool = False) -> tuple[bool, bool]:
         """Return whether any rank was told to end or of other hosts, and whether saving is `due` on any, as far as they
         have looked.
 
@@ -63,8 +63,9 @@ class Preemption:
         Args:
             steps: trained so far, the same on all ranks.
             due: whether it is time to save by this rank's clock.
+            now: look whether or not it is time, the same on all ranks.
         """
-        if not self._looks.due(steps):
+        if not (now or self._looks.due(steps)):
             return False, False
         told, everyones = self._looks.together(steps, [self.told or self._hosts.heard, due])
         return bool(told), bool(everyones)

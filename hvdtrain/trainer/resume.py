@@ -214,11 +214,11 @@ class SavedFit:
                 f"or remove the newest checkpoint in {str(self._folder)!r} to continue from the one before"
             )
 
-    def is_told_to_end(self) -> bool:
-        """Whether to save and stop now: the same on every rank. A collective at some steps."""
+    def is_told_to_end(self, now: bool = False) -> bool:
+        """Whether to save and stop now: the same on every rank. A collective at some steps, and where `now` is set."""
         minutes = self._schedule.every_minutes
         due = minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
-        ends, self._is_time = self._preemption.agreed(self.steps, due)
+        ends, self._is_time = self._preemption.agreed(self.steps, due, now)
         return ends
 
     def is_due(self) -> bool:

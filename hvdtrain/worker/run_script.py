@@ -31,6 +31,7 @@ from hvdtrain.environment import (
     EXIT_USAGE,
     HASH_SEED,
     LAUNCH_ID,
+    START_FOLDER,
     TERMINAL,
 )
 from hvdtrain.errors import HvdtrainError
@@ -74,6 +75,8 @@ def main() -> None:
     if LAUNCH_ID in os.environ and is_elastic(os.environ):
         elastic_notifications.listen_at_interface()
     os.environ.update(rank_environment(os.environ, available_cores()))
+    with contextlib.suppress(OSError):  # It has been removed.
+        os.environ[START_FOLDER] = str(Path.cwd())
     if kind == PROGRAM:
         _become(words)
     _prepare_output()

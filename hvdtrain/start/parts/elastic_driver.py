@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.timeout import TimeoutException
+from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import DiscoveredHosts, HostManager
 from horovod.runner.elastic.driver import ElasticDriver
 from horovod.runner.elastic.registration import FAILURE
@@ -59,6 +61,26 @@ class PatientDriver(ElasticDriver):
             return create_worker_fn(replace(slot, rank=CurrentRank(slot.rank, now)), events)
 
         super().start(num_proc, create)
+
+    def stop(self, error_message: str | None = None) -> None:
+        """Horovod's, which keeps the reason to itself."""
+        if error_message:
+            _, reset, limit = error_message.partition(RESET_LIMIT_EXCEEDED_MESSAGE.format(""))
+            told = f"its ranks were restarted {limit} times, as often as --reset-limit allows"
+            say(f"the job ends: {told if reset else error_message}")
+        super().stop(error_message)
+
+    def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> DiscoveredHosts:
+        """Horovod's, with a message that tells what was waited for."""
+        try:
+            return super().wait_for_available_slots(min_num_proc, min_hosts)
+        except TimeoutException:
+            found = self._host_manager.current_hosts.count_available_slots()
+            say(
+                f"the job ends: it needs {min_num_proc} slots, and {found} were available in the last {self._timeout} "
+                "seconds (--elastic-timeout)"
+            )
+            raise
 
     def register_worker_server(
         self, host: str, slot: int, addresses: Any, secret_key: bytes
