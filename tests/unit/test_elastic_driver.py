@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic import driver as elastic_driver
+from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 
-from hvdtrain.start.parts.elastic_driver import MOST_FAILURES, PatientDriver, PatientHosts
+from hvdtrain.start.parts.elastic_driver import (
+    MOST_FAILURES,
+    PatientDriver,
+    PatientHosts,
+    PatientRegistry,
+)
 from hvdtrain.start.parts.output_tags import CurrentRank
 
 SECONDS = 10
@@ -56,13 +63,13 @@ class Job:
         slots = [one for slots in self.driver.host_assignments.values() for one in slots]
         return {one.rank: (one.hostname, one.local_rank) for one in slots}
 
-    def fail(self, *places: tuple[str, int]) -> None:
+    def fail(self, *places: tuple[str, int], code: int = 137) -> None:
         """These ranks fail; the others see it and are ready for the next round."""
         round_before = self.driver._worker_registry.last_rendezvous()
         others = set(self.ranks().values()) - {*places}
         for place in places:
             wait_for(lambda place=place: place in self.ends)
-            self.ends.pop(place).put(137)
+            self.ends.pop(place).put(code)
         for place in others:
             threading.Thread(target=self.driver.record_ready, args=place, daemon=True).start()
         wait_for(
@@ -83,6 +90,7 @@ def wait_for(done: Callable[[], Any]) -> None:
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     monkeypatch.setattr(elastic_driver, "HostManager", PatientHosts)
+    monkeypatch.setattr(elastic_driver, "WorkerStateRegistry", PatientRegistry)
     jobs = []
 
     def begin(**hosts: int) -> Job:
@@ -109,6 +117,38 @@ def test_a_job_on_one_host_goes_on(start: Callable[..., Job]) -> None:
     # What they write is marked so, too.
     assert {mark.now(): place for place, mark in job.marks.items()} == job.ranks()
     assert job.marks["a", 2] == 2, "as it was started"
+
+
+def test_a_rank_that_leaves_early_with_0_is_started_again(
+    start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Horovod's driver would end the job, as if it were done."""
+    job = start(a=2)
+    job.fail(("a", 1), code=0)
+    wait_for(lambda: len(job.started) == 3)
+    assert not job.driver.finished()
+    assert b"local rank 1 of host a ended with exit code 0" in capfdbinary.readouterr().err
+
+
+def test_all_ranks_that_end_with_0_end_the_job(start: Callable[..., Job]) -> None:
+    job = start(a=2)
+    job.fail(("a", 0), ("a", 1), code=0)
+    wait_for(job.driver.finished)
+
+
+def test_the_reason_for_an_end_is_said(
+    start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    job = start(a=1)
+    job.driver._timeout = 0.1
+    with pytest.raises(TimeoutException):
+        job.driver.wait_for_available_slots(2)
+    job.driver.stop(RESET_LIMIT_EXCEEDED_MESSAGE.format(3))
+    job.driver.stop("no hosts are left")
+    said = capfdbinary.readouterr().err.decode()
+    assert "the job ends: --reset-limit 3 allows no more restarts" in said
+    assert "the job ends: no hosts are left" in said
+    assert "it needs 2 slots, and 1 were available in the last 0.1 seconds (--elastic-time" in said
 
 
 def test_a_host_whose_ranks_all_failed_comes_last(start: Callable[..., Job]) -> None:

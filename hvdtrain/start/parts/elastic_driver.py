@@ -18,7 +18,7 @@ from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import DiscoveredHosts, HostManager
 from horovod.runner.elastic.driver import ElasticDriver
-from horovod.runner.elastic.registration import FAILURE
+from horovod.runner.elastic.registration import FAILURE, READY, SUCCESS, WorkerStateRegistry
 from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.start.parts.output_tags import CurrentRank
@@ -39,6 +39,22 @@ class PatientHosts(HostManager):
     def leave_out(self, host: str) -> None:
         """End the ranks of the host; it is used again after the cooldown."""
         super().blacklist(host)
+
+
+class PatientRegistry(WorkerStateRegistry):
+    """Horovod's record of how the ranks of a round ended."""
+
+    def _on_workers_recorded(self) -> None:
+        """Horovod's, which ends the job when a rank has ended with 0. While others wait to go on, that rank left early
+        (os._exit), or will find when it is started again that nothing is left to do.
+        """
+        if READY in self._states.values():
+            for host, slot in sorted(self.get(SUCCESS)):
+                say(f"local rank {slot} of host {host} ended with exit code 0, while others go on")
+                self._states[host, slot] = FAILURE
+                self._workers[FAILURE].add((host, slot))
+            self._workers[SUCCESS].clear()
+        super()._on_workers_recorded()
 
 
 class PatientDriver(ElasticDriver):
@@ -66,7 +82,7 @@ class PatientDriver(ElasticDriver):
         """Horovod's, which keeps the reason to itself."""
         if error_message:
             _, reset, limit = error_message.partition(RESET_LIMIT_EXCEEDED_MESSAGE.format(""))
-            told = f"its ranks were restarted {limit} times, as often as --reset-limit allows"
+            told = f"--reset-limit {limit} allows no more restarts"
             say(f"the job ends: {told if reset else error_message}")
         super().stop(error_message)
 

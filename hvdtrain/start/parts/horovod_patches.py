@@ -44,7 +44,11 @@ from hvdtrain.launch.secrets import masked  # noqa: E402
 from hvdtrain.launch.ssh import BATCH, unseen_keys, where  # noqa: E402
 from hvdtrain.launch.ssh_errors import SSH_FAILED  # noqa: E402
 from hvdtrain.signals import shell_code  # noqa: E402
-from hvdtrain.start.parts.elastic_driver import PatientDriver, PatientHosts  # noqa: E402
+from hvdtrain.start.parts.elastic_driver import (  # noqa: E402
+    PatientDriver,
+    PatientHosts,
+    PatientRegistry,
+)
 from hvdtrain.start.parts.host_discovery import DiscoveryScript  # noqa: E402
 from hvdtrain.start.parts.output_tags import pass_on_marked  # noqa: E402
 from hvdtrain.start.parts.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
@@ -219,6 +223,7 @@ def replace_functions(
 
     # Horovod gives up the whole host of a rank that fails, and with it a job on one host.
     elastic_driver.HostManager = PatientHosts
+    elastic_driver.WorkerStateRegistry = PatientRegistry
     gloo_run.ElasticDriver = PatientDriver
 
     # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.
