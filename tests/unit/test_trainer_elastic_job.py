@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_starts_without_a_new_checkpoint_are_counted(
 
 
 def test_it_starts_again_as_it_was_started(
-    monkeypatch: pytest.MonkeyPatch, rendezvous: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, rendezvous: dict[str, str], tmp_path: Path
 ) -> None:
     """What was set since then is not there."""
     for name, value in rendezvous.items():
@@ -90,7 +91,10 @@ def test_it_starts_again_as_it_was_started(
     monkeypatch.setattr(elastic_job, "_given", lambda: {"HOROVOD_RANK": "0", "A": "1"})
     done: list[dict[str, str]] = []
     monkeypatch.setattr(os, "execve", lambda path, argv, environ: done.append(environ))
+    monkeypatch.setenv("HVDTRAIN_START_FOLDER", str(tmp_path))
+    monkeypatch.chdir("/")
     start_again(WorkersChanged("more."), 7, exists=True)
+    assert Path.cwd() == tmp_path, "where a relative path of the script is right"
     start_again(EngineError("gone."), 0, exists=False)
     saved, anew = done
     assert saved["A"] == "1" and saved["HOROVOD_RANK"] == "2" and "HOROVOD_HOSTNAME" not in saved

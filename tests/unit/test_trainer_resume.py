@@ -98,6 +98,7 @@ def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
             file.touch()
         ended += [saved.steps] if saved.is_told_to_end() else []
     assert 50 <= ended[0] <= 62, "steps of 0.1 s, looked at once a second"
+    assert not saved.is_told_to_end() and saved.is_told_to_end(now=True)
     assert f"was told to end by the file '{file}', and stopped after" in str(saved.preempted())
     file.unlink()
     assert "was told to end, and stopped after" in str(saved.preempted())
