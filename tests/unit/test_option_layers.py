@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -83,13 +84,15 @@ def layers(draw: st.DrawFn) -> list[dict[str, Any]]:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(layers=layers(), dashes=st.booleans())
 def test_command_line_before_environment_before_file_before_default(
-    folder: Path, layers: list[dict[str, Any]], dashes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: list[dict[str, Any]], dashes: bool
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     in_file, in_environment, at_command_line = layers
     by_field = {option.field: option for option in SETTINGS}
     separator = "-" if dashes else "_"
     content = {field.replace("_", separator): value for field, value in in_file.items()}
-    (folder / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
     words = [
         word for name, value in at_command_line.items() for word in as_words(by_field[name], value)
     ]
@@ -109,7 +112,7 @@ def test_command_line_before_environment_before_file_before_default(
             continue
         assert seen[field.replace("_", "-")] == (expected, source)
     # What was shown is a configuration file that says the same.
-    (folder / "again.yaml").write_text(
+    (tmp_path / "again.yaml").write_text(
         call("--show-config", "--config", "run.yaml", *words, "train.py", **environment).stdout,
         encoding="utf-8",
     )
