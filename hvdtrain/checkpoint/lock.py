@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from datetime import datetime
 from pathlib import Path
+
+import psutil
 
 from hvdtrain.errors import UsageError
 
@@ -49,8 +52,9 @@ def lock_unless_own(folder: Path, name: str) -> int | None:
 
 
 def this_process() -> str:
-    """Return what tells this process from others, of all hosts."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    """Return what tells this process from others: one of a container may have the number and host of one before."""
+    begun = datetime.fromtimestamp(psutil.Process().create_time())
+    return f"process {os.getpid()} on {socket.gethostname()} since {begun:%Y-%m-%d %H:%M:%S}"
 
 
 def _in_use(name: str, owner: str) -> UsageError:

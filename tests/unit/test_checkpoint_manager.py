@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -117,14 +119,16 @@ def test_what_cannot_work(managed: Any) -> None:
 def test_a_folder_that_another_process_has(tmp_path: Path) -> None:
     code = (
         "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
-        "file.write('process 7 on elsewhere'); file.flush(); print(flush=True); sys.stdin.read()"
+        "file.write(sys.argv[2]); file.flush(); print(flush=True); sys.stdin.read()"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "lock")]
+    # In a container that is started again numbers and names are the same.
+    owner = f"process {os.getpid()} on {socket.gethostname()} since 2026-01-02 03:04:05"
+    command = [sys.executable, "-c", code, str(tmp_path / "lock"), owner]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
         assert other.stdin is not None and other.stdout is not None
         other.stdout.readline()
-        with pytest.raises(UsageError, match="is in use by process 7 on elsewhere: choose another"):
+        with pytest.raises(UsageError, match=f"is in use by {owner}: choose another"):
             CheckpointManager(tmp_path, keras.Variable(1.0))
         other.stdin.close()
     CheckpointManager(tmp_path, keras.Variable(1.0)).close()
