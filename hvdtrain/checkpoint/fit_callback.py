@@ -39,6 +39,8 @@ class CheckpointCallback(keras.callbacks.Callback):
             damaged, another process is at work in the folder, or this callback's fit has ended.
     """
 
+    hvdtrain_on_all_ranks = True
+
     def __init__(self, folder: str | Path, *, every_epochs: int = 1, keep: int = 2) -> None:
         super().__init__()
         for name, number, least in (("every_epochs", every_epochs, 1), ("keep", keep, 2)):

@@ -59,6 +59,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             variables, have drifted apart, or do not end the training after the same epoch.
     """
 
+    hvdtrain_on_all_ranks = True
+
     def __init__(
         self,
         root_rank: int,
@@ -192,6 +194,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
         ReplicaError: on all ranks, at the end of an epoch: a metric is missing on one rank.
         UsageError: at the end of an epoch: a metric is not a number.
     """
+
+    hvdtrain_on_all_ranks = True
 
     def __init__(self, device: str = "") -> None:
         super().__init__()

@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras import callbacks as kc
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.consistency import raise_alike
+from hvdtrain.collectives.consistency import raise_alike, require_equal
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
@@ -74,7 +74,11 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
         return original(*call.args, **call.kwargs)
     ranks = inner_of(optimizer).process_set
     if ranks.includes_this() and ranks.size() > 1:
-        own = on_this_rank(keras.tree.flatten(callbacks or []), is_first=ranks.rank() == 0)
+        given = keras.tree.flatten(callbacks or [])
+        together = [type(c).__name__ for c in given if getattr(c, "hvdtrain_on_all_ranks", False)]
+        facts = {"what must be among the callbacks of every rank": sorted(together)}
+        require_equal(facts, "fit", "callbacks", ranks)
+        own = on_this_rank(given, is_first=ranks.rank() == 0)
         restores = any(isinstance(c, kc.BackupAndRestore) for c in own)
         guarded = any(isinstance(c, BroadcastGlobalVariablesCallback) for c in own)
         call.arguments["callbacks"] = [

@@ -18,3 +18,11 @@ def test_a_fit_that_was_ended_becomes_the_undisturbed_one(case: str) -> None:
             np.testing.assert_array_equal(one, same)
         for what in ("history", "epochs", "waited", "log"):
             assert resumed[what] == undisturbed[what], what
+
+
+def test_a_callback_that_one_rank_alone_has_is_named() -> None:
+    """The ranks would wait for each other."""
+    for said in on_ranks("fit_checkpoints").of("case_on_one_rank_only"):
+        assert len(said) == 2
+        for name, text in zip(("CheckpointCallback", "MetricAverageCallback"), said, strict=True):
+            assert "what must be among the callbacks of every rank" in text and name in text

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import hvdtrain.keras as hvd
-from hvdtrain import CheckpointCallback
+from hvdtrain import CheckpointCallback, ReplicaError
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.parallel import ShardedOptimizer
 
@@ -114,3 +114,17 @@ def _ended_and_resumed(fit: Callable[..., Any]) -> dict[str, Any]:
                 raise AssertionError("it was to be ended")
         resumed = fit(folder, CheckpointCallback(folder / "run"))
     return {"undisturbed": undisturbed, "resumed": resumed}
+
+
+def case_on_one_rank_only() -> list[str]:
+    """What fit says of callbacks that every rank must have, and one does not."""
+    said = []
+    folder = _folder()
+    for make in (partial(CheckpointCallback, folder), hvd.callbacks.MetricAverageCallback):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(0.05)), "mse")
+        try:
+            model.fit(X, Y, verbose=0, callbacks=[make()] if hvd.rank() == 0 else [])
+        except ReplicaError as error:
+            said.append(str(error))
+    return said
