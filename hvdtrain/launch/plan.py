@@ -1,12 +1,12 @@
 """LaunchPlan: all settings of one launch, checked when it is made.
 
 Its fields are the options of `hvdtrain run`, of its configuration file and of horovodrun 0.28.1;
-`options` defines what makes up an option. Left out of horovodrun's options, on purpose:
+`option_types` defines what makes up an option. Left out of horovodrun's options, on purpose:
 
 - `--jsrun`: LSF's launcher. horovodrun 0.28.1 takes the interfaces from the job it has not started.
 - `--hostfile`: read by `hosts.read_hostfile` and given on as `-H`; horovodrun's reader fails on
   comments and blank lines.
-- `--config-file`: read by `config`; horovodrun's reader ignores unknown keys.
+- `--config-file`: read by `config_files`; horovodrun's reader ignores unknown keys.
 - `--prefix-output-with-timestamp`: `output` does it; mpirun's stamps may stand inside lines.
 - `--check-build`, `--version`: of the command, which calls `hvdtrain doctor` and `hvdtrain --version`.
 """
