@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -156,7 +156,12 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints below `folder`, newest first."""
-    found = (path for path in folder.glob(f"{PREFIX}*") if path.name[len(PREFIX) :].isdecimal())
+    return newest_first(folder.glob(f"{PREFIX}*"))
+
+
+def newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Return those of `paths` that are named as checkpoints, newest first."""
+    found = (p for p in paths if p.name.startswith(PREFIX) and p.name[len(PREFIX) :].isdecimal())
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -129,13 +129,8 @@ class CheckpointManager:
             UsageError: on all ranks: all checkpoints are damaged.
         """
         self._found, self._continues = None, True
-        on_first(self._read, f"folder {str(self._folder)!r}")
-        found = self._found
-        position = None
-        if found is not None:
-            position = {"step": found.facts["step"], **found.ranks[0]["position"]}
-        first: dict[str, Any] | None = ALL_RANKS.exchange(position, "position")[0]
-        return first
+        position: dict[str, Any] | None = on_first(self._read, f"folder {str(self._folder)!r}")
+        return position
 
     def restore(self) -> dict[str, Any] | None:
         """Set everything to the newest checkpoint that is not damaged. A collective.
@@ -186,12 +181,15 @@ class CheckpointManager:
                     "would replace: call restore() first, or choose another folder"
                 )
 
-    def _read(self) -> None:
+    def _read(self) -> dict[str, Any] | None:
         self._found = newest(self._folder)
-        if self._found is None and numbered(self._folder):
+        if self._found is not None:
+            return {"step": self._found.facts["step"], **self._found.ranks[0]["position"]}
+        if numbered(self._folder):
             raise UsageError(
                 f"all checkpoints in {str(self._folder)!r} are damaged: move it away to start from scratch"
             )
+        return None
 
     def _require_same(self, facts: Sequence[Any]) -> None:
         assert self._found is not None

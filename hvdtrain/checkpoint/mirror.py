@@ -19,7 +19,9 @@ from hvdtrain.checkpoint.folder import (
     UNFINISHED,
     Damaged,
     load,
+    newest_first,
     numbered,
+    step_of,
 )
 from hvdtrain.errors import UsageError
 
@@ -67,11 +69,12 @@ class Mirror:
             UsageError: the storage cannot be read: a run that started from scratch would replace what it holds.
         """
         here = numbered(folder)
-        least = _number(here[0].name) if here else -1
+        least = step_of(here[0]) if here else -1
         try:
-            there = [name for name in self._names() if _number(name) > least]
-            if not any(self._fetch(name, folder) for name in there):
-                return
+            there = (name for name in self._names() if step_of(Path(name)) > least)
+            for name in there:
+                if self._fetch(name, folder):
+                    break
         except Exception as error:
             raise UsageError(
                 f"Checkpoints(mirror={self.url!r}) cannot be read: {type(error).__name__}: {error}"
@@ -112,23 +115,13 @@ class Mirror:
         self._storage.invalidate_cache()
         if not self._storage.exists(self._root):
             return []
-        found = (
-            str(path).rstrip("/").rpartition("/")[2]
-            for path in self._storage.ls(self._root, detail=False)
-        )
-        steps = [
-            name for name in found if name.startswith(PREFIX) and name[len(PREFIX) :].isdecimal()
-        ]
-        complete = [n for n in steps if self._storage.exists(f"{self._root}/{n}/{MANIFEST}")]
-        return sorted(complete, key=_number, reverse=True)
+        found = newest_first(map(Path, self._storage.ls(self._root, detail=False)))
+        names = (path.name for path in found)
+        return [name for name in names if self._storage.exists(f"{self._root}/{name}/{MANIFEST}")]
 
     def _remove(self, path: str) -> None:
         if self._storage.exists(path):
             self._storage.rm_file(path)
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix(PREFIX))
 
 
 def _storage_of(url: str) -> tuple[Any, str]:

@@ -89,9 +89,9 @@ def replicated_variables(
         found += model.variables
     for one in _optimizers(model, optimizer):
         found += list(one.variables)
-        slots = [s for v, state in optimizer_slots(one) if id(tf_variable(v)) in own for s in state]
-        if is_in_parts(one):
-            slots = [s for _, state in optimizer_slots(one) for s in state]
+        parts = is_in_parts(one)
+        owners = [(parts or id(tf_variable(v)) in own, state) for v, state in optimizer_slots(one)]
+        slots = [s for is_own, state in owners if is_own for s in state]
         own |= {id(tf_variable(v)) for v in [*slots, *accumulators(one)]}
     return [v for v in unique(found) if id(tf_variable(v)) not in own]
 

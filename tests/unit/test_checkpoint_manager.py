@@ -173,9 +173,10 @@ def test_another_number_of_ranks(managed: Any) -> None:
     changed = managed(*again)
     read = changed._read
 
-    def of_two() -> None:
-        read()
+    def of_two() -> Any:
+        position = read()
         changed._found.ranks.append(changed._found.ranks[0])
+        return position
 
     changed._read = of_two
     assert changed.restore() == {"step": 4}

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import keras
 import numpy as np
 import pytest
+from test_damaged_run import train
 
-from hvdtrain import Checkpoints, Trainer, UsageError
+from hvdtrain import Checkpoints, UsageError
 from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
-
-X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
 
 
 @pytest.fixture
@@ -128,27 +126,11 @@ def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
         Mirror("memory://run", keep=2)
 
 
-def train(folder: Path, url: str | None, epochs: int) -> list[Any]:
-    keras.backend.clear_session()  # Names as in a new process.
-    keras.utils.set_random_seed(1)
-    layers = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
-    trainer = Trainer(
-        lambda: keras.Sequential([keras.Input((3,)), *layers]),
-        keras.optimizers.Adam(0.1),
-        "mse",
-        global_batch_size=8,
-        run_dir=folder,
-        checkpoints=Checkpoints(mirror=url),
-        probe=False,
-    )
-    trainer.fit(X, X[:, :1], epochs=epochs, verbose=0)
-    return trainer.model.get_weights()
-
-
 def test_a_run_continues_on_a_new_machine(url: str, tmp_path: Path) -> None:
-    undisturbed = train(tmp_path / "undisturbed", None, epochs=4)
-    train(tmp_path / "lost", url, epochs=2)
-    for one, same in zip(undisturbed, train(tmp_path / "new", url, epochs=4), strict=True):
+    undisturbed = train(tmp_path / "undisturbed", epochs=4)[0]
+    mirrored = Checkpoints(mirror=url)
+    train(tmp_path / "lost", mirrored, epochs=2)
+    for one, same in zip(undisturbed, train(tmp_path / "new", mirrored, epochs=4)[0], strict=True):
         np.testing.assert_array_equal(one, same)
     assert [path.name[-2:] for path in numbered(tmp_path / "new" / "checkpoints")] == ["16", "12"]
 
@@ -161,5 +143,5 @@ def test_a_mirror_that_fails_is_warned_of_and_the_training_goes_on(
 
     monkeypatch.setattr(Mirror, "copy", copy)
     with pytest.warns(UserWarning, match=rf"step 4 is not in '{url}', training goes on: no conn"):
-        train(tmp_path, url, epochs=1)
+        train(tmp_path, Checkpoints(mirror=url), epochs=1)
     assert [path.name[-1] for path in numbered(tmp_path / "checkpoints")] == ["4"]

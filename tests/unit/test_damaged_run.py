@@ -14,6 +14,7 @@ import pytest
 from hvdtrain import Checkpoints, Trainer, UsageError
 
 X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
+SCHEDULE = Checkpoints(every_steps=2)
 
 
 def emptied(path: Path) -> None:
@@ -40,8 +41,12 @@ def unreadable(path: Path) -> None:
     path.mkdir()
 
 
-def train(folder: Path) -> tuple[list[Any], dict[str, Any]]:
+def train(
+    folder: Path, checkpoints: Checkpoints = SCHEDULE, epochs: int = 2
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the weights and the History, as a new process would have them, with its names and the same seed."""
     keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
     layers = [keras.layers.Dense(4, "relu"), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
     trainer = Trainer(
         lambda: keras.Sequential([keras.Input((3,)), *layers]),
@@ -49,10 +54,10 @@ def train(folder: Path) -> tuple[list[Any], dict[str, Any]]:
         "mse",
         global_batch_size=8,
         run_dir=folder,
-        checkpoints=Checkpoints(every_steps=2),
+        checkpoints=checkpoints,
         probe=False,
     )
-    history = trainer.fit(X, X[:, :1], epochs=2, verbose=0)
+    history = trainer.fit(X, X[:, :1], epochs=epochs, verbose=0)
     return trainer.model.get_weights(), history.history
 
 
