@@ -108,15 +108,20 @@ class TrainingState:
         Raises:
             UsageError: on all ranks: the variables do not fit; names the first one.
         """
-        scatter(self._pieces(), arrays, self._ranks)
-        everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
-        own = everyone[self._ranks.rank() if alike else 0]
-        if alike:
-            _assign(own_variables(self._model), own["variables"])
-        else:
-            self._give_others(everyone)
+        own = self.give_variables(arrays, ranks, alike)
         set_random_states(own)
         return own["process"]
+
+    def give_variables(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Own:
+        """As `give`, and set nothing of the process; return what `take` knew of this one, or the first one."""
+        scatter(self._pieces(), arrays, self._ranks)
+        everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
+        if alike:
+            own = everyone[self._ranks.rank()]
+            _assign(own_variables(self._model), own["variables"])
+            return own
+        self._give_others(everyone)
+        return everyone[0]
 
     def _give_others(self, everyone: Sequence[Own]) -> None:
         """Give ranks that were arranged otherwise what one process would have of what each had of its own."""

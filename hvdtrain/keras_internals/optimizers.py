@@ -116,7 +116,8 @@ def velocities(optimizer: Any) -> list[Any] | None:
 
 def is_scaled(optimizer: Any) -> bool:
     """Whether `optimizer` scales losses against underflow (mixed_float16)."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    unit = getattr(optimizer, "hvdtrain_unit_scale", False)
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not unit
 
 
 def is_distributed(optimizer: Any) -> bool:

@@ -40,6 +40,7 @@ from hvdtrain.strategies.probe import (
     state_of,
     unchanged,
 )
+from hvdtrain.strategies.skipped_steps import skipped_steps_of
 from hvdtrain.strategies.state_logs import StateLogs
 from hvdtrain.strategies.stateful_updates import grown_together
 from hvdtrain.strategies.step_metrics import StepMetrics
@@ -120,6 +121,8 @@ class RankSteps:
             train = telling_decisions(model, train, self._warn)
             train = self._growing(self._train_metrics.over(train, self._train_sources))
             test = self._test_metrics.over(test, self._test_sources)
+        if (skipped := skipped_steps_of(model)) is not None:
+            train = skipped.around(train)
         self._train = self._compiled(train)
         self._train_several = self._compiled(one_after_the_other(train), dimensions=2)
         self._test = self._compiled(test)

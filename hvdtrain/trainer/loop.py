@@ -36,8 +36,9 @@ from hvdtrain.trainer.callback_ranks import (
 )
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.progress import Progress
-from hvdtrain.trainer.resume import Position, SavedFit, facts_of
+from hvdtrain.trainer.resume import Position, SavedFit
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
+from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import COLUMNS, StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
@@ -236,7 +237,7 @@ class Loop:
             ):
                 callbacks.on_train_batch_end(done + len(group) - 1, shown)
             if self.guard and done == skip and check_first_step:
-                self._check(self.strategy.check_step, "after the first step")
+                self._check(self.strategy.check_step, "after the first step", epoch_ends=False)
             done += len(group)
             if self.saved is not None:
                 self.saved.steps += len(group)
@@ -247,7 +248,7 @@ class Loop:
             raise UsageError("The training data has no batches: nothing to train on")
         self.steps.finish()
         if self.losses is not None:
-            self.losses.look(now=True)
+            self.losses.look(epoch_ends=True)
         progress.stop()
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
@@ -256,7 +257,7 @@ class Loop:
             found = self._evaluate(plan.validation, callbacks, plan.callbacks)
             logs |= {f"val_{name}": value for name, value in found.items()}
         if self.guard:
-            self._check(self.strategy.check, f"after epoch {epoch + 1}")
+            self._check(self.strategy.check, f"after epoch {epoch + 1}", epoch_ends=True)
         with self.strategy.as_one_process(self.model):
             callbacks.on_epoch_end(epoch, logs)
         progress.end(logs)
@@ -324,10 +325,12 @@ class Loop:
         if self.rank.is_first and self.run_dir is not None:
             print(f"run_dir {str(self.run_dir.path)!r}: {resumed.told(plan.epochs)}", flush=True)
 
-    def _check(self, replicas: Callable[[keras.Model, str], None], when: str) -> None:
+    def _check(
+        self, replicas: Callable[[keras.Model, str], None], when: str, epoch_ends: bool
+    ) -> None:
         replicas(self.model, when)
         if self.losses is not None:
-            self.losses.require_finite(self.model.trainable_variables, when)
+            self.losses.require_finite(self.model.trainable_variables, when, epoch_ends)
         elif self.rank.is_first:
             self.finite.look(self.model.trainable_variables, when)
 

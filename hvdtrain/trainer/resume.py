@@ -6,7 +6,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,14 +21,13 @@ from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
 from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 from hvdtrain.checkpoint.save_schedule import Checkpoints
-from hvdtrain.checkpoint.state import TrainingState, own_variables
+from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
-from hvdtrain.collectives.consistency import alike, any_rank, on_first, raise_alike
+from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.finite import is_finite
-from hvdtrain.data import KnownSource, OwnSource, Source
+from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, Preempted, UsageError
-from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -37,20 +36,9 @@ from hvdtrain.strategies.strategy import Logs, Strategy
 from hvdtrain.trainer.elastic_job import WorkersChanged, start_again
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
-from hvdtrain.trainer.setup import source_facts
+from hvdtrain.trainer.run_facts import refuse_changes, refuse_parts
 
 FOLDER = "checkpoints"
-CONFIG = (
-    "optimizer",
-    "global_batch_size",
-    "learning_rate",
-    "learning_rate_scaling",
-    "precision",
-    "seed",
-    "steps_per_execution",
-    "warmup_epochs",
-)
-"""What of the Trainer's arguments the course of a training depends on."""
 
 
 @dataclass(frozen=True)
@@ -179,12 +167,12 @@ class SavedFit:
                 )
             return None
         before, now = self._found.facts, self._facts
-        _refuse_changes(before["run"], now["run"], path)
+        refuse_changes(before["run"], now["run"], path)
         alike = before["ranks"] == now["ranks"]
         if alike:
-            _refuse_changes(before["own"], now["own"], path)
+            refuse_changes(before["own"], now["own"], path)
         elif before["ranks"]["layout"] != now["ranks"]["layout"]:
-            _refuse_parts(self._found.ranks[0]["process"]["callbacks"])
+            refuse_parts(self._found.ranks[0]["process"]["callbacks"])
         return {"position": before["position"], "alike": alike}
 
     def give(self, model: keras.Model, callbacks: CallbackStates) -> None:
@@ -204,6 +192,43 @@ class SavedFit:
             ) from error
         self.seen = states["seen"]
         callbacks.give(states["callbacks"])
+
+    def rewind(self, model: keras.Model, epoch: int, epoch_ends: bool) -> int | None:
+        """Set the model to the newest checkpoint, while the data goes on; return its number of steps. A collective.
+
+        Args:
+            model: with its optimizer and its metrics. After a checkpoint of an earlier epoch the metrics begin anew.
+            epoch: that is being trained, counted from 0.
+            epoch_ends: no step of it follows: the metrics stay as they are, rather than show nothing or that epoch.
+
+        Returns:
+            None if there is no checkpoint.
+        """
+        self._finish_writing()
+        found: Checkpoint | None = None
+
+        def read() -> dict[str, Any] | None:
+            nonlocal found
+            found = newest(self._folder)
+            if found is None:
+                return None
+            return {
+                **found.facts["position"],
+                "alike": found.facts["ranks"] == self._facts["ranks"],
+            }
+
+        position = on_first(read, f"run_dir {str(self._run_dir.path)!r}")
+        if position is None:
+            return None
+        counted = read_state(model.metrics)
+        arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
+        self._state_of(model).give_variables(arrays, ranks, position["alike"])
+        within = position["epoch"] == epoch and position["step"] > 0
+        if not within and epoch_ends:
+            write_state(model.metrics, counted)
+        elif not within:
+            self._strategy.reset_metrics(model)
+        return int(position["steps"])
 
     def require_seen(self, seen: int) -> None:
         """Raise UsageError unless the batches that were trained before came once more. A collective."""
@@ -385,85 +410,3 @@ def saved_fit(
             "keras.callbacks.ModelCheckpoint"
         )
     return SavedFit(schedule, wanted, run_dir, strategy)
-
-
-def facts_of(
-    config: Mapping[str, Any],
-    source: Source,
-    validation: Source | None,
-    model: keras.Model,
-    callbacks: Sequence[Any],
-) -> dict[str, Any]:
-    """Return what of a fit matters when it is resumed, by names for messages.
-
-    Returns:
-        "run": what must be the same. "ranks": how they are arranged. "own": what must be the same, too, where that is.
-
-    Raises:
-        UsageError: a fit that cannot be resumed exactly.
-    """
-    for what, data in (("training", source), ("validation", validation)):
-        if data is not None and data.unrepeatable:
-            raise UsageError(
-                f"checkpoints needs {what} data that comes in the same order when the script runs again, and "
-                f"{data.unrepeatable}. Or leave checkpoints out, and use keras.callbacks.ModelCheckpoint"
-            )
-    if len(optimizers_of(model)) > 1:
-        raise UsageError("checkpoints works with one optimizer, and the model has several")
-    if any(isinstance(callback, keras.callbacks.BackupAndRestore) for callback in callbacks):
-        raise UsageError("checkpoints do what BackupAndRestore does: leave BackupAndRestore out")
-    reading = source.reading
-    run = {
-        **{name: config[name] for name in CONFIG},
-        "the number of workers, among which the script divides the data": ALL_RANKS.size()
-        if isinstance(source, OwnSource)
-        else None,
-        "shuffle": reading.shuffle,
-        "class_weight": None
-        if reading.class_weight is None
-        else sorted(reading.class_weight.items()),
-        **source_facts(source),
-        "the training data": source.sample() if isinstance(source, KnownSource) else {},
-    }
-    own = {
-        "the metrics": [metric.name for metric in model.metrics],
-        "the shapes of seeds, statistics and metrics": [
-            list(variable.shape) for variable in own_variables(model)
-        ],
-    }
-    arranged = ("layout", "shard_optimizer")
-    ranks = {name: config[name] for name in arranged} | {"workers": ALL_RANKS.size()}
-    return {"run": run, "ranks": ranks, "own": own}
-
-
-def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
-    for name in {**before, **now}:
-        if _same(before.get(name), now.get(name)):
-            continue
-        what = (
-            name
-            if isinstance(now.get(name), dict)
-            else f"{name}: {before.get(name)!r} before, {now.get(name)!r} now"
-        )
-        raise UsageError(
-            f"run_dir {path!r} has checkpoints of a run that differs from this one: {what}. "
-            "Choose a new run_dir, or run what ran before"
-        )
-
-
-def _refuse_parts(callbacks: Mapping[str, Any]) -> None:
-    """Raise UsageError for weights that a callback kept as they lay in another layout."""
-    for name, state in callbacks.items():
-        if isinstance(state, dict) and state.get("best_weights") is not None:
-            raise UsageError(
-                f"checkpoints hold the best weights of the callback {name.partition(' ')[0]} as they lay in the layout "
-                "of before: resume with that, or use ModelCheckpoint(save_best_only=True) in place of "
-                "restore_best_weights in a new run"
-            )
-
-
-def _same(before: Any, now: Any) -> bool:
-    """Whether two facts are; sums over the data differ in rounding between machines."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        return before.keys() == now.keys() and all(alike(before[k], now[k]) for k in before)
-    return before == now

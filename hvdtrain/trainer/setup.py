@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,29 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
                 f"{source.examples} examples do not divide evenly into batches of {batch_size}: "
                 f"leave {source.examples % batch_size} out"
             )
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiled steps of a model are made for.
+
+    Attributes:
+        optimizers: that train it.
+        trained: ids of the variables that they train.
+    """
+
+    optimizers: list[Any]
+    trained: list[int]
+
+    def trains_otherwise(self, before: Compiled, what: str) -> bool:
+        """Whether steps that were made `before` do not fit: evaluation does not depend on which layers are frozen."""
+        frozen = what == "training" and self.trained != before.trained
+        return frozen or self.optimizers != before.optimizers
+
+
+def compiled_as(model: keras.Model) -> Compiled:
+    """Return what steps of `model` would be made for now."""
+    return Compiled(optimizers_of(model), [id(v) for v in model.trainable_variables])
 
 
 def one_or_all(values: list[Any]) -> Any:

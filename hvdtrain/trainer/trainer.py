@@ -27,9 +27,10 @@ from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.learning_rate import require_settable
-from hvdtrain.keras_internals.models import keeps_rows, optimizers_of, values_in_order
+from hvdtrain.keras_internals.models import keeps_rows, values_in_order
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
+from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
@@ -39,10 +40,12 @@ from hvdtrain.trainer.progress import Progress, resolve_verbose
 from hvdtrain.trainer.resume import in_job, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
+    Compiled,
     build_model,
     check_fixed_batch,
     check_validation_freq,
     compile_model,
+    compiled_as,
     keras_file,
     one_or_all,
     refuse_batch_size,
@@ -92,7 +95,9 @@ class Trainer:
         layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
         guard: compare the replicas after the first step and every epoch; warn once if the weights are nan or inf.
-        on_nan: "warn" as `guard` does, or "stop": raise DivergedError about a second after a loss became nan or inf.
+        on_nan: what to do when a loss or gradient becomes nan or inf. "warn": as `guard` does. "stop": raise
+            DivergedError about a second later. "skip": such a step changes nothing but the random numbers. "rewind":
+            continue with the weights and optimizer of the newest checkpoint, and with the data that is next.
         probe: before the first step with several workers, run it on five examples, whole and in parts, and refuse a
             model whose gradients do not add up to those of one worker (a loss that compares examples, for one). It
             takes four eager steps on at most five examples: less time than tracing the first step.
@@ -127,7 +132,7 @@ class Trainer:
         layout: Layout | Mesh | None = None,
         shard_optimizer: bool = False,
         guard: bool = True,
-        on_nan: Literal["warn", "stop"] = "warn",
+        on_nan: Literal["warn", "stop", "skip", "rewind"] = "warn",
         probe: bool = True,
     ) -> None:
         self.strategy = make_strategy(strategy, layout, shard_optimizer)
@@ -135,7 +140,7 @@ class Trainer:
         check_positive("global_batch_size", global_batch_size)
         check_positive("steps_per_execution", steps_per_execution)
         check_workers(global_batch_size, self.strategy.workers)
-        self._on_nan = checked_policy(on_nan, self.strategy)
+        self._on_nan = checked_policy(on_nan, self.strategy, saves=checkpoints is not None)
         self.global_batch_size = global_batch_size
         self.seed = seed
         self._guard = guard
@@ -161,10 +166,12 @@ class Trainer:
             jit_compile=jit_compile,
             run_eagerly=run_eagerly,
         )
+        if on_nan == "skip":
+            count_skipped_steps(self.model)
         self.steps: Steps | None = None  # Made with the model's variables, from the first data.
         # The same, or before them steps that can only predict.
         self._predicting: Steps | None = None
-        self._trained: tuple[Any, list[int]] | None = None  # What `steps` train: see _as_compiled.
+        self._trained: Compiled | None = None  # What `steps` were made for.
         self._config: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "guard": guard,
@@ -399,6 +406,8 @@ class Trainer:
         refuse_several(inner_of(optimizer))
         begin = 0.0 if scaling == "none" else float(optimizer.learning_rate)
         scale_learning_rate(optimizer, scaling, self.strategy.workers)
+        if self._on_nan == "skip":
+            optimizer = skipping(optimizer, self.model.dtype_policy.name)
         distributed = self.strategy.distribute(optimizer)
         self._ramps.append(Ramp(distributed, begin, float(distributed.learning_rate)))
         return distributed
@@ -453,7 +462,8 @@ class Trainer:
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
         """Build the model from the data's shapes, and compare model and data over the ranks."""
-        anew = self._compiled_anew(what)
+        compiled = compiled_as(self.model)
+        anew = self._trained is not None and compiled.trains_otherwise(self._trained, what)
         self._agree(source, facts | {"the model is compiled anew": anew}, what)
         if self.steps is not None:
             if anew:
@@ -465,7 +475,7 @@ class Trainer:
         else:
             data = self._symbolic_data(source)
             self.steps = self._predicting = self.strategy.prepare(self.model, data, what)
-            self._trained = self._as_compiled()
+            self._trained = compiled_as(self.model)
         return Loop(
             self.model,
             self.strategy,
@@ -477,21 +487,10 @@ class Trainer:
             run_dir=self._run_dir,
             config=self._config,
             saved=self._saved,
-            losses=loss_watch(self._on_nan, source, self.strategy.part, self._run_dir),
+            losses=loss_watch(
+                self._on_nan, source, self.strategy.part, self._run_dir, self.model, self._saved
+            ),
         )
-
-    def _compiled_anew(self, what: str) -> bool:
-        """Whether the steps are no longer those of the model. Evaluation does not depend on which layers are frozen."""
-        if self._trained is None:
-            return False
-        optimizers, trained = self._as_compiled()
-        return optimizers != self._trained[0] or (
-            what == "training" and trained != self._trained[1]
-        )
-
-    def _as_compiled(self) -> tuple[list[Any], list[int]]:
-        """What the compiled steps were made for: the optimizers, and which variables they train."""
-        return optimizers_of(self.model), [id(v) for v in self.model.trainable_variables]
 
     def _symbolic_data(self, source: Source) -> Any:
         # From the source's own word for its shapes: the first batch of an iterator is read but once.

@@ -61,20 +61,6 @@ DISAGREEMENTS = {
 }
 
 
-def test_a_nan_names_its_step_rank_and_examples(results: Results) -> None:
-    for found in results.of("case_diverged"):
-        # Of two steps at once the second is told, and after it the weights of both ranks are nan.
-        several = found.pop("several steps")
-        assert several.startswith(
-            "DivergedError: the loss became nan in step 4 of epoch 1 on rank 0"
-        )
-        for message in found.values():
-            assert message.startswith(
-                "DivergedError: the loss became nan in step 3 of epoch 1 on rank 1"
-            )
-            assert "That rank had examples 20, 21, 22, 23 of the data." in message
-
-
 def test_disagreements(results: Results) -> None:
     found = messages(results, "case_disagreements")
     assert set(found) == set(DISAGREEMENTS)

@@ -43,7 +43,7 @@ def test_the_example_is_among_those_named(shuffle: bool, steps: int, tmp_path: P
     with pytest.raises(hvdtrain.DivergedError) as raised:
         one = trainer(tmp_path, on_nan="stop", steps_per_execution=steps)
         one.fit(*data(), epochs=2, shuffle=shuffle, verbose=0)
-    found = json.loads((tmp_path / "diverged.json").read_text())
+    found = json.loads((tmp_path / "diverged.jsonl").read_text())
     order = np.random.default_rng([0, 0]).permutation(EXAMPLES) if shuffle else range(EXAMPLES)
     step = list(order).index(BAD) // BATCH
     # Of steps that ran at once the last one is told.
@@ -51,7 +51,7 @@ def test_the_example_is_among_those_named(shuffle: bool, steps: int, tmp_path: P
     assert (found["step"], found["epoch"], found["rank"]) == (step + 1, 1, 0)
     assert found["examples"] == [int(i) for i in order[step * BATCH : (step + 1) * BATCH]]
     assert f"step {step + 1} of epoch 1 on rank 0" in str(raised.value)
-    assert str(tmp_path / "diverged.json") in str(raised.value)
+    assert str(tmp_path / "diverged.jsonl") in str(raised.value)
     assert not (tmp_path / "model.keras").exists()
 
 
@@ -73,7 +73,7 @@ def test_weights_that_the_loss_does_not_show(tmp_path: Path) -> None:
 
 def test_a_stream_has_no_numbers() -> None:
     stream: Any = object()
-    watch = LossWatch(stream, Part(0, 1), None, LoneRank(0))
+    watch = LossWatch("stop", stream, Part(0, 1), None, ranks=LoneRank(0))
     share = Share(((),), 4, 8, 4, None)
     watch.add(0, 6, 1, {"accuracy": np.nan, "d_loss": 1.0}, share)
     watch.look(now=True)
@@ -85,8 +85,39 @@ def test_a_stream_has_no_numbers() -> None:
 
 
 def test_what_cannot_work() -> None:
-    with pytest.raises(hvdtrain.UsageError, match="on_nan='skip': choose 'warn' or 'stop'"):
-        trainer(None, on_nan="skip")
+    with pytest.raises(hvdtrain.UsageError, match="on_nan='go': choose one of 'warn', 'stop'"):
+        trainer(None, on_nan="go")
+    with pytest.raises(hvdtrain.UsageError, match="goes back to the newest checkpoint: pass"):
+        trainer(None, on_nan="rewind")
     other: Any = SimpleNamespace(name="tpu")
     with pytest.raises(hvdtrain.UsageError, match=r"works with strategy='horovod' \(here: tpu\)"):
-        checked_policy("stop", other)
+        checked_policy("stop", other, saves=False)
+
+
+def test_several_optimizers_do_not_skip() -> None:
+    class Two(keras.Sequential):
+        def __init__(self, layers: Any) -> None:
+            super().__init__(layers)
+            self.other = keras.optimizers.SGD()
+
+        def train_step(self, data: Any) -> Any:
+            return super().train_step(data)
+
+    def build() -> keras.Model:
+        return Two([keras.Input((3,)), keras.layers.Dense(1)])
+
+    with pytest.raises(hvdtrain.UsageError, match="models with one optimizer, and Two has 2"):
+        hvdtrain.Trainer(build, "sgd", "mse", global_batch_size=BATCH, on_nan="skip")
+
+
+def test_training_that_skips_nothing_is_the_same_to_the_bit(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 3)).astype("float32")
+    weights = []
+    for policy in ("warn", "skip"):
+        one = trainer(None, on_nan=policy)
+        one.fit(x, x[:, :1], epochs=2, verbose=0)
+        weights.append(one.model.get_weights())
+    np.testing.assert_equal(*weights)
+    one.save(tmp_path / "model.keras")
+    plain = keras.saving.load_model(tmp_path / "model.keras")
+    assert plain.optimizer.initial_scale == 1.0

@@ -87,22 +87,6 @@ def case_optimizer_changed_on_one_rank() -> str:
     return message(lambda: fit(trained, callbacks=[changing]))
 
 
-def case_diverged() -> dict[str, str]:
-    """An example that is nan, in the share of rank 1."""
-    x = X.copy()
-    x[22] = np.nan
-
-    def stopped(**options: Any) -> str:
-        return message(lambda: fit(trainer(on_nan="stop", **options), x, Y, shuffle=False))
-
-    return {
-        "data parallel": stopped(),
-        "several steps": stopped(steps_per_execution=2),
-        "ZeRO": stopped(shard_optimizer=True),
-        "without guard": stopped(guard=False, probe=False),
-    }
-
-
 def case_disagreements() -> dict[str, str]:
     """What differs on the last rank -> the error."""
     wider = np.concatenate([X, X], axis=1)
