@@ -1,9 +1,9 @@
-"""hvdtrain: multi-worker training for today's TensorFlow and Keras, on Horovod.
+"""hvdtrain: multi-worker training for TensorFlow and Keras 3, on Horovod.
 
-`hvdtrain.Trainer` trains a Keras model on all workers; `hvdtrain.keras` is Horovod's Keras module, right on
-Keras 3; `hvdtrain.data` reads files, each rank its part; `hvdtrain.init` makes a process a rank,
-`hvdtrain.launch` runs a function on several. Names are imported
-when they are first used: the launcher imports this package, and must not wait for TensorFlow.
+`hvdtrain.init` makes a process a rank, and `hvdtrain.Trainer` trains a Keras model on all workers. `hvdtrain.keras` is
+Horovod's Keras module for Keras 3, `hvdtrain.data` reads each rank's share of files, and `hvdtrain.launch` runs a
+function on several ranks. Names are imported on first use, because the launcher imports this package and must not wait
+for TensorFlow.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The exceptions of hvdtrain. Every message says what was wrong, where, and what to do.
+"""The exceptions of hvdtrain. Every message states what was wrong, where, and what to do.
 
-`hvdtrain.worker` prints a `HvdtrainError` as one message without a traceback and exits with its
-`exit_code`; any other exception is a bug in the user's script or in hvdtrain and keeps its traceback.
+`hvdtrain.worker` prints an `HvdtrainError` as one message without a traceback and exits with its `exit_code`. Any
+other exception is a bug in the user's script or in hvdtrain, and keeps its traceback.
 """
 
 import sys
@@ -12,26 +12,24 @@ from hvdtrain.environment import EXIT_PREEMPTED
 
 
 class HvdtrainError(Exception):
-    """Something went wrong at run time. Base of all errors that hvdtrain raises on purpose."""
+    """Base class of all errors that hvdtrain raises on purpose; by itself, a run-time error."""
 
     exit_code = 1
 
 
 class Preempted(HvdtrainError):
-    """The job was told to end. The training has saved and stopped; it goes on when it is run again."""
+    """The job was asked to stop, and the training has saved. Run it again to continue."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class LaunchError(HvdtrainError):
-    """`hvdtrain.launch` has failed: the first failure of its ranks.
-
-    `message` is what `str` of it returns.
+    """A rank of `hvdtrain.launch` failed. `str()` of the error returns its `message`.
 
     Attributes:
-        rank: that failed first; None if it is not known.
-        exit_code: of the run; 0 for a rank that ended without a result.
-        traceback: on that rank, as text; empty if it told none.
+        rank: the rank that failed first; None if unknown.
+        exit_code: exit code of the run; 0 if a rank ended without a result.
+        traceback: traceback of that rank, as text; empty if it sent none.
         log_dir: folder with the output of all ranks.
     """
 
@@ -49,21 +47,21 @@ class LaunchError(HvdtrainError):
 
 
 class UsageError(HvdtrainError, ValueError):
-    """The caller gave an argument, an option or data that cannot work."""
+    """An argument, an option or data cannot work."""
 
     exit_code = 2
 
 
 class ReplicaError(HvdtrainError):
-    """Ranks that must hold, or be about to do, the same thing do not."""
+    """Ranks disagree on what must be the same: weights, data, arguments, or the next collective."""
 
 
 class DivergedError(HvdtrainError):
-    """The loss or a weight has become nan or inf, and Trainer(on_nan="stop") has stopped the training."""
+    """The loss or a weight became nan or inf, and Trainer(on_nan="stop") stopped the training."""
 
 
 class EngineError(HvdtrainError):
-    """Horovod is missing or does not load; a collective stopped, or the rank for which this one waits failed."""
+    """Horovod is missing or does not load, a collective failed, or a rank that this one waits for has failed."""
 
 
 def exit_code_of(program: Callable[[], int]) -> int:

@@ -1,7 +1,7 @@
-"""One rank of the job: start Horovod, pin the GPU, share the CPU's threads, seed.
+"""Make this process a rank of the job: start Horovod, pin the GPU, divide the CPU's threads, seed.
 
-Call `init` before TensorFlow does anything: its threads and its use of the GPU's memory are settled by the first
-operation. `hvdtrain run` sets the threads even earlier, in the worker's environment.
+Call `init` before the first TensorFlow operation, which fixes TensorFlow's threads and its use of GPU memory.
+`hvdtrain run` sets the threads even earlier, in the worker's environment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ GONE = "Horovod has not been initialized"
 
 @dataclass(frozen=True)
 class Rank:
-    """Who this process is among the workers.
+    """This process's place among the workers of the job.
 
     Attributes:
-        rank: its number in the job, from 0.
+        rank: number of this process in the job, from 0.
         size: number of ranks in the job.
-        local_rank: its number on its host, from 0.
+        local_rank: number of this process on its host, from 0.
         local_size: number of ranks on its host.
     """
 
@@ -57,7 +57,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes files and talks to the terminal."""
+        """Whether this is the rank that writes files and prints to the terminal."""
         return self.rank == 0
 
 
@@ -121,21 +121,21 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
 def init(
     seed: int | None = None, mesh: RankGroups | None = None, *, whole_machine: bool = False
 ) -> Rank:
-    """Make this process a rank of the job: Horovod, GPU, threads and, if given, the seeds.
+    """Make this process a rank of the job: start Horovod, pin the GPU, divide the threads and, if given, seed.
 
-    Safe to call again. Run without a launcher, the job has one rank. From here on an uncaught HvdtrainError is
-    one message without a traceback.
+    Calling it again is safe. Without a launcher the job has one rank. After this call, an uncaught HvdtrainError is
+    printed as one message without a traceback.
 
     Args:
         seed: for Python, NumPy and Keras; the same on all ranks, so that initial weights and shuffles agree.
-        mesh: hvdtrain.Mesh of a model that is divided over the ranks: Horovod must know its process sets from
-            the start.
-        whole_machine: this process uses all devices of its machine instead of one GPU; default where
-            HVDTRAIN_STRATEGY names a strategy that does (tpu, central-storage).
+        mesh: the hvdtrain.Mesh of a model that is divided over the ranks. Horovod must know its process sets from the
+            start.
+        whole_machine: use all devices of the machine instead of one GPU. Default: True if HVDTRAIN_STRATEGY names a
+            strategy that does so (tpu, central-storage).
 
     Raises:
         EngineError: Horovod is not installed or does not load.
-        UsageError: fewer GPUs are visible than ranks of this host need; the mesh does not fit the ranks.
+        UsageError: the host has fewer visible GPUs than ranks; the mesh does not fit the number of ranks.
     """
     sys.excepthook = _message_alone
     hvd = load_horovod()
@@ -156,7 +156,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job; collectives are not possible afterwards."""
+    """Leave the job. No collective can be called afterwards."""
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():

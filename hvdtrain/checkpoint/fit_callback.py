@@ -1,4 +1,4 @@
-"""Checkpoints of `model.fit`: a run that was ended goes on after its last complete epoch."""
+"""Checkpoints of `model.fit`: a run that was killed continues after its last complete epoch."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hvdtrain.keras_internals.optimizers import optimizer_slots
 
 
 class CheckpointCallback(keras.callbacks.Callback):
-    """Saves a checkpoint after every epoch of `model.fit`; the same `fit` in a new process continues after the newest.
+    """Saves a checkpoint after every epoch of `model.fit`; the same script, run again, continues from the newest one.
 
-    For `model.fit` with `hvdtrain.keras.DistributedOptimizer`; a Trainer has `checkpoints=`. Every rank passes one, at
-    any place in the list: it acts after the other callbacks. A checkpoint holds the model, its optimizer, random
-    generators, and what the other callbacks remember, the History that `fit` returns among it.
+    For `model.fit` with `hvdtrain.keras.DistributedOptimizer`; with a Trainer, use its `checkpoints` argument. Pass
+    the callback on every rank, anywhere in the list: it always acts last. A checkpoint holds the model, its optimizer,
+    random generators, and the state of the other callbacks, including the History that `fit` returns.
 
-    Keras starts at the beginning of an epoch only: an epoch that was cut off is trained again from there. And `fit`
-    shuffles arrays in an order that begins anew in each process; with `shuffle=False`, or data that depends on the
-    epoch alone, the run ends with the weights of one that nothing has ended. For more use a Trainer.
+    Keras can start only at the beginning of an epoch, so an interrupted epoch is trained again. `fit` shuffles arrays
+    in an order that starts anew in each process: the result equals that of an uninterrupted run only with
+    `shuffle=False`, or with data whose order depends on nothing but the epoch. The Trainer has neither limit.
 
     Args:
-        folder: of the checkpoints of this one `fit`; rank 0 makes and locks it.
-        every_epochs: how many epochs lie between two checkpoints; the last epoch always has one.
-        keep: how many checkpoints stay, at least 2.
+        folder: folder for the checkpoints of this `fit` alone; created and locked by rank 0.
+        every_epochs: save after every so many epochs, and after the last one.
+        keep: number of checkpoints to keep, at least 2.
 
     Raises:
-        UsageError: a number that is too small. From `fit`, on all ranks: the model has changed, all checkpoints are
-            damaged, another process is at work in the folder, or this callback's fit has ended.
+        UsageError: a number is too small. From `fit`, on all ranks: the model has changed, all checkpoints are
+            damaged, another process uses the folder, or this callback has already been used in a completed `fit`.
     """
 
     hvdtrain_on_all_ranks = True
@@ -60,7 +60,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         correct(keras.callbacks.CallbackList, "on_train_begin", _begin)
 
     def find(self, others: list[keras.callbacks.Callback]) -> None:
-        """Look for a checkpoint before the `others`, all other callbacks of this fit, begin. A collective.
+        """Look for a checkpoint before `others`, all other callbacks of this fit, start. A collective.
 
         Raises:
             UsageError: on all ranks: see the class.

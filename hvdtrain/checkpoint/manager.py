@@ -35,19 +35,19 @@ from hvdtrain.parallel.state_layout import Sender, optimizer_pieces, pieces_of
 
 
 class CheckpointManager:
-    """Saves the state of a training loop of your own, and restores it. Every rank makes one and calls its methods.
+    """Saves and restores the state of your own training loop. Every rank creates one and calls its methods.
 
-    On the number of ranks that saved, each continues with exactly what it had. On another number all continue with
-    the weights, optimizer (also a sharded one) and statistics of rank 0; random seeds are made anew from those of
-    rank 0, and metrics begin with nothing.
+    With the number of ranks that saved, each rank continues with exactly its own state. With a different number, all
+    continue with the weights, optimizer (also a sharded one) and statistics of rank 0, new random seeds derived from
+    rank 0's, and empty metrics.
 
     Args:
-        folder: of this run's checkpoints; rank 0 makes and locks it.
-        tracked: models, optimizers, metrics, variables, the same in the same order on every rank and in every run.
-        keep: how many checkpoints stay, at least 2.
+        folder: folder for the checkpoints of this run; created and locked by rank 0.
+        tracked: models, optimizers, metrics and variables, in the same order on every rank and in every run.
+        keep: number of checkpoints to keep, at least 2.
 
     Raises:
-        UsageError: on all ranks: what is tracked has no variables; another process is at work in the folder.
+        UsageError: on all ranks: a tracked object has no variables, or another process uses the folder.
     """
 
     def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
@@ -70,7 +70,7 @@ class CheckpointManager:
         on_first(self._open, f"folder {str(folder)!r}")
 
     def close(self) -> None:
-        """Let another run use the folder; the end of the process does so as well."""
+        """Unlock the folder for another run, which the end of the process does as well."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -78,16 +78,16 @@ class CheckpointManager:
     def save(self, step: int, **position: Any) -> None:
         """Write a checkpoint. A collective.
 
-        One that cannot be written, or whose model or optimizer holds nan or inf, is warned of: the one before stays,
-        and the training continues.
+        If it cannot be written, or the model or optimizer holds nan or inf, a warning is issued, the previous
+        checkpoint stays, and the training continues.
 
         Args:
-            step: how many steps are done; names the checkpoint.
-            position: what `restore` returns: numbers, strings, arrays, and lists, tuples and dicts of these.
+            step: number of steps done so far; names the checkpoint.
+            position: values for `restore` to return: numbers, strings, arrays, and lists, tuples and dicts of these.
 
         Raises:
-            UsageError: `step` is no whole number from 0 on; a model has no variables yet; the folder has checkpoints
-                of later steps, and neither `restore` nor `latest` was called.
+            UsageError: `step` is not a whole number of at least 0; a model has no variables yet; the folder holds a
+                checkpoint of a later step, and neither `restore` nor `latest` has been called.
         """
         self._found = None
         step = _whole_number(step)
@@ -120,10 +120,10 @@ class CheckpointManager:
             )
 
     def latest(self) -> dict[str, Any] | None:
-        """Read the newest checkpoint that is not damaged, and set nothing yet. A collective.
+        """Read the newest undamaged checkpoint without restoring anything. A collective.
 
         Returns:
-            What rank 0 gave to `save`, with "step"; None if there is no checkpoint.
+            The values that rank 0 passed to `save`, with "step"; None if there is no checkpoint.
 
         Raises:
             UsageError: on all ranks: all checkpoints are damaged.
@@ -133,14 +133,14 @@ class CheckpointManager:
         return position
 
     def restore(self) -> dict[str, Any] | None:
-        """Set everything to the newest checkpoint that is not damaged. A collective.
+        """Restore all tracked objects from the newest undamaged checkpoint. A collective.
 
         Returns:
-            What this rank gave to `save`, with "step", or rank 0 did if another number of ranks saved; None if there
-            is no checkpoint.
+            The values that this rank passed to `save`, with "step" (those of rank 0 if the number of ranks has
+            changed); None if there is no checkpoint.
 
         Raises:
-            UsageError: on all ranks: the variables are not those that were saved, or all checkpoints are damaged.
+            UsageError: on all ranks: the variables differ from the saved ones, or all checkpoints are damaged.
         """
         if not any_rank(self._found is not None, "checkpoint_is_read") and self.latest() is None:
             return None

@@ -10,22 +10,24 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """When Trainer saves: after each epoch, and within epochs as asked.
+    """When a Trainer saves: after each epoch and, on request, within epochs.
 
     Args:
-        every_steps: save after this many training steps within an epoch, too. All ranks count the same steps.
-        every_minutes: save when this many minutes have passed since the last checkpoint, too; looked at about once a
-            second, between two steps.
-        keep: how many checkpoints stay; at least 2, so that one that the disk damaged has one before it.
-        max_failures: end the training with an error when this many checkpoints in a row could not be written; None:
-            train on, with a warning each time.
-        preemption_file: when this file exists on the host of any rank, save and end as on SIGTERM; looked for about
-            once a second. For clouds that announce the end of a machine in another way than by a signal.
-        mirror: URL of a folder that gets a copy of each checkpoint, in any storage of fsspec (s3://, gs://, file://).
-            A run whose run_dir has none as new takes its newest from there. Other files of the run are not copied.
+        every_steps: also save within an epoch, whenever this many training steps have passed since the last
+            checkpoint. Every rank counts the same steps.
+        every_minutes: also save within an epoch, whenever this many minutes have passed since the last checkpoint;
+            checked between steps, about once a second.
+        keep: number of checkpoints to keep, at least 2, so that there is an older one if the newest is damaged.
+        max_failures: end the training with an error after this many checkpoints in a row could not be written. None:
+            continue, with a warning each time.
+        preemption_file: when this file appears on the host of any rank, save and exit as on SIGTERM; checked about
+            once a second. For clouds that announce preemption by other means than a signal.
+        mirror: URL of a folder, in any storage that fsspec supports (s3://, gs://, file://), to which each checkpoint
+            is copied. A run resumes from there if the newest checkpoint is not in its run_dir. Other files in
+            run_dir are not copied.
 
     Raises:
-        UsageError: numbers that cannot work.
+        UsageError: a value is out of range.
     """
 
     every_steps: int | None = None

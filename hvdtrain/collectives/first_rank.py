@@ -1,4 +1,4 @@
-"""Rank 0 first: for what all ranks need and only one may make, such as a download into a shared folder."""
+"""Rank 0 first: for work whose result all ranks need, such as a download into a shared folder."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ _BUSY, _DONE = "busy", "done"
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """Let rank 0 run the block of `with` first; the others wait until it is done, and run it then. A collective.
+    """Run the `with` block on rank 0 first, then on all other ranks. A collective.
 
         with hvdtrain.first_rank_first():
             (x, y), _ = keras.datasets.mnist.load_data()  # rank 0 downloads, the others find the file
 
-    The block may take as long as it needs, as long as rank 0 lives: no stall limit ends it. It must not contain
-    collectives. Not for a folder that each host has on its own: there only rank 0's host has the file.
+    The block may take any time while rank 0 is alive: the stall check does not apply. It must not contain
+    collectives. It does not help with a folder that is local to each host: only rank 0's host has the file then.
 
     Raises:
-        EngineError: on the other ranks: rank 0 failed in the block, which they do not run then. Rank 0 goes on with
-            its own error.
-        UsageError: before hvdtrain.init.
+        EngineError: on the other ranks, which then skip the block: rank 0 failed in it. Rank 0 raises its own error.
+        UsageError: hvdtrain.init has not been called.
     """
     if not hvd.is_initialized():
         raise UsageError("first_rank_first: call hvdtrain.init() first")

@@ -43,12 +43,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks share out the data, split the layers, and hold stages of the model.
+    """A grid of ranks: data x pipeline x tensor.
 
     Args:
-        data: copies of the model; 0: as many as the ranks of the job make.
-        tensor: ranks over which a layer's weights are split.
-        pipeline: stages into which the model is cut.
+        data: number of copies of the model. 0: the number of ranks divided by tensor * pipeline.
+        tensor: number of ranks over which the weights of a layer are split.
+        pipeline: number of stages into which the model is cut.
     """
 
     data: int = 0
@@ -63,14 +63,14 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks; 0 while `data` is open."""
+        """The number of ranks; 0 if `data` is 0."""
         return self.data * self.pipeline * self.tensor
 
     def for_ranks(self, ranks: int) -> Mesh:
-        """Return the mesh of a job of `ranks` ranks, its `data` filled in.
+        """Return the mesh with `data` filled in for a job of `ranks` ranks.
 
         Raises:
-            UsageError: too few ranks, or a number that the mesh does not divide.
+            UsageError: there are too few ranks, or their number is not a multiple of the mesh.
         """
         copy = self.tensor * self.pipeline
         wanted = self.size or copy
@@ -97,46 +97,46 @@ class Mesh:
         return replace(self, data=ranks // copy)
 
     def place(self, rank: int) -> Place:
-        """Return where `rank` stands."""
+        """Return the place of `rank` in the mesh."""
         assert 0 <= rank < self.size, (rank, self)
         copy, tensor_index = divmod(rank, self.tensor)
         data_index, stage = divmod(copy, self.pipeline)
         return Place(data_index, stage, tensor_index)
 
     def rank(self, place: Place) -> int:
-        """Return the rank that stands at `place`."""
+        """Return the rank at `place`."""
         copy = place.data_index * self.pipeline + place.stage
         return copy * self.tensor + place.tensor_index
 
     def data_ranks(self, rank: int) -> list[int]:
-        """Return the ranks that hold what `rank` holds, itself included."""
+        """Return the ranks that hold the same part of the model as `rank`, itself included."""
         here = self.place(rank)
         return self._where(lambda p: replace(p, data_index=here.data_index) == here)
 
     def tensor_ranks(self, rank: int) -> list[int]:
-        """Return the ranks that split their layers with `rank`, itself included."""
+        """Return the ranks over which the layers of `rank` are split, itself included."""
         here = self.place(rank)
         return self._where(lambda p: replace(p, tensor_index=here.tensor_index) == here)
 
     def pipeline_ranks(self, rank: int) -> list[int]:
-        """Return the ranks of the stages before and after `rank`, itself included, by stage."""
+        """Return the ranks with `rank`'s data and tensor index, by stage."""
         here = self.place(rank)
         return self._where(lambda p: replace(p, stage=here.stage) == here)
 
     def stage_ranks(self, rank: int) -> list[int]:
-        """Return all ranks of the stage of `rank`."""
+        """Return all ranks of `rank`'s stage."""
         here = self.place(rank)
         return self._where(lambda p: p.stage == here.stage)
 
     def neighbour_ranks(self, rank: int) -> list[int]:
-        """Return `rank` and the rank of the next stage of its copy, if there is one."""
+        """Return `rank` and the rank of the next stage of the same copy, if there is one."""
         here = self.place(rank)
         return self._where(
             lambda p: replace(p, stage=here.stage) == here and 0 <= p.stage - here.stage <= 1
         )
 
     def rank_lists(self, ranks: int) -> list[list[int]]:
-        """Return the process sets of a job of `ranks` ranks, each once: those of several ranks, but not of all."""
+        """Return the process sets that a job of `ranks` ranks needs, each once: more than one rank, but not all."""
         mesh = self.for_ranks(ranks)
         groups = (
             mesh.data_ranks,

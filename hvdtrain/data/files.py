@@ -1,10 +1,9 @@
-"""Examples in files, of which each rank reads and decodes only those that it trains.
+"""Examples in files: each rank reads and decodes only the examples that it trains on.
 
-Every example has a number: its file's, or that of its record in all TFRecord files one after the other. The order
-is a permutation of the numbers by seed and pass, as for arrays, so a global batch holds the same examples whatever
-the number of workers, drawn from all files alike. For that each rank looks up where the records begin: 12 bytes of
-each, about a second for a million; the records themselves are read when they are needed, and their checksums
-verified.
+Examples are numbered by file, or by record across all TFRecord files. The order is a permutation of these numbers
+that depends on seed and pass, as for arrays, so a global batch holds the same examples for any number of workers. To
+number records, each rank first reads 12 bytes of each, which takes about a second per million; the records themselves
+are read when they are needed, and their checksums verified.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ COMPARED_BYTES = 4096
 
 @dataclass(frozen=True, eq=False)
 class Files:
-    """Files of examples: what `from_files` returns and fit, evaluate and predict take as x.
+    """Files of examples, as returned by `from_files` and passed as x to fit, evaluate and predict.
 
     Attributes:
-        paths: of the files, in their order.
-        read: from a file name or a serialized record to an example; see `from_files`.
-        labels: one for each file, shape (files, ...); None without.
-        records: whether they are TFRecord files.
+        paths: paths of the files, in order.
+        read: maps a file name or a serialized record to an example; see `from_files`.
+        labels: one label per file, shape (files, ...), or None.
+        records: whether these are TFRecord files.
     """
 
     paths: tuple[str, ...]
@@ -63,27 +62,28 @@ def from_files(
     labels: Any = None,
     records: bool | None = None,
 ) -> Files:
-    """Return examples in files as data for Trainer.fit, evaluate and predict.
+    """Return the examples in files, as data for Trainer.fit, evaluate and predict.
 
         train = hvdtrain.data.from_files("train-*.tfrecord", parse)
         trainer.fit(train, epochs=10)
 
-    Each rank reads and decodes its own examples only; which stand in a batch depends on seed and epoch, never on
-    the number of workers. Every rank needs all the files.
+    Each rank reads and decodes only its own examples. The examples of a batch depend on seed and epoch, never on the
+    number of workers. Every rank needs access to all files.
 
     Args:
-        files: a path, a pattern ("images/*/*.png": taken in the order of names), or a list of paths.
-        read: as for tf.data.Dataset.map, from one example's file name (a string tensor of no dimension), or from
-            one serialized record, to x, (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by
-            TensorFlow: use tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. For reading in Python
-            write a keras.utils.PyDataset.
-        labels: array of (files, ...), for files of one example: `read` gets the file's label as second argument.
-        records: whether the files are TFRecord files of many examples (not compressed); default: by their names
+        files: a path, a pattern ("images/*/*.png", in alphabetical order), or a list of paths.
+        read: function that maps the file name of one example (a scalar string tensor), or one serialized record, to
+            x, (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by TensorFlow, as in tf.data.Dataset.map:
+            use tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. To read in Python, write a
+            keras.utils.PyDataset instead.
+        labels: array of shape (files, ...), for files of one example each; `read` gets the label of the file as its
+            second argument.
+        records: whether these are (uncompressed) TFRecord files of many examples. Default: decided by their names
             (train.tfrecord, train.tfrecord-00000-of-00010).
 
     Raises:
-        UsageError: no such files, another number of labels; when it is read: a file that is no TFRecord file, a
-            damaged record.
+        UsageError: no file matches, or the number of labels differs from that of files; during reading: a file is not
+            a TFRecord file, or a record is damaged.
     """
     paths = _paths(files)
     if records is None:

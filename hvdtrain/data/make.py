@@ -32,42 +32,42 @@ def make_source(
     batched: bool | None = None,
     threads: int | None = None,
 ) -> Source:
-    """Return the `Source` of any data that Keras's fit takes, except other libraries' loaders.
+    """Return the `Source` of any data that Keras's fit accepts, except the loaders of other libraries.
 
-    What a rank reads of it:
+    What each rank reads:
 
-    - arrays: its own rows. Those on disk (np.memmap, h5py) stay there; scipy.sparse becomes dense a share at a time.
+    - arrays: its own rows. Arrays on disk (np.memmap, h5py) stay there; scipy.sparse is made dense one share at a time.
     - files (`from_files`): its own examples.
-    - a PyDataset: the items in which its examples lie: its part of them if they have no more than
-      global_batch_size / workers examples, all if they are as long as the global batch.
-    - a tf.data.Dataset, a generator: all of it, in the order in which it comes, which must be the same on every rank (a
-      seed in `Dataset.shuffle`). `Dataset.apply(hvdtrain.data.shard)` marks where in a Dataset each rank continues with
-      its own examples.
+    - a PyDataset: the items that hold its examples. That is its part of them if an item has no more than
+      global_batch_size / workers examples, and all of them if an item is a whole global batch.
+    - a tf.data.Dataset, a generator: all of it, in an order that must be the same on every rank (pass a seed to
+      `Dataset.shuffle`). After `Dataset.apply(hvdtrain.data.shard)` each rank continues with its own examples only.
 
-    Batches are the global batches as they come where the first has `global_batch_size` examples, or where examples
-    differ in length (padded_batch, bucket_by_sequence_length; a Dataset whose element_spec says None, batches of which
-    the first two differ). Others are joined and cut to that size.
+    The batches of a Dataset, PyDataset or generator are used as global batches if the first one has
+    `global_batch_size` examples, or if the lengths of examples vary (padded_batch, bucket_by_sequence_length: the
+    element_spec contains None, or the first two batches differ in shape). Otherwise they are rebatched to that size.
 
-    Floating-point data is fed in Keras's floatx, as Keras does with arrays.
+    Floating-point data is converted to Keras's floatx, as Keras does with arrays.
 
     Args:
         x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, files, a
-            PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without
-            arguments that returns one, called anew for each pass.
-        y: labels for arrays in `x`.
-        sample_weight: weights of the examples of arrays in `x`.
-        global_batch_size: examples of all workers together in one step.
-        shuffle: arrays and files by example, a PyDataset by item, by seed and pass; the others are left as they come.
-        seed: of shuffling.
-        steps_per_epoch: read on across epochs, that many global batches in each; one that comes to the end of the data
-            ends there, and the next begins a new pass.
-        class_weight: from class number to weight, 1 if it is not in there; multiplied with sample weights.
-        training: whether it is trained on; warn where the steps are others than those of the user's own batches.
-        batched: whether a Dataset's elements are batches; None finds out (`is_batched`).
-        threads: of tf.data; None takes the CPU cores that this process may use.
+            PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without arguments
+            that returns one of these and is called for each pass.
+        y: labels, if `x` is arrays.
+        sample_weight: weights of the examples, if `x` is arrays.
+        global_batch_size: number of examples per step, over all workers.
+        shuffle: shuffle by seed and pass: arrays and files by example, a PyDataset by item. Other data keeps its order.
+        seed: for shuffling.
+        steps_per_epoch: number of global batches per epoch; the next epoch continues where the last one stopped. An
+            epoch that reaches the end of the data ends there, and the next one starts a new pass.
+        class_weight: weight of each class, by its number; a class that is missing has weight 1. Multiplied with sample
+            weights.
+        training: whether the data is for training; if so, warn when the steps differ from the user's own batches.
+        batched: whether the elements of a Dataset are batches; None: detect it (`is_batched`).
+        threads: number of tf.data's threads; None: the CPU cores that this process may use.
 
     Raises:
-        UsageError: what cannot work, before anything is read where possible.
+        UsageError: the data or an argument cannot work; where possible, before anything is read.
     """
     check_positive("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:

@@ -1,10 +1,9 @@
-"""A point in a tf.data pipeline from which on each rank processes only its own examples.
+"""A point in a tf.data pipeline after which each rank processes only its own examples.
 
-Before the point every rank reads the same stream, so that all know which examples stand in which global batch; what
-comes after it, the decoding and augmenting that cost time, each rank does for its share. How a point works: it
-collects the examples of a global batch, reads in a variable whose rank's it is to let pass, and writes into a table how
-many there were, which tells how long a tail is, and their fingerprint, by which ranks notice that they read different
-streams.
+Before the point every rank reads the same stream, so that all know which global batch each example belongs to. The
+expensive work after it (decoding, augmentation) is done by each rank for its own share. The point collects the
+examples of a global batch and lets through those of the rank that a variable names. It records their number in a
+table, which gives the length of a tail, and their fingerprint, by which ranks notice that they read different streams.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ from hvdtrain.errors import UsageError
 
 
 def shard(dataset: Any) -> Any:
-    """Let each rank go on with its own examples only: `dataset.apply(hvdtrain.data.shard)`.
+    """From here on, let each rank process only its own examples: `dataset.apply(hvdtrain.data.shard)`.
 
         images = tf.data.Dataset.list_files("*.png", seed=1).apply(hvdtrain.data.shard).map(decode, 4).batch(64)
         trainer.fit(images)
 
-    The Trainer's ranks then call `decode` for their own examples, and train the same global batches as one worker
-    does. Put it after shuffling (with a seed), filtering, repeating and caching, before the expensive map; after it
-    only map, batch, unbatch and prefetch may follow. Random numbers drawn after it are each rank's own. Outside a
-    Trainer it lets everything pass.
+    Each rank of the Trainer then calls `decode` only for its own examples, and trains on the same global batches as
+    one worker. Place it after shuffling (with a seed), filtering, repeating and caching, and before the expensive map;
+    only map, batch, unbatch and prefetch may follow. Random numbers drawn after it differ between ranks. Outside a
+    Trainer it has no effect.
 
     Args:
         dataset: a tf.data.Dataset of single examples.
 
     Raises:
-        UsageError: the elements are batches; when a Trainer reads it: another operation follows.
+        UsageError: the elements are batches; when a Trainer reads the data: any other operation follows.
     """
     import tensorflow as tf
 

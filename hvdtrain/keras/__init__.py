@@ -1,10 +1,10 @@
 """Horovod for Keras 3: `import hvdtrain.keras as hvd` in place of `import horovod.tensorflow.keras as hvd`.
 
-The same names, arguments and meaning, right on Keras 3. With Keras 2 (TF_USE_LEGACY_KERAS=1 and tf-keras),
-where Horovod's own module works, its names are handed over as they are.
+Names, arguments and meaning are Horovod's. With Keras 2 (TF_USE_LEGACY_KERAS=1 and tf-keras), where Horovod's own
+module works, this module exports Horovod's objects unchanged.
 
-Beyond Horovod: `Compression.bf16`, `check_replicas`, `broadcast_variables` of Keras variables,
-`SyncBatchNormalization`, `DistributedGradientTape` and the `PartialDistributed...` of both.
+In addition to horovod.tensorflow.keras it has `Compression.bf16`, `check_replicas`, `broadcast_variables` for Keras
+variables, `SyncBatchNormalization`, `DistributedGradientTape` and `PartialDistributedGradientTape`.
 """
 
 from hvdtrain.keras.legacy import horovod_names, uses_legacy_keras

@@ -1,13 +1,13 @@
 """Horovod's queries and collectives under their own names and signatures.
 
-Those of horovod.tensorflow.keras, and those that a training loop of one's own imports from horovod.tensorflow.
+They include those of horovod.tensorflow.keras, and those that custom training loops import from horovod.tensorflow.
 
-Beyond Horovod: `init` sets the stall check, the collectives work inside a tf.function, take Keras
-variables and bfloat16, and have their true gradients (see differentiable.py); `allreduce` knows `Compression.bf16`.
-`broadcast_object` and `allgather_object` never unpickle what they read from the network, as Horovod's do.
+Unlike Horovod's, the collectives accept Keras variables and bfloat16, work inside a tf.function, and have the gradients
+of the sum of all ranks' losses (see differentiable.py). `init` configures the stall check, `allreduce` supports
+`Compression.bf16`, and `broadcast_object` and `allgather_object` never unpickle what they receive.
 
-Inside a tf.function use what a collective returns: TensorFlow drops an operation that nothing needs,
-and the other ranks would wait for it.
+Inside a tf.function, use the result of a collective: TensorFlow prunes an operation whose result is not used, and the
+other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ __all__ = [
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Start Horovod in this process; do nothing if it runs already.
+    """Start Horovod in this process; do nothing if it has already been started.
 
     Args:
-        args: of Horovod's init.
-        kwargs: of Horovod's init.
+        args: positional arguments of Horovod's init.
+        kwargs: keyword arguments of Horovod's init.
 
     Raises:
         EngineError: Horovod is not installed or does not load.
@@ -111,22 +111,22 @@ def allreduce(
     device_sparse: str = "",
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """Return `value` combined over the ranks, in its own shape.
+    """Return `value` reduced over the ranks, in the shape of `value`.
 
     Args:
-        value: a number, array, tensor, variable or tf.IndexedSlices; the same shape and dtype on every rank.
-        name: of the collective; give one to each of several in a tf.function that call each other.
-        average: Horovod's older way to say `op`.
-        prescale_factor: multiplies the value before.
-        postscale_factor: multiplies the result.
+        value: a number, array, tensor, variable or tf.IndexedSlices, of the same shape and dtype on every rank.
+        name: name of the collective. Give each a name where several tf.functions with collectives call each other.
+        average: older form of `op`: True for Average, False for Sum.
+        prescale_factor: factor for the value, before the reduction.
+        postscale_factor: factor for the result.
         op: Average (default), Sum, Min, Max, Product or Adasum.
-        compression: `Compression.none`, `.fp16` or `.bf16` (Average and Sum).
-        device_dense: device of the reduction; default Horovod's choice.
-        device_sparse: device of the allgathers that reduce IndexedSlices.
-        process_set: the ranks that take part; default all.
+        compression: `Compression.none`, `.fp16`, or `.bf16` (for Average and Sum).
+        device_dense: device for the reduction. Default: Horovod's choice.
+        device_sparse: device for the allgathers that reduce IndexedSlices.
+        process_set: ranks that take part. Default: all.
 
     Raises:
-        UsageError: an `op` that bf16 or IndexedSlices do not allow.
+        UsageError: bf16 or IndexedSlices do not support this `op`.
     """
     call = _call(
         "allreduce",
@@ -157,17 +157,17 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Return each of `tensors` combined over the ranks: an allreduce that waits until all of them are ready.
+    """Return each of `tensors` reduced over the ranks, in one allreduce that waits until all of them are ready.
 
-    Tensors of several dtypes go in a group each, IndexedSlices and `Compression.bf16` one by one. Other arguments as
-    in allreduce.
+    Tensors of different dtypes form one group per dtype; IndexedSlices, and all tensors with `Compression.bf16`, are
+    reduced one by one. Other arguments as in allreduce.
 
     Args:
         tensors: arrays, tensors, variables or tf.IndexedSlices; the same number, shapes and dtypes on every rank.
-        ignore_name_scope: accepted for Horovod's sake; scopes are never part of names here.
+        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
 
     Raises:
-        UsageError: an `op` that bf16 or IndexedSlices do not allow.
+        UsageError: bf16 or IndexedSlices do not support this `op`.
     """
     del ignore_name_scope  # Names of scopes are never part of ours.
     call = _call(
@@ -195,12 +195,12 @@ def grouped_allreduce(
 def allgather(
     value: Any, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> tf.Tensor:
-    """Return the values of all ranks, one behind the other along the first dimension.
+    """Return the values of all ranks, concatenated along the first dimension.
 
     Args:
-        value: an array, tensor or variable of at least one dimension; only the first may differ by rank.
-        name: of the collective.
-        process_set: the ranks that take part; default all.
+        value: an array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
+        name: name of the collective.
+        process_set: ranks that take part. Default: all.
 
     Raises:
         UsageError: `value` is a scalar.
@@ -215,13 +215,13 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet | None = None,
 ) -> list[tf.Tensor]:
-    """Return the allgather of each of `tensors`, which waits until all of them are ready.
+    """Return the allgather of each of `tensors`, in one collective that waits until all of them are ready.
 
     Args:
-        tensors: arrays, tensors or variables of at least one dimension; only the first may differ by rank.
-        name: of the collective.
-        ignore_name_scope: accepted for Horovod's sake; scopes are never part of names here.
-        process_set: the ranks that take part; default all.
+        tensors: arrays, tensors or variables of at least one dimension; only the first dimension may differ by rank.
+        name: name of the collective.
+        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
+        process_set: ranks that take part. Default: all.
 
     Raises:
         UsageError: one of `tensors` is a scalar.
@@ -235,13 +235,13 @@ def grouped_allgather(
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> tf.Tensor:
-    """Return the value of rank `root_rank`.
+    """Return the value of rank `root_rank` on every rank.
 
     Args:
-        value: a number, array, tensor or variable; the same shape and dtype on every rank.
-        root_rank: whose value counts.
-        name: of the collective.
-        process_set: the ranks that take part, the root among them; default all.
+        value: a number, array, tensor or variable, of the same shape and dtype on every rank.
+        root_rank: rank that sends its value.
+        name: name of the collective.
+        process_set: ranks that take part, including the root. Default: all.
     """
     return differentiable.broadcast(
         _tensor(value), root_rank, _call("broadcast", name, process_set)
@@ -255,20 +255,20 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet | None = None,
 ) -> Any:
-    """Send each rank its rows of `tensor`, and return what came from the ranks, one behind the other.
+    """Send rows of `tensor` to each rank, and return the rows received, concatenated in the order of ranks.
 
     Args:
-        tensor: an array, tensor or variable of at least one dimension; only the first may differ by rank.
-        splits: how many rows go to each rank, integers of shape (ranks,); default equal parts.
-        name: of the collective.
-        ignore_name_scope: Horovod's; names of scopes are never part of ours.
-        process_set: the ranks that take part; default all.
+        tensor: an array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
+        splits: number of rows to send to each rank, integers of shape (ranks,). Default: equal parts.
+        name: name of the collective.
+        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
+        process_set: ranks that take part. Default: all.
 
     Returns:
-        The rows; with `splits`, also how many came from each rank, int32 of shape (ranks,).
+        The rows received; with `splits`, also the number of rows from each rank, int32 of shape (ranks,).
 
     Raises:
-        UsageError: no dimension; without `splits`, rows that the ranks do not divide.
+        UsageError: `tensor` is a scalar; without `splits`, the number of rows is not a multiple of the ranks.
     """
     del ignore_name_scope
     call = _call("alltoall", name, process_set)
@@ -296,21 +296,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> tf.Tensor:
-    """Return this rank's part, along the first dimension, of `value` combined over the ranks.
+    """Reduce `value` over the ranks, and return this rank's part of the result along the first dimension.
 
     Args:
-        value: an array, tensor or variable of at least one dimension; the same shape on every rank. Rows that cannot
-            be divided equally go to the first ranks.
-        name: of the collective.
+        value: an array, tensor or variable of at least one dimension, of the same shape on every rank. If the rows
+            cannot be divided equally, the first ranks get one more.
+        name: name of the collective.
         op: Average or Sum.
-        device_dense: device of the reduction; default Horovod's choice.
+        device_dense: device for the reduction. Default: Horovod's choice.
         compression: `Compression.none` or `.fp16`.
-        process_set: the ranks that take part; default all.
-        prescale_factor: multiplies the value before.
-        postscale_factor: multiplies the result.
+        process_set: ranks that take part. Default: all.
+        prescale_factor: factor for the value, before the reduction.
+        postscale_factor: factor for the result.
 
     Raises:
-        UsageError: `value` is a scalar; another `op` or compression.
+        UsageError: `value` is a scalar; `op` or `compression` is not supported.
     """
     tensor = _with_dimensions(_tensor(value), "reducescatter")
     call = _call(
@@ -335,7 +335,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Return the reducescatter of each of `tensors`, which waits until all of them are ready.
+    """Return the reducescatter of each of `tensors`, in one collective that waits until all of them are ready.
 
     Other arguments as in reducescatter.
 
@@ -343,7 +343,7 @@ def grouped_reducescatter(
         tensors: arrays, tensors or variables of at least one dimension; the same shapes on every rank.
 
     Raises:
-        UsageError: one of `tensors` is a scalar; another `op` or compression.
+        UsageError: one of `tensors` is a scalar; `op` or `compression` is not supported.
     """
     values = [_with_dimensions(_tensor(t), "grouped_reducescatter") for t in tensors]
     call = _call(
@@ -360,16 +360,16 @@ def grouped_reducescatter(
 
 
 def join() -> tf.Tensor:
-    """Wait until every rank has joined. Until then this rank adds zeros to the allreduces of the others.
+    """Wait until every rank has joined; until then, contribute zeros to the allreduces of the other ranks.
 
-    For loops of one's own whose ranks have different numbers of batches: call it after the last one, outside of
-    tf.functions. While a rank has joined, the others may only allreduce, and Average still divides by all ranks.
+    For custom loops in which ranks have different numbers of batches: call it after the last batch, outside any
+    tf.function. Once a rank has joined, the others can only use allreduce, and Average still divides by all ranks.
 
     Returns:
         The rank that joined last, int32.
 
     Raises:
-        UsageError: inside a tf.function.
+        UsageError: the call is inside a tf.function.
     """
     if not tf.executing_eagerly():
         raise UsageError("join: call it outside tf.function, between two steps")
@@ -383,16 +383,16 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet | Communicator | None = None,
 ) -> Any:
-    """Return the `obj` of rank `root_rank`, exactly as it was.
+    """Return the `obj` of rank `root_rank` on every rank, exactly as it was.
 
     Args:
-        obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of them.
-        root_rank: whose object counts: a rank of the job, in the process set.
-        name: of the collective.
-        process_set: the ranks that take part; default all.
+        obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of these.
+        root_rank: rank that sends its object, as numbered in the job; part of the process set.
+        name: name of the collective.
+        process_set: ranks that take part. Default: all.
 
     Raises:
-        UsageError: on all ranks: anything else is in it, or the root does not take part.
+        UsageError: on all ranks: `obj` holds anything else, or the root is not in the process set.
     """
     ranks = ranks_of(process_set)
     if root_rank not in ranks.ranks:
@@ -406,12 +406,12 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet | Communicator | None = None
 ) -> list[Any]:
-    """Return the `obj` of every rank of the process set, exactly as it was, in the order of ranks.
+    """Return the `obj` of every rank of the process set, in the order of ranks, exactly as they were.
 
     Other arguments as in broadcast_object.
 
     Raises:
-        UsageError: on all ranks: an `obj` holds something that broadcast_object does not allow.
+        UsageError: on all ranks: an `obj` holds anything that broadcast_object does not accept.
     """
     return ranks_of(process_set).exchange(obj, f"object_{name or ''}")
 

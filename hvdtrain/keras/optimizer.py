@@ -257,27 +257,28 @@ def DistributedOptimizer(
 ) -> Any:
     """Make a Keras optimizer reduce its gradients over the ranks before it applies them.
 
-    The optimizer is changed in place and returned; it stays an instance of its class.
+    The optimizer is changed in place and returned; it remains an instance of its class.
 
     Args:
         optimizer: a keras.optimizers.Optimizer, or a LossScaleOptimizer around one.
-        name: part of the collectives' names; the same on every rank.
-        device_dense: device of the dense reductions; default Horovod's choice.
-        device_sparse: device of the sparse reductions.
-        compression: `Compression.none`, `.fp16` or `.bf16`, or a Horovod Compressor of your own.
-        sparse_as_dense: reduce IndexedSlices (of embeddings) as dense tensors.
-        gradient_predivide_factor: with op=Average, divide by this before the sum and by size / this after.
-        op: Average, Sum or Adasum (MPI, a power of two of ranks).
-        backward_passes_per_step: accumulate the gradients of this many batches, then communicate once
-            (Keras's gradient_accumulation_steps).
-        average_aggregated_gradients: divide the accumulated gradients by their number.
+        name: part of the names of the collectives; the same on every rank.
+        device_dense: device for the reduction of dense gradients. Default: Horovod's choice.
+        device_sparse: device for the reduction of sparse gradients.
+        compression: `Compression.none`, `.fp16` or `.bf16`, or your own Horovod Compressor.
+        sparse_as_dense: reduce IndexedSlices (from embeddings) as dense tensors.
+        gradient_predivide_factor: with op=Average, divide by this factor before the sum, and by size / factor after it.
+        op: Average, Sum or Adasum (which needs MPI, and a number of ranks that is a power of two).
+        backward_passes_per_step: accumulate the gradients of this many batches before each reduction
+            (gradient_accumulation_steps in Keras).
+        average_aggregated_gradients: divide the accumulated gradients by the number of batches.
         num_groups: older name of `groups`.
-        groups: reduce in this many groups, or in these groups (lists of variables); others go alone.
-        process_set: the ranks to reduce over; default all.
-        scale_local_gradients: divide gradients of local variables by the number of ranks.
+        groups: number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
+            group is reduced alone.
+        process_set: ranks to reduce over. Default: all.
+        scale_local_gradients: divide the gradients of local variables by the number of ranks.
 
     Raises:
-        UsageError: arguments that exclude each other, an optimizer that is distributed already, MultiOptimizer.
+        UsageError: arguments exclude each other; the optimizer is already distributed, or is a MultiOptimizer.
     """
     inner = require_plain(optimizer)
     if num_groups:
@@ -333,7 +334,7 @@ def PartialDistributedOptimizer(
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a DistributedOptimizer that leaves the gradients of `local_layers` on their rank.
+    """Make a DistributedOptimizer that does not reduce the gradients of `local_layers`.
 
     Other arguments as in DistributedOptimizer.
 
@@ -341,7 +342,7 @@ def PartialDistributedOptimizer(
         local_layers: a built Keras layer, or several.
 
     Raises:
-        UsageError: a local layer is no layer or not built; as DistributedOptimizer.
+        UsageError: a local layer is not a Keras layer or not built; also as in DistributedOptimizer.
     """
     layers = layers_of(local_layers)
     distributed = DistributedOptimizer(

@@ -1,6 +1,7 @@
-"""Load a saved model and go on training it on all ranks.
+"""Load a saved model to continue training it on all ranks.
 
-Saving needs nothing: a model whose optimizer is distributed saves as if it were not (see optimizer.py).
+Saving needs no code here: a model with a distributed optimizer is saved as if its optimizer were plain (see
+optimizer.py).
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model with keras.saving.load_model and make its optimizer distributed, with its state.
+    """Load a model with keras.saving.load_model, and make its optimizer distributed without losing its state.
 
-    Other arguments of DistributedOptimizer than `compression` are not in the file: load with
-    keras.saving.load_model and wrap `model.optimizer` to give them.
+    The file does not hold the arguments of DistributedOptimizer. To pass others than `compression`, load the model
+    with keras.saving.load_model and wrap `model.optimizer`.
 
     Args:
         filepath: a .keras or .h5 file.
-        custom_optimizers: optimizer classes of your own.
-        custom_objects: name -> class or function of your own; for the optimizer also, as with Horovod, a function
-            that makes it: {"Mine": lambda **config: hvd.DistributedOptimizer(Mine(**config))}.
-        compression: of the gradients.
-        legacy_opts: Horovod's, for Keras 2's legacy optimizers.
+        custom_optimizers: your own optimizer classes.
+        custom_objects: your own classes and functions, by name. For the optimizer this may be, as with Horovod, a
+            function that creates it: {"Mine": lambda **config: hvd.DistributedOptimizer(Mine(**config))}.
+        compression: compression of the gradients, as in DistributedOptimizer.
+        legacy_opts: for Keras 2's legacy optimizers; must be False.
 
     Returns:
-        The model; compiled, if it was when it was saved.
+        The model, compiled if it was compiled when it was saved.
 
     Raises:
-        UsageError: `legacy_opts`; an optimizer's state that does not fit the model.
+        UsageError: `legacy_opts` is set, or the optimizer's state does not fit the model.
     """
     if legacy_opts:
         raise UsageError("load_model: Keras 3 has no legacy optimizers: leave legacy_opts out")

@@ -26,14 +26,14 @@ from hvdtrain.errors import UsageError
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """keras.layers.BatchNormalization whose training statistics are those of all ranks.
+    """A keras.layers.BatchNormalization that normalises over the batch of all ranks during training.
 
-    Every example (each position of it, and no masked one) counts the same, however the batch is divided. In
-    inference nothing is communicated. XLA cannot compile it (`jit_compile` is turned off by Keras).
+    Every unmasked position of every example has the same weight, however the batch is divided. Inference needs no
+    communication. XLA cannot compile this layer; Keras turns `jit_compile` off.
 
     Args:
-        fused: accepted for Horovod's sake; must be False.
-        kwargs: all arguments of keras.layers.BatchNormalization but `synchronized`.
+        fused: for compatibility with Horovod; must be False.
+        kwargs: arguments of keras.layers.BatchNormalization, except `synchronized`.
 
     Raises:
         UsageError: `fused` or `synchronized` is True.

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: for a training loop of one's own, gradients that are averaged over the ranks."""
+"""DistributedGradientTape: gradients that are averaged over the ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -92,17 +92,18 @@ def DistributedGradientTape(
     process_set: hvd.ProcessSet | Communicator | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a tf.GradientTape whose `gradient` is reduced over the ranks.
+    """Make the `gradient` method of a tf.GradientTape return gradients that are reduced over the ranks.
 
-    The tape is changed in place and returned, so `with` may come before or after. Apply the gradients with a plain
-    optimizer, or they are reduced twice. Other arguments as in DistributedOptimizer.
+    The tape is changed in place and returned, so it can be wrapped before or after its `with` block. Apply the
+    gradients with a plain optimizer; a DistributedOptimizer would reduce them twice. Other arguments as in
+    DistributedOptimizer.
 
     Args:
         gradtape: the tf.GradientTape.
 
     Raises:
-        UsageError: arguments that exclude each other; from its `jacobian` and `batch_jacobian`, which have no meaning
-            that can be averaged.
+        UsageError: arguments exclude each other; from the `jacobian` and `batch_jacobian` methods, whose results
+            cannot be averaged.
     """
     if num_groups:
         warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
@@ -138,7 +139,7 @@ def PartialDistributedGradientTape(
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a DistributedGradientTape that leaves the gradients of `local_layers` on their rank.
+    """Make a DistributedGradientTape that does not reduce the gradients of `local_layers`.
 
     Other arguments as in DistributedGradientTape.
 
@@ -146,7 +147,7 @@ def PartialDistributedGradientTape(
         local_layers: a built Keras layer, or several.
 
     Raises:
-        UsageError: a local layer is no layer or not built; arguments that exclude each other.
+        UsageError: a local layer is not a Keras layer or not built; arguments exclude each other.
     """
     layers = layers_of(local_layers)
     tape = DistributedGradientTape(

@@ -1,6 +1,6 @@
-"""`hvdtrain.launch(function, np=2)`: a Python function on several ranks, from a script, a REPL or a notebook.
+"""`hvdtrain.launch(function, np=2)`: runs a Python function on several ranks, from a script, a REPL or a notebook.
 
-The ranks are started, watched and ended as those of `hvdtrain run`; what they run fetches the function.
+The ranks are started, watched and ended like those of `hvdtrain run`; the program that they run fetches the function.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def launch(
     log_dir: str | Path | None = None,
     hang_timeout: float = HANG_SECONDS,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` on `np` ranks; return what each returned, in the order of ranks.
+    """Run `function(*args, **kwargs)` on `np` ranks; return what each rank returned, in the order of ranks.
 
     Args:
-        function: any that cloudpickle takes, also one that is defined in a notebook's cell.
-        np: the number of ranks.
-        args: positional arguments, the same for all ranks.
-        kwargs: keyword arguments, the same for all ranks.
-        hosts: "node1:4,node2:4"; None: this machine.
+        function: any function that cloudpickle can pickle, including one defined in a notebook cell.
+        np: number of ranks.
+        args: positional arguments, the same on all ranks.
+        kwargs: keyword arguments, the same on all ranks.
+        hosts: hosts with their slots, such as "node1:4,node2:4". None: this machine.
         controller: "auto", "mpi" or "gloo".
         all_ranks: show the output of all ranks, not only rank 0's.
-        log_dir: folder for every rank's output; None makes one under .hvdtrain/logs.
-        hang_timeout: seconds without progress after which the run is ended; 0: never.
+        log_dir: folder for the output of every rank. None: a new one in .hvdtrain/logs.
+        hang_timeout: end the run after this many seconds without progress; 0: never.
 
     Returns:
-        What each rank's call returned; the first is rank 0's.
+        A list of the return values, by rank.
 
     Raises:
-        UsageError: an argument cannot work, or cannot be pickled; a call outside the main thread.
-        EngineError: this Horovod has neither a usable MPI nor Gloo.
+        UsageError: an argument cannot work or cannot be pickled; the call is not made from the main thread.
+        EngineError: this Horovod supports neither MPI nor Gloo on this machine.
         LaunchError: a rank failed.
         KeyboardInterrupt: Ctrl-C, or the notebook's stop button; the ranks are ended.
     """

@@ -1,8 +1,8 @@
-"""Layers of one process on several of its devices, by a plan.
+"""Places the layers of one process on several devices.
 
-For one process with several GPUs whose model does not fit one of them: variables and work of a layer are where the
-plan says, and tensors travel between. One device computes while the others wait, for nothing is cut into micro-batches:
-where that matters use pipeline stages, a rank for each GPU.
+For a process with several GPUs whose model does not fit on one of them. The variables and the computation of a layer
+are on the device that the plan gives. There are no micro-batches, so one device computes while the others wait; where
+that matters, use pipeline stages with one rank per GPU.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hvdtrain.parallel.tensor.convert import Layers
 
 
 def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
-    """Put layers on devices; return the model, which trains by model.fit and by Trainer.
+    """Place layers on devices; return the model, for model.fit or a Trainer.
 
-    Layers that no pattern names stay where TensorFlow puts them: on the first GPU. A pattern that names a layer with
-    layers inside it places all of these; where patterns name the inner ones as well, those count. Not saved with
-    the model: place again after loading. With GPUs, let this process see them all first:
-    `hvdtrain.init(whole_machine=True)`, and place before `Trainer` is made.
+    Layers that no pattern matches stay where TensorFlow puts them, on the first GPU. A pattern that matches a layer
+    applies to the layers inside it, unless another pattern matches those. The placement is not saved with the model:
+    place the layers again after loading. With GPUs, call `hvdtrain.init(whole_machine=True)` first, so that this
+    process sees all of them, and place the layers before you create a `Trainer`.
 
     Args:
-        model: built or not; not yet trained.
-        plan: regular expression for the whole path of layers (its name behind those of the layers that it is
-            in, such as "block_[01]/.*") -> device, such as "GPU:1".
+        model: a built or unbuilt model that has not been trained.
+        plan: maps regular expressions to devices, such as "GPU:1". An expression, such as "block_[01]/.*", must match
+            the whole path of a layer: the names of the layers that contain it, then its own.
 
     Raises:
-        UsageError: a pattern that names no layer or that another one contradicts, a device that does
-            not exist, or an optimizer that has its state already.
+        UsageError: a pattern matches no layer, or contradicts another one; a device does not exist; the optimizer
+            already has state.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:

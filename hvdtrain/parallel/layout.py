@@ -15,18 +15,19 @@ WAYS = ("column", "row", "heads", "vocabulary")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on the ranks of a job.
+    """How a model is divided over the ranks of a job.
 
     Args:
         mesh: the ranks.
-        split: for mesh.tensor > 1: a regular expression for the whole path of layers, such as
-            "block_.*/mlp/up" -> "column", "row" (Dense), "heads" (attention), "vocabulary" or "column"
-            (Embedding). A layer's path is its name behind those of the layers that it is in.
-        stages: for mesh.pipeline > 1: the names of the layers that begin the second and later stages;
-            None: balanced by cost.
-        micro_batches: for mesh.pipeline > 1: parts of each rank's share that follow each other through
-            the stages. A loss that is divided by a mask or by sample weights keeps all of them in memory at
-            once, any other at most as many as there are stages.
+        split: for mesh.tensor > 1: maps regular expressions to the ways in which matching layers are split: "column" or
+            "row" (Dense), "heads" (attention), "vocabulary" or "column" (Embedding). An expression, such as
+            "block_.*/mlp/up", must match the whole path of a layer: the names of the layers that contain it, then its
+            own.
+        stages: for mesh.pipeline > 1: names of the layers at which the second and later stages begin. None: balanced
+            by cost.
+        micro_batches: for mesh.pipeline > 1: number of parts into which a rank's share of the batch is cut, to pass
+            through the stages one after another. If the loss is divided by a mask or by sample weights, all of them
+            are in memory at once; otherwise at most as many as there are stages.
     """
 
     mesh: Mesh

@@ -1,13 +1,13 @@
 """Trainer: fit, evaluate and predict a Keras model on all workers, as one worker would.
 
-It puts the rooms together. The data comes as shares of global batches (data); a strategy runs the steps on
-them, each weighted by its part of the batch, and merges metrics, compares replicas and averages statistics at
-the end of an epoch (strategies; parallel for models that are split). Why not model.fit: it gives every rank the
-same weight in a step, whatever its number of examples, and lets a callback on one rank end the
-loop there while the others wait.
+It combines the other packages. The data arrives as shares of global batches (data). A strategy (strategies, or
+parallel for divided models) runs the steps on them, weighted by each rank's share of the batch; at the end of an
+epoch it merges metrics, compares replicas and averages statistics. Why not model.fit: it gives every rank the same
+weight in a step, however many examples the rank has, and a callback on one rank can end the loop there while the
+others wait.
 
-What costs time beside plain Keras: one pass over the variables after the first step and each epoch, one
-small collective for metrics, statistics and the wish to stop an epoch.
+The cost over plain Keras: one pass over the variables after the first step and after each epoch, and one small
+collective per epoch for metrics, statistics and the decision to stop.
 """
 
 from __future__ import annotations
@@ -60,52 +60,53 @@ if TYPE_CHECKING:
 
 
 class Trainer:
-    """Trains a Keras model on all workers of the job; run without a launcher, on one.
+    """Trains a Keras model on all workers of the job, or on one if the script runs without a launcher.
 
-    Weights, losses and metrics do not depend on the number of workers, up to the order of
-    floating-point sums. Exceptions by nature: BatchNormalization normalises over a worker's share (use
-    hvdtrain.keras.SyncBatchNormalization), and dropout draws other masks.
+    Weights, losses and metrics do not depend on the number of workers, up to the order of floating-point sums. Two
+    layers are exceptions: BatchNormalization normalises over a worker's share of the batch (use
+    hvdtrain.keras.SyncBatchNormalization), and dropout draws different masks on each worker.
 
     Args:
-        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one. One whose class
-            has a `compile` of its own (a GAN) comes compiled. With overrides train_step every optimizer that it
-            keeps in attributes is distributed.
-        optimizer: Keras optimizer or its name; default that of the compiled model, or "rmsprop".
+        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one. A model whose
+            class overrides `compile` (a GAN) must be compiled. If the class overrides `train_step`, every optimizer
+            that it holds in an attribute is distributed.
+        optimizer: Keras optimizer or its name. Default: that of the compiled model, or "rmsprop".
         loss: as in keras.Model.compile.
         metrics: as in keras.Model.compile.
-        global_batch_size: examples in a step over all workers. A batch size in the model's inputs (batch_shape of
-            a stateful RNN) is each worker's share of it.
+        global_batch_size: number of examples per step, over all workers. A batch size that is fixed in the model's
+            inputs (batch_shape of a stateful RNN) is that of one worker's share.
         weighted_metrics: as in keras.Model.compile.
         loss_weights: as in keras.Model.compile.
-        learning_rate_scaling: multiply the rate by the number of workers ("linear"), its square root
-            ("sqrt") or not at all ("none": right for a global batch that does not grow).
-        warmup_epochs: raise the rate linearly over this many epochs, from the unscaled one (from 0 with
-            "none"). Needs a rate that is a number.
-        precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy; set before
-            `model` is called to build. A model instance must have been built with it. Default: as it is.
-        run_dir: folder for config.json, metrics.csv, rank_times.csv and the final model.keras; default none.
-        checkpoints: hvdtrain.checkpoint.Checkpoints: save in run_dir, and go on from there when the script runs again.
-        resume: from a checkpoint in run_dir: "auto" if there is one, "must", or "never".
-        seed: of initial weights (if `model` is a function) and of shuffling.
-        jit_compile: compile training steps with XLA, all but what it cannot compile: Horovod's collectives, for one.
-        run_eagerly: run steps without tf.function, to debug.
-        steps_per_execution: run this many steps before callbacks are called again.
-        strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains
-            them) or a Strategy; default what `hvdtrain run --strategy` was given, else "horovod".
-        layout: an hvdtrain.Layout or Mesh: the model is divided over the ranks (see hvdtrain.parallel).
+        learning_rate_scaling: multiply the learning rate by the number of workers ("linear"), by its square root
+            ("sqrt"), or not at all ("none", right if the global batch does not grow with the workers).
+        warmup_epochs: raise the learning rate linearly over this many epochs, from its unscaled value (from 0 with
+            "none"). The rate must be a number, not a schedule.
+        precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy, set before the function
+            `model` is called. A model passed as an instance must have been built with it. Default: the current one.
+        run_dir: folder for config.json, metrics.csv, rank_times.csv and the final model.keras. Default: none.
+        checkpoints: hvdtrain.Checkpoints: when to save in run_dir; the same script, run again, continues from there.
+        resume: "auto": continue from a checkpoint in run_dir if there is one; "must": fail without one; "never": fail
+            if there is one.
+        seed: for initial weights (if `model` is a function) and for shuffling.
+        jit_compile: compile training steps with XLA, except what XLA cannot compile, such as Horovod's collectives.
+        run_eagerly: run steps without tf.function, for debugging.
+        steps_per_execution: number of steps to run between calls of the callbacks.
+        strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains them) or a
+            Strategy. Default: the one given to `hvdtrain run --strategy`, else "horovod".
+        layout: an hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
-        guard: compare the replicas after the first step and every epoch; warn once if the weights are nan or inf.
-        on_nan: what to do when a loss or gradient becomes nan or inf. "warn": as `guard` does. "stop": raise
-            DivergedError about a second later. "skip": such a step changes nothing but the random numbers. "rewind":
-            continue with the weights and optimizer of the newest checkpoint, and with the data that is next.
-        probe: before the first step with several workers, run it on five examples, whole and in parts, and refuse a
-            model whose gradients do not add up to those of one worker (a loss that compares examples, for one). It
-            takes four eager steps on at most five examples: less time than tracing the first step.
+        guard: compare the replicas after the first step and after every epoch; warn once if a weight is nan or inf.
+        on_nan: what to do when a loss or gradient is nan or inf. "warn": only what `guard` does. "stop": raise
+            DivergedError within about a second. "skip": skip the step, which then changes nothing. "rewind": go back
+            to the weights and optimizer of the newest checkpoint, and continue with the next batch of the data.
+        probe: with several workers, first run the model's step on at most five examples, whole and in parts, and
+            refuse a model whose gradients do not add up to those of one worker (a loss that compares examples, for
+            one). This takes four eager steps, less time than tracing the first step.
 
     Raises:
         UsageError: arguments that cannot work.
-        ReplicaError: ranks disagree on the model, the data or the arguments, or drifted apart.
-        EngineError: Horovod stopped, because another rank failed or waited too long.
+        ReplicaError: the ranks disagree on the model, the data or the arguments, or have drifted apart.
+        EngineError: Horovod stopped because another rank failed or did not arrive in time.
     """
 
     def __init__(
@@ -216,33 +217,36 @@ class Trainer:
         """Train for `epochs` epochs; return Keras's History, the same on every rank.
 
         Args:
-            x: the data; see hvdtrain.data.make_source. A tuple is (x, y) or (x, y, sample_weight).
-            y: labels for arrays in `x`.
-            sample_weight: weights of the examples of arrays in `x`.
-            batch_size: refused; see the Trainer's global_batch_size.
+            x: the data, in any form that hvdtrain.data.make_source accepts. A tuple is (x, y) or (x, y, sample_weight).
+            y: labels, if `x` is arrays.
+            sample_weight: weights of the examples, if `x` is arrays.
+            batch_size: refused; the Trainer's global_batch_size sets it.
             validation_batch_size: refused, as batch_size.
             epochs: number of the last epoch, counted from 1.
-            validation_data: data to evaluate on at the end of epochs, split over the workers as well.
-            validation_split: use this last fraction of the arrays as validation data instead.
-            validation_steps: evaluate on this many global batches.
-            validation_freq: evaluate every this many epochs, or after the epochs listed, such as [1, 3].
-            steps_per_epoch: global batches in an epoch; needed where the data never ends.
-            class_weight: weight of each class of integer or one-hot labels; 1 for a class that is not in it.
-            shuffle: by seed and epoch, alike for any number of workers.
-            sharded: `x` is this rank's own part of the data, which you divided (a list of files each, Dataset.shard),
-                not the same whole on every rank. Each rank takes its share of global_batch_size from it; steps are
-                weighted by what the ranks have, and a rank whose part has ended waits for the longest. Batches then
-                depend on the number of workers. `validation_data` is divided by the Trainer all the same.
+            validation_data: data to evaluate on after an epoch, also divided over the workers.
+            validation_split: fraction of the arrays, taken from their end, to use as validation data instead.
+            validation_steps: number of global batches to evaluate on.
+            validation_freq: evaluate after every so many epochs, or after the epochs listed, such as [1, 3].
+            steps_per_epoch: global batches per epoch; required if the data never ends.
+            class_weight: weight of each class of integer or one-hot labels; a class that is missing has weight 1.
+            shuffle: shuffle by seed and epoch, in the same order for any number of workers.
+            sharded: `x` is this rank's own part of the data, which your script has divided (its own list of files,
+                Dataset.shard), not the whole data. Each rank draws its share of global_batch_size from its part. Steps
+                are weighted by the number of examples on each rank, and a rank whose part has ended idles until the
+                longest one ends. Batches then depend on the number of workers. The Trainer still divides
+                `validation_data`.
             callbacks: a Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
-                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. Where the ranks hold
-                parts (layout, shard_optimizer), ModelCheckpoint runs on all and writes the whole model.
+                BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
+                of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
             initial_epoch: epoch to start from, counted from 0.
-            verbose: 0, 1 (progress bar), 2 (one line an epoch) or "auto"; rank 0 shows it.
+            verbose: 0 (silent), 1 (progress bar), 2 (one line per epoch) or "auto"; shown by rank 0.
 
         Raises:
             UsageError: arguments or data that cannot work.
-            ReplicaError: ranks disagree on the model, the data or the arguments, or drifted apart.
-            EngineError: Horovod stopped, because another rank failed or waited too long.
+            ReplicaError: the ranks disagree on the model, the data or the arguments, or have drifted apart.
+            DivergedError: the loss became nan or inf, with on_nan="stop".
+            Preempted: the job was asked to stop, and the training has saved, with checkpoints.
+            EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         refuse_batch_size("validation_batch_size", validation_batch_size, self.strategy.workers)
@@ -298,26 +302,26 @@ class Trainer:
         callbacks: Sequence[keras.callbacks.Callback] | keras.callbacks.Callback | None = None,
         return_dict: bool = False,
     ) -> Any:
-        """Return loss and metrics over all of the data, exact and the same on every rank.
+        """Return the loss and the metrics over all of the data, exact and the same on every rank.
 
         Args:
             x: as in `fit`.
             y: as in `fit`.
             sample_weight: as in `fit`.
-            batch_size: refused; see the Trainer's global_batch_size.
+            batch_size: refused; the Trainer's global_batch_size sets it.
             sharded: as in `fit`.
             callbacks: as in `fit`.
             verbose: as in `fit`.
-            steps: evaluate on this many global batches.
-            return_dict: return a dict of the values by their names.
+            steps: number of global batches to evaluate on.
+            return_dict: return a dict of values by name.
 
         Returns:
-            As Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
+            As in Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
 
         Raises:
             UsageError: arguments or data that cannot work.
-            ReplicaError: ranks disagree on the model, the data or the arguments.
-            EngineError: Horovod stopped, because another rank failed or waited too long.
+            ReplicaError: the ranks disagree on the model, the data or the arguments.
+            EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, y, sample_weight, steps, sharded)
@@ -341,18 +345,18 @@ class Trainer:
 
         Args:
             x: as in `fit`.
-            batch_size: refused; see the Trainer's global_batch_size.
+            batch_size: refused; the Trainer's global_batch_size sets it.
             verbose: as in `fit`.
-            steps: predict this many global batches.
+            steps: number of global batches to predict.
 
         Returns:
-            Arrays of (examples, ...) in the structure of the model's outputs; a tf.RaggedTensor for an output whose
-            inner dimensions differ between batches.
+            Arrays of shape (examples, ...) in the structure of the model's outputs; a tf.RaggedTensor for an output
+            whose inner dimensions differ between batches.
 
         Raises:
             UsageError: arguments or data that cannot work.
-            ReplicaError: ranks disagree on the model, the data or the arguments.
-            EngineError: Horovod stopped, because another rank failed or waited too long.
+            ReplicaError: the ranks disagree on the model, the data or the arguments.
+            EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, None, None, steps)
@@ -366,33 +370,34 @@ class Trainer:
             return predict(self._predicting.predict, self.strategy, source, progress)
 
     def save(self, filepath: str | Path) -> None:
-        """Write the whole model, with its optimizer's state once it was trained, to a .keras file.
+        """Write the whole model to a .keras file, with the optimizer's state if the model has been trained.
 
-        Every rank calls it. Plain Keras loads the file, wherever hvdtrain is not installed.
+        Every rank must call this. Plain Keras loads the file, also where hvdtrain is not installed.
 
         Args:
-            filepath: of the file; ends in .keras.
+            filepath: path that ends in .keras.
 
         Raises:
-            UsageError: another ending; on all ranks: rank 0 cannot write the file.
-            EngineError: Horovod stopped, because another rank failed or waited too long.
+            UsageError: the path does not end in .keras; on all ranks: rank 0 cannot write the file.
+            EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
         with in_job(self.rank, self._saved):
             self.strategy.save(self.model, keras_file(filepath, "save"))
 
     def load(self, filepath: str | Path) -> None:
-        """Go on from a .keras file: read the model's and the optimizer's state from it, whoever wrote it.
+        """Load the state of the model and the optimizer from a .keras file.
 
-        Every rank calls it; rank 0 reads the file. It may have been saved by plain Keras, or by a Trainer with any
-        number of ranks, strategy or layout. A file without an optimizer's state leaves the optimizer as it is.
-        The model must know the shapes of its inputs. Random seeds (dropout) are in no .keras file, and stay.
+        Every rank must call this; rank 0 reads the file. Plain Keras may have written it, or a Trainer with any
+        number of ranks, strategy or layout. If the file holds no optimizer state, the optimizer is left unchanged.
+        The model must know the shapes of its inputs. A .keras file holds no random seeds (dropout); they are left
+        unchanged.
 
         Args:
-            filepath: of the file; ends in .keras.
+            filepath: path that ends in .keras.
 
         Raises:
-            UsageError: no such file, or one that does not fit: names the first variable and both shapes.
-            EngineError: Horovod stopped, because another rank failed or waited too long.
+            UsageError: the file does not exist, or does not fit; the message names the first variable and both shapes.
+            EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
         with in_job(self.rank, self._saved):
             self.strategy.load(self.model, keras_file(filepath, "load"))

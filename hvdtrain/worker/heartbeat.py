@@ -129,17 +129,17 @@ def in_phase(
 
 @contextmanager
 def long_phase(name: str, minutes: float) -> Iterator[None]:
-    """Announce that this rank does something that takes long: `hvdtrain run` gives the ranks so much more time.
+    """Announce a phase that takes long, so that the watchdog of `hvdtrain run` waits for it.
 
         with hvdtrain.long_phase("download", minutes=30):
             fetch(data)
 
-    Ranks that wait meanwhile in a collective are still subject to Horovod's stall check: let them reach the next
-    collective after this one, or raise `hvdtrain run --stall-shutdown-seconds`.
+    Horovod's stall check still applies to other ranks that meanwhile wait in a collective. If only some ranks take
+    long, raise `hvdtrain run --stall-shutdown-seconds`.
 
     Args:
-        name: of what it does, for messages; the first 100 characters are kept.
-        minutes: after which the rank counts as hung, more than 0.
+        name: name of the phase, for messages; cut to 100 characters.
+        minutes: time after which the rank counts as hung; more than 0.
 
     Raises:
         UsageError: `minutes` is not more than 0.
