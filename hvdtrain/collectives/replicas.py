@@ -1,4 +1,4 @@
-"""Replicas: give all ranks the same variables, and check that they stay the same."""
+"""Replicas: broadcast variables to all ranks, and check that they stay equal."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def broadcast_variables(
     process_set: hvd.ProcessSet | Communicator | None = None,
     inplace: bool = False,
 ) -> None:
-    """Give all ranks the values of rank `root_rank`.
+    """Assign the values of rank `root_rank` to the variables of all ranks.
 
     Args:
-        variables: Keras or TensorFlow variables, the same ones in the same order on every rank.
-        root_rank: rank whose values count.
-        process_set: ranks that take part; default all.
-        inplace: accepted for Horovod's sake; the result is the same.
+        variables: Keras or TensorFlow variables, in the same order on every rank.
+        root_rank: rank whose values are sent.
+        process_set: ranks that take part. Default: all.
+        inplace: for compatibility with Horovod; has no effect on the result.
     """
     del inplace
     ranks = ranks_of(process_set)
@@ -46,10 +46,10 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Horovod's name from TensorFlow 1, whose graphs knew all variables; Keras 3 has no such list.
+    """Horovod's function for TensorFlow 1, where a graph knows all variables; Keras 3 has no such list.
 
     Raises:
-        UsageError: always, with the call to use instead (Horovod also raises on TensorFlow 2).
+        UsageError: always; the message names the call to use instead. (Horovod also raises on TensorFlow 2.)
     """
     raise UsageError(
         "broadcast_global_variables: Keras 3 keeps no list of all variables. Use "
@@ -75,14 +75,14 @@ def check_replicas(
 ) -> None:
     """Raise ReplicaError unless every rank holds the same bits in every replicated variable.
 
-    Costs one pass over the variables (about 1 ms for each 10 MB) and one allgather of 8 bytes a variable.
+    The cost is one pass over the variables (about 1 ms per 10 MB) and one allgather of 8 bytes per variable.
 
     Args:
-        model: all its weights, statistics and its optimizer's state are compared; see `replicated_variables`.
-        optimizer: compared as well.
-        variables: compare these instead.
-        when: for the message, such as "after epoch 3".
-        process_set: the ranks that are compared; default all.
+        model: model whose weights, statistics and optimizer state are compared.
+        optimizer: optimizer whose state is also compared.
+        variables: variables to compare instead.
+        when: part of the message, such as "after epoch 3".
+        process_set: ranks to compare. Default: all.
     """
     ranks = ranks_of(process_set)
     if ranks.size() == 1:

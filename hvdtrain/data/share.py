@@ -1,4 +1,4 @@
-"""What a data source is, and what it hands to one rank at one step."""
+"""Data sources, and the share of a global batch that a source gives to one rank."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Part:
-    """Which share of each global batch a process reads: number `index` (from 0) of `count`."""
+    """The share of each global batch that a process reads: number `index` (from 0) of `count`."""
 
     index: int
     count: int
@@ -21,18 +21,17 @@ class Share:
     """One rank's part of one global batch.
 
     Attributes:
-        data: what Keras's fit hands to train_step: (x, y), (x, y, sample_weight), (x,), or x alone where it was given
-            alone; each a NumPy array or a nested dict, list or tuple of them, with this rank's examples in the
-            leading dimension. To be read, never written: it can be a view of the
-            user's array. On an idle rank (`examples` 0, in a tail smaller than the number of workers) it holds one
-            real example of the global batch, so that the rank can run the step and take part in its collectives;
-            what it computes counts with weight zero.
-        examples: this rank's examples in the step.
-        global_examples: examples of all ranks in the step.
-        offset: position of this rank's first example inside the global batch.
-        some_idle: some rank has no example in the step, though the global batch has enough for all.
-        checksum: of the global batch, equal on ranks that read the same data (see `nested.checksum`); None where
-            there is nothing to compare, on all ranks alike.
+        data: what Keras's fit passes to train_step: (x, y), (x, y, sample_weight), (x,), or x alone if it was passed
+            alone. Each is a NumPy array, or a nested dict, list or tuple of arrays, with this rank's examples along the
+            first dimension. Do not write to them: they may be views of the user's arrays. An idle rank (`examples` is
+            0, in a tail smaller than the number of workers) gets one real example of the global batch, so that it can
+            run the step and take part in its collectives; its result has weight zero.
+        examples: number of this rank's examples in the step.
+        global_examples: number of examples of all ranks in the step.
+        offset: position of this rank's first example in the global batch.
+        some_idle: some rank has no example in the step, although the global batch has enough for all.
+        checksum: checksum of the global batch, equal on ranks that read the same data (see `nested.checksum`). None,
+            on all ranks, if there is nothing to compare.
     """
 
     data: tuple

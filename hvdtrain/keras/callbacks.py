@@ -1,9 +1,9 @@
 """Horovod's Keras callbacks: equal replicas from the first step on, averaged metrics, learning rates.
 
-`BroadcastGlobalVariablesCallback` does more than its name says. Before the first step it compares what
-the ranks are about to do, so that another number of steps or another model ends the job at once in place of
-hanging it; and it guards the replicas: their weights are compared after the first step and after every
-epoch. The cost is a pass over the weights an epoch (1 ms for 10 MB) and a few collectives of some bytes.
+`BroadcastGlobalVariablesCallback` does more than its name suggests. Before the first step it compares what the ranks
+are about to do, so that a different number of steps or a different model ends the job at once instead of hanging it.
+After the first step and after every epoch it compares the ranks' weights. The cost is one pass over the weights per
+epoch (1 ms per 10 MB) and a few collectives of some bytes.
 """
 
 from __future__ import annotations
@@ -40,23 +40,21 @@ from hvdtrain.keras_internals.variables import (
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the variables of one before the first step, and keeps watch that they stay equal.
+    """Broadcasts the variables of one rank before the first step, and checks that they stay equal on all ranks.
 
-    Random seeds of layers are broadcast as well, and then made different on each rank (rank 0 keeps them). Moving
-    statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before its validation
-    where the number of steps is known.
-
-    Variables that are made in the first batch only are broadcast after it, as Horovod does with all.
+    The random seeds of layers are broadcast as well, and then made different on each rank (rank 0 keeps them). Moving
+    statistics (BatchNormalization) are averaged over the ranks at the end of each epoch, before validation if the
+    number of steps is known. Variables that the first batch creates are broadcast after it.
 
     Args:
-        root_rank: the rank whose values count.
-        device: for the broadcast; default Horovod's choice.
-        local_variables: a Keras variable or tf.Variable, or several, that stay as they are on each rank.
-        guard: compare the replicas after the first step and after every epoch; warn if the weights are nan.
+        root_rank: rank whose variables are broadcast.
+        device: device for the broadcast. Default: Horovod's choice.
+        local_variables: one or more Keras variables or tf.Variables to leave as they are on each rank.
+        guard: compare the replicas after the first step and after every epoch; warn if a weight is nan.
 
     Raises:
-        ReplicaError: from fit, on all ranks: they do not agree on steps, epochs, optimizer or the shapes of
-            variables, have drifted apart, or do not end the training after the same epoch.
+        ReplicaError: from fit, on all ranks: the ranks disagree on steps, epochs, optimizer or shapes of variables,
+            have drifted apart, or end the training after different epochs.
     """
 
     hvdtrain_on_all_ranks = True
@@ -87,7 +85,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave `var` (a Keras variable or tf.Variable) as it is on each rank.
+        """Exclude `var`, a Keras variable or tf.Variable, from the broadcast.
 
         Raises:
             UsageError: `var` is not a variable.
@@ -181,14 +179,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the metrics of an epoch over the ranks, in place, for the callbacks behind it in the list.
+    """Averages the metrics of an epoch over the ranks, in place, for the callbacks after it in the list.
 
-    Keras's own metrics get the result over all examples, exactly. Anything else gets a plain mean of the
-    ranks' values, as in Horovod; what is the same on all ranks (a learning rate) stays as it is. `hvdtrain.Trainer`
-    also finds out how metrics of your own combine.
+    Keras's own metrics get their exact result over all examples. Other values get the plain mean over the ranks, as in
+    Horovod; a value that is the same on all ranks (a learning rate) is left unchanged. `hvdtrain.Trainer` also combines
+    your own metrics.
 
     Args:
-        device: for the allreduce; default Horovod's choice.
+        device: device for the allreduce. Default: Horovod's choice.
 
     Raises:
         ReplicaError: on all ranks, at the end of an epoch: a metric is missing on one rank.
@@ -241,15 +239,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Saves the best model so far, on rank 0.
 
     Args:
-        monitor: the metric that says what is best; average it before (MetricAverageCallback).
-        verbose: 1 prints each save.
-        save_weights_only: only the weights (`filepath` ends in .weights.h5).
+        monitor: metric to compare; put MetricAverageCallback before this callback.
+        verbose: 1: print a line for each save.
+        save_weights_only: save only the weights; `filepath` must end in .weights.h5.
         mode: "auto", "min" or "max".
         save_freq: "epoch", or a number of batches.
-        filepath: where to; as with Horovod it may be set later, as attribute `filepath`.
+        filepath: file to write. As with Horovod, it may be set later, as the attribute `filepath`.
 
     Raises:
-        UsageError: training begins and there is no `filepath`.
+        UsageError: from fit: `filepath` is not set.
     """
 
     def __init__(

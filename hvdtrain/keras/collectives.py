@@ -115,7 +115,7 @@ def allreduce(
 
     Args:
         value: a number, array, tensor, variable or tf.IndexedSlices, of the same shape and dtype on every rank.
-        name: name of the collective. Give each a name where several tf.functions with collectives call each other.
+        name: name of the collective. Pass a different one to each if tf.functions that use collectives call each other.
         average: older form of `op`: True for Average, False for Sum.
         prescale_factor: factor for the value, before the reduction.
         postscale_factor: factor for the result.

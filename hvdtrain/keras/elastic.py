@@ -1,4 +1,4 @@
-"""Elastic training with Keras: workers may come and go while the state of the training is kept.
+"""Elastic training with Keras: workers may join and leave while the state of the training is kept in memory.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -12,10 +12,9 @@
 
     train(state)
 
-Start with `horovodrun --min-np ... --host-discovery-script ...`; Gloo only. Unlike Horovod's, whose KerasState does not
-work with Keras 3: values given to KerasState are never pickled; an error that is not Horovod's is
-raised, where Horovod's `run` may swallow it and return None; and the training step is traced anew for a new number of
-workers, which is a constant inside it.
+Start it with `--min-np ... --host-discovery-script ...`, over Gloo. Horovod's own KerasState does not work with Keras 3.
+Other differences: values passed to KerasState are never pickled; `run` raises every error that is not Horovod's, where
+Horovod's may return None instead; and the training step is traced again when the number of workers changes.
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ _HOROVOD = ("horovod", "hvdtrain_")
 
 
 class TensorFlowState(ObjectState):
-    """The state of a training loop of one's own: variables, and numbers such as batch and epoch.
+    """The state of a custom training loop: variables, and values such as batch and epoch.
 
     Args:
-        variables: Keras or TensorFlow variables, the same ones in the same order on every worker.
-        session: Horovod's, for TensorFlow 1; not used.
-        kwargs: attributes to keep; what `broadcast_object` takes.
+        variables: Keras or TensorFlow variables, in the same order on every worker.
+        session: for TensorFlow 1; not used.
+        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
 
     Raises:
-        UsageError: no variables.
+        UsageError: `variables` is missing.
     """
 
     def __init__(
@@ -74,18 +73,18 @@ class TensorFlowState(ObjectState):
         super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Keep the present state, to return to after a failure."""
+        """Store the current state, to return to after a failure."""
         self._values = self._read()
         super().save()
 
     def restore(self) -> None:
-        """Return to the state that was kept last."""
+        """Return to the state that was stored last."""
         for variable, value in zip(self.variables, self._values, strict=True):
             tf_variable(variable).assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Give all workers the state of rank 0. A collective."""
+        """Broadcast the state of rank 0 to all workers. A collective."""
         with _horovod_errors():
             self._broadcast()
             self._values = self._read()
@@ -99,12 +98,12 @@ class TensorFlowState(ObjectState):
 
 
 class KerasState(TensorFlowState):
-    """The state of a training: a model, its optimizer, and numbers such as batch and epoch.
+    """The state of `model.fit`: a model, its optimizer, and values such as batch and epoch.
 
     Args:
         model: a built model.
-        optimizer: default the one that the model was compiled with.
-        kwargs: attributes to keep; what `broadcast_object` takes.
+        optimizer: its optimizer. Default: the one that the model was compiled with.
+        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
 
     Raises:
         UsageError: the model is not built, or has no optimizer.
@@ -129,7 +128,7 @@ class KerasState(TensorFlowState):
         super().__init__([*model.variables, *self.optimizer.variables], **kwargs)
 
     def reset(self) -> None:
-        """Forget the compiled steps, for another number of workers."""
+        """Discard the traced steps, in which the number of workers is a constant."""
         self.model.train_function = self.model.test_function = None
 
     def _broadcast(self) -> None:
@@ -142,13 +141,13 @@ class KerasState(TensorFlowState):
 
 
 class TensorFlowKerasState(KerasState):
-    """The same under the name that training loops of one's own use.
+    """KerasState under the name that custom training loops use in Horovod.
 
     Args:
         model: a built model.
-        optimizer: default the one that the model was compiled with.
-        backend: Horovod's, for TensorFlow 1; not used.
-        kwargs: attributes to keep; what `broadcast_object` takes.
+        optimizer: its optimizer. Default: the one that the model was compiled with.
+        backend: for TensorFlow 1; not used.
+        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
     """
 
     def __init__(
@@ -159,10 +158,10 @@ class TensorFlowKerasState(KerasState):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `func(state, ...)` run again from the last commit whenever workers have come or gone.
+    """Decorator that runs `func(state, ...)` again from the last commit whenever workers have joined or left.
 
     Args:
-        func: trains; its first argument is a KerasState (or another state of Horovod's).
+        func: function that trains; its first argument is a KerasState, or another of Horovod's states.
     """
 
     @functools.wraps(func)
@@ -177,8 +176,9 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
 
     Args:
-        state: a KerasState (or another state of Horovod's).
-        batches_per_commit: fewer lose less work when a worker fails, and cost a copy of the state each.
+        state: a KerasState, or another of Horovod's states.
+        batches_per_commit: number of batches between commits. Fewer lose less work when a worker fails; each commit
+            copies the state.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -202,9 +202,9 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(keras.callbacks.Callback):
-    """Keeps the number of finished batches of the present epoch, over all resets, in `state.batch`; 0 between epochs.
+    """Keeps the number of finished batches of the current epoch in `state.batch`, across resets; 0 between epochs.
 
-    Put it before CommitStateCallback. A callback cannot shorten an epoch of Keras 3: to leave out batches that were
+    Put it before CommitStateCallback. In Keras 3 a callback cannot shorten an epoch: to skip the batches that were
     trained before a reset, train the rest of that epoch first,
 
         if state.batch:
@@ -230,7 +230,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps the number of finished epochs, over all resets, in `state.epoch`; fit counts from 0 after each.
+    """Keeps the number of finished epochs in `state.epoch`, across resets, after which fit counts from 0 again.
 
     Put it before CommitStateCallback.
 

@@ -24,21 +24,23 @@ Multiplier = Callable[[float], float]
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` up to `end_epoch`.
+    """Sets the learning rate to `initial_lr * multiplier(epoch)` from `start_epoch` until `end_epoch`.
 
-    At the end of each epoch the rate is put into the logs as "lr".
+    Adds the rate to the logs of each epoch as "lr".
 
     Args:
-        initial_lr: rate that is multiplied.
-        multiplier: a function of the epoch, or a number: then the factor is multiplier ** (epoch - start_epoch).
-        start_epoch: first epoch that is adjusted.
-        end_epoch: first epoch that is not adjusted any more; default never.
-        staircase: adjust at the start of each epoch; else before each batch, with epoch + batch / steps_per_epoch.
-        momentum_correction: for SGD and RMSprop with momentum, see above.
-        steps_per_epoch: number of batches in an epoch; default what fit says.
+        initial_lr: learning rate to multiply.
+        multiplier: a function of the epoch, or a number, for a factor of multiplier ** (epoch - start_epoch).
+        start_epoch: first epoch to adjust.
+        end_epoch: epoch at which to stop adjusting. Default: never.
+        staircase: adjust the rate at the start of each epoch. Otherwise it is adjusted before each batch, and `epoch`
+            is epoch + batch / steps_per_epoch.
+        momentum_correction: scale the velocity of SGD or RMSprop with momentum when the rate changes (Goyal et al.
+            2017, arXiv:1706.02677, section 3).
+        steps_per_epoch: number of batches per epoch. Default: that of fit.
 
     Raises:
-        UsageError: `initial_lr` is missing; when training begins: the optimizer's rate is a schedule of its own, or
+        UsageError: `initial_lr` is missing; from fit: the optimizer's learning rate is a schedule, or
             `steps_per_epoch` is needed and unknown.
     """
 
@@ -113,20 +115,20 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs (same paper).
+    """Raises the learning rate from `initial_lr / size` to `initial_lr` over the first epochs (Goyal et al. 2017).
 
     In batch b (from 0) of an epoch the rate is
     initial_lr / size * (1 + (size - 1) * (epoch + (b + 1) / steps_per_epoch) / warmup_epochs).
 
     Args:
-        initial_lr: rate at the end, usually the rate of one worker times the number of workers.
-        warmup_epochs: how many epochs it takes.
-        momentum_correction: as LearningRateScheduleCallback.
-        steps_per_epoch: as LearningRateScheduleCallback.
-        verbose: 1 prints the rate at the end, on rank 0.
+        initial_lr: learning rate after the warm-up, usually that of one worker times the number of workers.
+        warmup_epochs: length of the warm-up.
+        momentum_correction: as in LearningRateScheduleCallback.
+        steps_per_epoch: as in LearningRateScheduleCallback.
+        verbose: 1: print the learning rate after the warm-up, on rank 0.
 
     Raises:
-        UsageError: as LearningRateScheduleCallback.
+        UsageError: as in LearningRateScheduleCallback.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ways to run a training step on all workers. Horovod's is the default; tf.distribute serves where it has none."""
+"""Strategies: ways to run a training step on all workers. Horovod is the default; the others use tf.distribute."""
 
 from hvdtrain.strategies.strategy import Steps, Strategy
 

@@ -1,8 +1,8 @@
-"""Strategy: what the Trainer asks of a way to run training steps on all workers.
+"""Strategy: the interface between the Trainer and a way to run training steps on all workers.
 
-The base class is the simplest way: one process that trains alone, as plain Keras would. Sub-classes lay
-over it what they do otherwise; all of them keep the Trainer's contract, that losses, metrics, predictions and
-weights are those of one worker with the global batch.
+The base class is the simplest strategy: one process that trains alone, as plain Keras would. Subclasses override what
+differs. All of them keep the Trainer's contract: losses, metrics, predictions and weights are those of one worker with
+the global batch.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ class Steps(Protocol):
     """The steps of one prepared model."""
 
     def train(self, shares: Sequence[Share]) -> Logs:
-        """Train on `shares` one after the other; return the running logs of this process.
+        """Train on `shares`, one after another; return the running logs of this process.
 
-        There are several with `steps_per_execution`: all of one size, none of them empty.
+        With `steps_per_execution` there are several shares, all of one size and none of them empty.
         """
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return the running logs of this process."""
 
     def predict(self, share: Share) -> Any:
-        """Return the model's outputs for the examples of `share` (an idle rank's: for its filler)."""
+        """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
 
     def finish(self) -> None:
-        """Wait for all that was started; what the model and its metrics hold is complete then."""
+        """Wait for steps that run in the background, so that the model and its metrics are up to date."""
 
 
 class Strategy:
     """One process, no communication.
 
     Attributes:
-        name: as in `Trainer(strategy=...)`.
-        workers: how many compute a step together; at most one per example of the global batch.
-        part: which share of each global batch this process reads.
-        is_first: whether this process writes files and talks to the terminal.
-        several_optimizers: whether a train_step of the model's own may use more than one.
-        saves_together: no rank has the whole model and optimizer, so `save` is the only way to save them.
+        name: name for `Trainer(strategy=...)`.
+        workers: number of workers that compute a step together; at most one per example of the global batch.
+        part: share of each global batch that this process reads.
+        is_first: whether this process writes files and prints to the terminal.
+        several_optimizers: whether the model's own train_step may use more than one optimizer.
+        saves_together: whether no rank has the whole model and optimizer, so that only `save` can save them.
     """
 
     name: ClassVar[str] = "alone"
@@ -67,7 +67,7 @@ class Strategy:
         self.saves_together = False
 
     def start(self, seed: int) -> Rank:
-        """Join the job, before TensorFlow's devices are in use; return who this process is."""
+        """Join the job, before TensorFlow's devices are in use; return this process's place in it."""
         return init(seed)
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -80,18 +80,18 @@ class Strategy:
             return model if isinstance(model, keras.Model) else model()
 
     def inputs(self, model: keras.Model) -> list[Any]:
-        """Return the symbolic inputs that data is for, flat; [] if the model has none yet."""
+        """Return the model's symbolic inputs, as a flat list; [] if it has none yet."""
         return symbolic_inputs(model)
 
     def distribute(self, optimizer: Any) -> Any:
-        """Return the optimizer that the model is compiled with."""
+        """Return the optimizer to compile the model with, in place of the user's."""
         return optimizer
 
     def prepare(self, model: keras.Model, data: Any, what: str) -> Steps:
-        """Create all variables of a compiled model, alike for all workers, and return its steps.
+        """Create all variables of a compiled model, equal on all workers, and return its steps.
 
         Args:
-            model: what `build` returned, compiled.
+            model: the model that `build` returned, compiled.
             data: (x, y, sample_weight) of one share, as Keras's symbolic tensors.
             what: "training" or "evaluation", for messages.
         """
@@ -102,46 +102,46 @@ class Strategy:
         raise NotImplementedError
 
     def probe(self, steps: Steps, share: Share) -> None:
-        """Before the first step: raise UsageError, on all ranks, if the steps of parts do not make that of a batch."""
+        """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        """Give all workers the first one's weights, statistics and optimizer state, except `without`."""
+        """Give all workers the weights, statistics and optimizer state of the first one, except `without`."""
 
     def check_step(self, model: keras.Model, when: str) -> None:
-        """Raise ReplicaError if what every step must leave equal (weights) differs between workers."""
+        """Raise ReplicaError if the weights, which every step must leave equal, differ between workers."""
 
     def check(self, model: keras.Model, when: str) -> None:
         """Raise ReplicaError if anything that is replicated differs between workers."""
 
     def reset_metrics(self, model: keras.Model) -> None:
-        """Start counting from zero."""
+        """Reset the metrics."""
         model.reset_metrics()
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        """Return the values since the metrics' reset, over all workers: equal on every rank.
+        """Return the metrics since their reset, over all workers: the same on every rank.
 
         Args:
-            step_logs: what the last step returned on this process.
-            share: of the last step.
+            step_logs: logs that the last step returned on this process.
+            share: share of the last step.
         """
         return {n: as_value(v) for n, v in metrics_or_logs(model, step_logs).items()}
 
     def end_epoch(self, model: keras.Model) -> None:
-        """Make the statistics of all workers one (BatchNormalization's moving averages)."""
+        """Merge the workers' statistics (BatchNormalization's moving averages)."""
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
-        """Return the outputs for all examples, in their order, on every rank."""
+        """Return the outputs for all examples, in order, on every rank."""
         return gather_predictions(outputs)
 
     def save(self, model: keras.Model, path: Path) -> None:
-        """Write the whole model with its optimizer's state to `path`; plain Keras loads it.
+        """Write the whole model and its optimizer's state to `path`, as a file that plain Keras loads.
 
-        All ranks call it; the file is complete or absent.
+        All ranks call this. The file is complete or absent.
         """
         write_model(model, path)
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
-        """In this block callbacks that save find in rank 0's optimizer what one process would have."""
+        """In this block, callbacks that save find rank 0's optimizer in the state that one process would have."""
         return nullcontext()
 
     def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
@@ -149,9 +149,9 @@ class Strategy:
         return nullcontext()
 
     def load(self, model: keras.Model, path: Path) -> None:
-        """Give `model` and its optimizer what `save`, or plain Keras, wrote to `path`.
+        """Load into `model` and its optimizer what `save`, or plain Keras, wrote to `path`.
 
-        All ranks call it; the first one reads the file. Random seeds are not in a file, and stay.
+        All ranks call this; the first one reads the file. The file holds no random seeds; they are left unchanged.
 
         Raises:
             UsageError: on all ranks: the file does not fit, or the model has no variables yet.
@@ -160,12 +160,12 @@ class Strategy:
         read_model(model, path)
 
     def build_to_load(self, model: keras.Model) -> None:
-        """Create the optimizer's variables, to be loaded; UsageError if the model has none yet itself."""
+        """Create the optimizer's variables, to be loaded; raise UsageError if the model has no variables yet."""
         require_built(model)
         self.build_optimizer(model)
 
     def build_optimizer(self, model: keras.Model) -> None:
-        """Create the optimizer's variables, if they are not there, for a model that has its own."""
+        """Create the optimizer's variables, if they do not exist, for a model that has variables."""
         (optimizer, *others) = optimizers_of(model)
         if not others and not optimizer.built:
             with self.scope():

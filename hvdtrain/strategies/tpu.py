@@ -1,8 +1,8 @@
 """TPU: synchronous training on the cores of a TPU, through tf.distribute.TPUStrategy.
 
-Every core has its own copy of the variables; a step, with its all-reduce and its update, is one program of the TPU.
-All batches have one static shape. `steps_per_execution` runs several steps without returning to Python;
-`precision="mixed_bfloat16"` computes in the TPU's own number format.
+Every core has its own copy of the variables. A step, with its allreduce and update, is one TPU program. All batches
+have one static shape. `steps_per_execution` runs several steps without returning to Python;
+`precision="mixed_bfloat16"` computes in the TPU's native format.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ SECONDS = 3.0
 
 
 class TPU(ReplicaStrategy):
-    """The cores of one TPU, or of a slice of several hosts that one process drives.
+    """The cores of one TPU, or of a TPU slice on several hosts that one process drives.
 
     Args:
-        name: "local" for the chips of this machine; else a TPU's name or its address, grpc://host:port.
-            Default: what TPU_NAME says, else "local".
+        name: "local" for the chips of this machine, or the name or address (grpc://host:port) of a TPU. Default:
+            the variable TPU_NAME, else "local".
     """
 
     name: ClassVar[str] = NAME

@@ -1,4 +1,4 @@
-"""The warning that this job will be ended soon: SIGUSR1, from Slurm or from `hvdtrain run`."""
+"""The notice that this job will be ended soon: SIGUSR1, from Slurm or from `hvdtrain run`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Listener:
 
 
 def listen(rank: int) -> None:
-    """Note SIGUSR1 and report it in one line, instead of being ended by it.
+    """Record SIGUSR1 and report it in one line, instead of being killed by it.
 
     A handler that the script sets later replaces this one.
     """
@@ -30,6 +30,6 @@ def listen(rank: int) -> None:
 
 
 def warned() -> bool:
-    """Whether this rank, which listens, has been warned that its job will be ended soon."""
+    """Whether this rank has been warned, by SIGUSR1, that its job will be ended soon."""
     handler = signal.getsignal(signal.SIGUSR1)
     return isinstance(handler, _Listener) and handler.heard
