@@ -1,13 +1,13 @@
 #!/bin/bash
-# Entry point of hvdtrain's images. Runs as whatever user the container is given.
+# Entry point of hvdtrain's images. Works for any user of the container.
 #
-#   COMMAND...   runs it
-#   sshd         waits for the job's first host: an ssh server for this user, on port $HVDTRAIN_SSH_PORT (2222)
-#   keys         makes the keys of a job in $HVDTRAIN_SSH_KEYS, unless they are there
-#   health       the health check: the ssh server answers, where there is one
+#   COMMAND...   run the command
+#   sshd         run an ssh server for this user, on port $HVDTRAIN_SSH_PORT (2222), for the job's first host
+#   keys         create the ssh keys of a job in $HVDTRAIN_SSH_KEYS, unless they exist
+#   health       health check: fails if there is an ssh server that does not answer
 #
-# Keys are in $HVDTRAIN_SSH_KEYS (/run/hvdtrain/ssh), a volume, under the names they have in ~/.ssh: id_ed25519,
-# authorized_keys, known_hosts; and ssh_host_ed25519_key, without which the server makes a host key of its own.
+# $HVDTRAIN_SSH_KEYS (/run/hvdtrain/ssh) is a volume with the files that ssh expects in ~/.ssh: id_ed25519,
+# authorized_keys and known_hosts. It may also hold ssh_host_ed25519_key; without it the server creates a host key.
 set -euo pipefail
 
 readonly keys=${HVDTRAIN_SSH_KEYS:-/run/hvdtrain/ssh}
@@ -16,8 +16,8 @@ readonly server=/tmp/.hvdtrain-sshd # the server's own files
 
 fail() { echo "hvdtrain-entrypoint: $1" >&2; exit 1; }
 
-# ssh and others refuse a user without a name, which one from `docker run --user` is. Podman gives such a user a name,
-# and the working folder for a home, where ssh would leave its files.
+# ssh and other programs refuse a user without a name, such as one from `docker run --user`. Podman gives such a user a
+# name, but the working folder as home, where ssh would leave its files.
 give_user_a_name() {
     local id folder podmans=':container user:'
     id=$(id -u)
@@ -36,7 +36,7 @@ make_keys() {
     [ ! -e "$keys/id_ed25519" ] || return 0
     [ -w "$keys" ] || fail "$keys is not writable for user $(id -u): mount a folder or a volume that is"
     umask 077
-    # Complete or not at all: the private key, which is what others look for, comes last.
+    # The keys are complete or absent: the private key, which marks them as complete, is moved last.
     new=$(mktemp -d "$keys/.new.XXXXXX")
     ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$new/id_ed25519"
     ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$new/ssh_host_ed25519_key"
@@ -58,14 +58,14 @@ run_sshd() {
     else
         fail "no key may log in: user $(id -u) finds no readable authorized_keys or id_ed25519.pub in $keys; mount the folder of the job's keys there"
     fi
-    # Copies: sshd takes only key files that belong to it and that nobody else can read.
+    # Copies: sshd accepts only key files that its user owns and nobody else can read.
     rm -f "$server/host_key"
     if [ -r "$keys/ssh_host_ed25519_key" ]; then
         cp "$keys/ssh_host_ed25519_key" "$server/host_key"
     else
         ssh-keygen -q -t ed25519 -N '' -C hvdtrain -f "$server/host_key"
     fi
-    # A login starts with an empty environment: it gets what programs need to be found, and nothing secret.
+    # A login starts with an empty environment. It gets the variables that programs need to start, and no secrets.
     local setting=PATH=$PATH name
     for name in LD_LIBRARY_PATH LD_PRELOAD NSS_WRAPPER_PASSWD NSS_WRAPPER_GROUP; do
         [ -z "${!name:-}" ] || setting+=" $name=${!name}"
@@ -104,7 +104,7 @@ check_health() {
     [[ $banner = SSH-* ]]
 }
 
-# As the first process, with tini before it, which passes signals on and buries orphans.
+# As the container's first process, run under tini, which forwards signals and reaps orphans.
 start() {
     if [ $$ = 1 ]; then
         exec tini -- "$@"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what the tests of tests/cluster need from the distribution: ssh hosts in network namespaces, Slurm,
-# containers. Only as root on Debian or Ubuntu; elsewhere those tests skip and say what to install.
-# Starts no service. Run it again at any time: when all is there it takes less than a second.
+# Installs the distribution's packages that tests/cluster needs for ssh hosts in network namespaces, Slurm and
+# containers. Only as root on Debian or Ubuntu; elsewhere those tests are skipped and name what to install.
+# Starts no service. Run it again at any time: with everything installed it takes less than a second.
 set -euo pipefail
 
 packages=(

@@ -1,11 +1,11 @@
-"""A Horovod script for Keras, right on Keras 3: only its import is hvdtrain's. No Trainer.
+"""A Horovod script for Keras, without the Trainer: only one import differs from the original.
 
     python scripts/horovod_style.py                     one worker
     hvdtrain run -np 2 scripts/horovod_style.py         two workers
     horovodrun -np 2 python scripts/horovod_style.py    the same with Horovod's own launcher
 
-Data: the 1,797 handwritten digits of 8x8 pixels that scikit-learn ships; a fifth is held out. 40 epochs
-reach a validation accuracy of 0.98 and take 15 to 20 s with start-up on two CPU cores.
+Data: the 1,797 handwritten digits of 8x8 pixels in scikit-learn; a fifth is held out. 40 epochs reach a validation
+accuracy of 0.98, and take 15 to 20 s on two CPU cores, start-up included.
 """
 
 import argparse
@@ -26,14 +26,14 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="keep the newest model in this .keras file")
     options = parser.parse_args()
 
-    # One process a GPU.
+    # One GPU per process.
     hvd.init()
     gpus = tf.config.list_physical_devices("GPU")
     if gpus:
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
         tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)
 
-    # Each rank reads all of the data in another order, and makes its part of the steps.
+    # Each rank reads all of the data, in an order of its own, and runs its part of the steps.
     keras.utils.set_random_seed(hvd.rank())
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype("float32").reshape(-1, 8, 8, 1)
@@ -50,7 +50,7 @@ def main() -> None:
             layers.Dense(10),
         ]
     )
-    # A batch of 32 on every rank: with their number grows the global batch, and so the rate.
+    # A batch of 32 on every rank: the global batch grows with the number of ranks, and the learning rate with it.
     rate = 1e-3 * hvd.size()
     model.compile(
         optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(rate)),

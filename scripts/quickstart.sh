@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up, then trains a network on handwritten digits with two workers.
+# Sets up, then trains a network on handwritten digits with two workers. Arguments are passed to the script.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

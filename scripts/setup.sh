@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes a virtual environment with TensorFlow, Open MPI, mpi4py, hvdtrain (editable) and Horovod.
-# Needs no root. Run it again at any time: what is there stays, and a second run takes about a second.
+# Creates a virtual environment with TensorFlow, Open MPI, mpi4py, hvdtrain (editable) and Horovod.
+# Needs no root. Run it again at any time: it keeps what is installed, and takes about a second.
 set -euo pipefail
 
 readonly root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -15,15 +15,15 @@ usage() {
     cat <<END
 Usage: scripts/setup.sh [options]
 
-  --gpu           TensorFlow with CUDA, Horovod with NCCL (needs the CUDA 12 tool kit)
+  --gpu           install TensorFlow with CUDA and Horovod with NCCL (needs the CUDA 12 toolkit)
   --system-mpi    use the MPI in PATH instead of Open MPI from a wheel
-  --python PY     Python 3.11, 3.12 or 3.13 (default: python3 if it is one, else the newest of them)
-  --venv DIR      the environment's folder (default: \$HVDTRAIN_VENV, else .venv in the clone)
-  --with EXTRAS   more of hvdtrain's extras, separated by commas: $(selectable)
-  --help          this text
+  --python PY     Python 3.11, 3.12 or 3.13 (default: python3 if it is one of these, else the newest one found)
+  --venv DIR      folder of the environment (default: \$HVDTRAIN_VENV, else .venv in the clone)
+  --with EXTRAS   other extras of hvdtrain to install, separated by commas: $(selectable)
+  --help          show this message
 
-Horovod's wheel is built once (about two minutes on two cores) and kept in \$HVDTRAIN_CACHE,
-by default hvdtrain in the user's cache folder.
+Horovod is built once, in about two minutes on two cores. The wheel is kept in \$HVDTRAIN_CACHE, by default hvdtrain
+in your cache folder.
 END
 }
 
@@ -52,7 +52,7 @@ while [ $# -gt 0 ]; do
 done
 [[ $extras =~ ^[a-z]+(,[a-z]+)*$ ]] || wrong_usage "--with takes $(selectable), separated by commas"
 for extra in ${extras//,/ }; do
-    [[ ", $(selectable)," = *", $extra,"* ]] || wrong_usage "--with takes $(selectable), and not $extra"
+    [[ ", $(selectable)," = *", $extra,"* ]] || wrong_usage "--with takes $(selectable), not $extra"
 done
 [[ $venv = /* ]] || venv=$PWD/$venv
 
@@ -92,7 +92,7 @@ free_megabytes() { # of the disk that will hold $1
 check_machine() {
     local needed=$1 free cuda
     if [ -n "$python" ] && runs "$python" && ! "$python" -c 'import ensurepip, venv' 2>/dev/null; then
-        problem "$python cannot make virtual environments: install its venv package (Debian, Ubuntu: apt-get install python3-venv)."
+        problem "$python cannot create virtual environments: install its venv package (Debian, Ubuntu: apt-get install python3-venv)."
     fi
     if [ -d "$venv" ] && [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
         problem "$venv is not empty and not a virtual environment: choose another folder with --venv."
@@ -110,7 +110,7 @@ check_machine() {
         # As the installer looks for it, which comes after some 5 GB of downloads.
         cuda=${HOROVOD_CUDA_HOME:-${CUDA_HOME:-}}
         if [ ! -f "${cuda:-/usr/local/cuda}/bin/nvcc" ] && { [ -n "$cuda" ] || ! command -v nvcc >/dev/null; }; then
-            problem "--gpu, but there is no CUDA 12 tool kit (nvcc) in ${cuda:-PATH or /usr/local/cuda}: install it (the images nvidia/cuda:12.*-devel have it; clusters: module load cuda/12), and set CUDA_HOME to its folder."
+            problem "--gpu, but there is no CUDA 12 toolkit (nvcc) in ${cuda:-PATH or /usr/local/cuda}: install it (the images nvidia/cuda:12.*-devel have it; clusters: module load cuda/12), and set CUDA_HOME to its folder."
         fi
     fi
     free=$(free_megabytes "$venv")
@@ -126,7 +126,7 @@ report_problems() {
     exit 1
 }
 
-# One line a step: its name, then the seconds it took. What it prints goes to the log, whose end is shown if it fails.
+# One line per step: its name, then the seconds it took. What it prints goes to the log, whose end is shown if it fails.
 step() { # step NAME COMMAND...
     local name=$1 begin=$SECONDS last=$SECONDS status=0
     shift

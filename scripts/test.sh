@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up, then lint, format, types and tests (tests/README.md says which test is in which tier):
-#   scripts/test.sh                            the unit tests and those on real ranks that are not slow
-#   scripts/test.sh --all                      the slow ones and clusters as well
+# Sets up, then checks lint, format and types, and runs tests (tests/README.md explains their tiers):
+#   scripts/test.sh                            unit tests and tests on ranks
+#   scripts/test.sh --all                      also slow tests, ssh hosts, Slurm and containers: what CI runs
 #   scripts/test.sh tests/unit -k cache        pytest with these arguments
 set -euo pipefail
 

@@ -1,14 +1,14 @@
-"""Train a convolutional network on handwritten digits, on as many workers as it is started with.
+"""Train a convolutional network on handwritten digits, on any number of workers.
 
     python scripts/train_mnist.py                       one worker
     hvdtrain run -np 2 scripts/train_mnist.py           two workers
     horovodrun -np 2 python scripts/train_mnist.py      the same with Horovod's own launcher
 
-Data, without a download: the 1,797 digits of 8x8 pixels that scikit-learn ships; a fifth is held
-out. 40 epochs reach a validation accuracy of 0.98 (0.978 to 0.986 over five seeds, whatever the
-number of workers). Two workers on two CPU cores train for 10 s, after some 8 s of start-up.
+Data: the 1,797 digits of 8x8 pixels in scikit-learn, which need no download; a fifth is held out. 40 epochs reach a
+validation accuracy of 0.98 (0.978 to 0.986 over five seeds) with any number of workers. Two workers on two CPU cores
+start in 8 s and train for 10 s.
 
-With --data mnist.npz, Keras's file: MNIST, 70,000 digits of 28x28 pixels. An epoch takes 5 s there.
+With --data mnist.npz, the file that Keras downloads: MNIST, 70,000 digits of 28x28 pixels, at 5 s per epoch.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def build_model(shape: tuple[int, ...]) -> keras.Model:
 
 
 def load_digits() -> Data:
-    """scikit-learn's digits: images (n, 8, 8, 1) in [0, 1] and labels, to train on and held out."""
+    """Return scikit-learn's digits: images (n, 8, 8, 1) in [0, 1] and labels, for training and for validation."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -52,7 +52,7 @@ def load_digits() -> Data:
 
 
 def load_npz(path: str) -> Data:
-    """The same from a file like Keras's mnist.npz: images (n, height, width) of bytes, labels (n,).
+    """Return the same from a file like Keras's mnist.npz: uint8 images (n, height, width), labels (n,).
 
     Raises:
         argparse.ArgumentTypeError: the file cannot be read, or holds other arrays.
@@ -62,7 +62,7 @@ def load_npz(path: str) -> Data:
             x, y, xv, yv = (file[name] for name in ARRAYS)
     except (OSError, ValueError, TypeError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise argparse.ArgumentTypeError(
-            f"{path} is no file like Keras's mnist.npz, with {', '.join(ARRAYS)}: {error}"
+            f"{path} is not a file like Keras's mnist.npz, with {', '.join(ARRAYS)}: {error}"
         ) from error
     for images, labels in ((x, y), (xv, yv)):
         if images.dtype != np.uint8 or images.ndim != 3 or labels.shape != images.shape[:1]:
@@ -78,9 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=load_npz, metavar="FILE", help="mnist.npz [digits]")
     parser.add_argument("--epochs", type=int, help="[40; MNIST 5]")
-    parser.add_argument("--batch-size", type=int, help="of all workers together [32; MNIST 128]")
-    parser.add_argument("--learning-rate", type=float, help="of Adam [0.002; MNIST 0.001]")
-    parser.add_argument("--run-dir", type=Path, help="keep metrics and the model here [nowhere]")
+    parser.add_argument("--batch-size", type=int, help="global batch size [32; MNIST 128]")
+    parser.add_argument("--learning-rate", type=float, help="learning rate [0.002; MNIST 0.001]")
+    parser.add_argument("--run-dir", type=Path, help="folder for metrics and the model [none]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()
 

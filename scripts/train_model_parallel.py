@@ -1,18 +1,18 @@
-"""Train a small transformer that is divided over the workers: its layers split, cut into stages, or both.
+"""Train a small transformer that is divided over the workers, with tensor parallelism, pipeline parallelism, or both.
 
-    python scripts/train_model_parallel.py                                            one worker, the whole model
-    hvdtrain run -np 2 scripts/train_model_parallel.py --tensor 2                     each layer over two workers
-    hvdtrain run -np 2 scripts/train_model_parallel.py --pipeline 2                   half of the layers on each
-    hvdtrain run -np 4 scripts/train_model_parallel.py --tensor 2                     two such pairs, half the data each
-    hvdtrain run -np 4 scripts/train_model_parallel.py --tensor 2 --pipeline 2        a quarter of the model on each
-    hvdtrain run -np 4 scripts/train_model_parallel.py --shard-optimizer              the optimizer's state in quarters
+    python scripts/train_model_parallel.py                                      one worker, the whole model
+    hvdtrain run -np 2 scripts/train_model_parallel.py --tensor 2               each layer split over two workers
+    hvdtrain run -np 2 scripts/train_model_parallel.py --pipeline 2             half of the layers on each worker
+    hvdtrain run -np 4 scripts/train_model_parallel.py --tensor 2               two such pairs, each on half of the data
+    hvdtrain run -np 4 scripts/train_model_parallel.py --tensor 2 --pipeline 2  a quarter of the model on each worker
+    hvdtrain run -np 4 scripts/train_model_parallel.py --shard-optimizer        a quarter of the optimizer state on each
 
-All of them train the same model to the same weights, and each writes and reads the same files (--save, --load): go on
-with another layout than you began with, or load the file in plain Keras.
+All of these train the same model to the same weights, and read and write the same files (--load, --save): continue with
+a different layout, or load the file in plain Keras.
 
-Data, without a download: the 1,797 digits that scikit-learn ships, each read as a text of 64 words, its pixels'
-brightness from 0 to 16. A fifth is held out. 6 epochs reach a validation accuracy of 0.94 (one seed). On two CPU
-cores two stages take 5 s an epoch, after some 10 s of start-up, four workers 11 s.
+Data: the 1,797 digits in scikit-learn, which need no download. Each is read as a text of 64 words, the brightness of
+its pixels from 0 to 16. A fifth is held out. 6 epochs reach a validation accuracy of 0.94 (one seed). On two CPU cores
+an epoch takes 5 s with two stages and 11 s with four workers, after 10 s of start-up.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from keras import layers
 import hvdtrain
 
 PLACES = 64
-WORDS = 20  # three more than there are: a number that 2 and 4 workers can divide
+WORDS = 20  # three more than occur, so that 2 or 4 workers can divide them
 WIDTH, HEADS = 32, 4
-# Layers by their names (those in a layer or model are "its name/theirs"), and how they are split:
+# How layers are split, by path: the name of a layer, after those of the layers that contain it ("outer/inner").
 SPLIT = {
-    "embedding": "vocabulary",  # each worker holds its part of the words,
-    "attention": "heads",  # its heads,
-    "up": "column",  # its units of the wide layer, and the rows of the next one that take them,
-    "down": "row",  # so that the two need one sum over the workers
+    "embedding": "vocabulary",  # each worker holds part of the words,
+    "attention": "heads",  # part of the heads,
+    "up": "column",  # part of the units of the wide layer, and the matching rows of the next one,
+    "down": "row",  # so that the two layers need one sum over the workers
 }
 
 
 def build_model() -> keras.Model:
     words = layers.Input((PLACES,), dtype="int32")
     x = layers.Embedding(WORDS, WIDTH, name="embedding")(words)
-    # Its bias is a vector for each place.
+    # The bias of this layer is one vector per place: the position embedding.
     x = layers.EinsumDense("npw,wv->npv", (PLACES, WIDTH), bias_axes="pv", name="places")(x)
     attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, name="attention")
     z = layers.LayerNormalization()(x)
     x = layers.Add()([x, attention(z, z)])
-    # A smooth activation: at ReLU's kink the rounding of sums, which differs between layouts, would grow.
+    # A smooth activation: the kink of ReLU would amplify rounding differences between layouts.
     z = layers.Dense(4 * WIDTH, activation="gelu", name="up")(layers.LayerNormalization()(x))
     x = layers.Add()([x, layers.Dense(WIDTH, name="down")(z)])
     x = layers.Flatten()(layers.LayerNormalization()(x))
@@ -52,7 +52,7 @@ def build_model() -> keras.Model:
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Words (n, 64) and labels (n,), to train on and held out."""
+    """Return words (n, 64) and labels (n,), for training and for validation."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -65,20 +65,20 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--data", type=int, default=0, help="copies of the model [as the workers make]"
+        "--data", type=int, default=0, help="copies of the model [as many as the workers allow]"
     )
     parser.add_argument("--tensor", type=int, default=1, help="workers that split each layer [1]")
     parser.add_argument("--pipeline", type=int, default=1, help="stages of the model [1]")
     parser.add_argument(
-        "--micro-batches", type=int, default=4, help="of a worker's share, in a pipeline [4]"
+        "--micro-batches", type=int, default=4, help="micro-batches per step, in a pipeline [4]"
     )
     parser.add_argument(
-        "--shard-optimizer", action="store_true", help="divide Adam's state over the copies"
+        "--shard-optimizer", action="store_true", help="divide the state of Adam over the copies"
     )
     parser.add_argument("--epochs", type=int, default=6, help="[6]")
-    parser.add_argument("--batch-size", type=int, default=32, help="of all workers together [32]")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam [0.002]")
-    parser.add_argument("--load", type=Path, metavar="FILE", help="go on from this .keras file")
+    parser.add_argument("--batch-size", type=int, default=32, help="global batch size [32]")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="learning rate [0.002]")
+    parser.add_argument("--load", type=Path, metavar="FILE", help="start from this .keras file")
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="write the whole model to this .keras file"
     )

@@ -1,15 +1,15 @@
-"""Train a recommender, whose tables are larger than its network, with parameter servers.
+"""Train a recommender with parameter servers. Its embedding tables are larger than the rest of the model.
 
     hvdtrain run --strategy parameter-server --workers 2 --ps 2 scripts/train_parameter_server.py
-    python scripts/train_parameter_server.py                 the same on one process, without servers
+    python scripts/train_parameter_server.py                 the same in one process, without servers
 
-One process runs this script and hands out the batches; workers compute, each at its own speed, with the rows
-of the tables that a batch needs; the servers hold the tables, each a part of their rows. A worker that dies is
-started again, and its batch is computed by another one.
+The chief runs this script and hands out batches. Workers compute, each at its own speed, with the rows of the tables
+that a batch needs; the servers hold the tables, each of them part of the rows. If a worker dies, another one computes
+its batch, and it is started again.
 
-The data are made here: what 20,000 users like of 5,000 things, by taste in 4 dimensions. After 3 epochs it predicts
-0.94 of the held-out likes and dislikes. Cluster managers that set TF_CONFIG for each process start this script
-everywhere: where it is a worker or server, the Trainer serves.
+The data is generated: which of 5,000 things 20,000 users like, by taste in 4 dimensions. After 3 epochs the model
+predicts 94% of the held-out likes and dislikes. Cluster managers that set TF_CONFIG start this script in every
+process; in a worker or server, creating the Trainer runs the server.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import hvdtrain
 def make_ratings(
     count: int, users: int, things: int, seed: int
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return [user, thing], each (count,), and whether the user likes the thing (count, 1)."""
+    """Return [user, thing], each of shape (count,), and 1 where the user likes the thing, else 0, shape (count, 1)."""
     rng = np.random.default_rng(seed)
     taste, kind = rng.normal(size=(users, 4)), rng.normal(size=(things, 4))
     user, thing = rng.integers(0, users, count), rng.integers(0, things, count)
@@ -47,10 +47,10 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=20_000, help="[20000]")
     parser.add_argument("--things", type=int, default=5_000, help="[5000]")
     parser.add_argument("--ratings", type=int, default=2_000_000, help="[2000000]")
-    parser.add_argument("--width", type=int, default=16, help="of a row of the tables [16]")
+    parser.add_argument("--width", type=int, default=16, help="width of a table row [16]")
     parser.add_argument("--epochs", type=int, default=3, help="[3]")
-    parser.add_argument("--batch-size", type=int, default=8192, help="of a step [8192]")
-    parser.add_argument("--run-dir", help="keep metrics and the model here [nowhere]")
+    parser.add_argument("--batch-size", type=int, default=8192, help="global batch size [8192]")
+    parser.add_argument("--run-dir", help="folder for metrics and the model [none]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()
 

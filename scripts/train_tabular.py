@@ -1,13 +1,11 @@
 """Train a small network on a table of 1,048,576 rows and 10 columns, held in memory as NumPy arrays.
 
-Start it in any of these ways:
-
     python scripts/train_tabular.py                     one worker
     hvdtrain run -np 2 scripts/train_tabular.py         two workers
     horovodrun -np 2 python scripts/train_tabular.py    the same with Horovod's own launcher
 
-The label follows a rule, so it can be learnt: 5 epochs reach a validation accuracy of 0.974, with any
-number of workers. Two workers on two CPU cores take 0.5 to 0.9 s an epoch, 12 s with start-up.
+The labels follow a rule. 5 epochs reach a validation accuracy of 0.974 with any number of workers. Two workers on two
+CPU cores take 0.5 to 0.9 s per epoch, and 12 s in all, start-up included.
 """
 
 import argparse
@@ -20,7 +18,7 @@ import hvdtrain
 
 
 def make_table(rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return x of shape (rows, 10) and y (rows, 1): 1 where a linear part and two products are positive."""
+    """Return x of shape (rows, 10), and y of shape (rows, 1): 1 where a linear term plus two products is positive."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((rows, 10), dtype=np.float32)
     score = x @ np.linspace(-1, 1, 10, dtype=np.float32) + x[:, 0] * x[:, 1] + x[:, 2] * x[:, 3]
@@ -37,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rows", type=int, default=1_048_576, help="[1048576]")
     parser.add_argument("--epochs", type=int, default=5, help="[5]")
-    parser.add_argument("--batch-size", type=int, default=4096, help="of all workers [4096]")
+    parser.add_argument("--batch-size", type=int, default=4096, help="global batch size [4096]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()
 

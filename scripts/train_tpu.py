@@ -1,13 +1,13 @@
 """Train a residual network on handwritten digits, on all cores of a TPU.
 
     python scripts/train_tpu.py                              the TPU of this machine, or the one that TPU_NAME names
-    python scripts/train_tpu.py --tpu grpc://10.0.0.2:8470   another one
+    python scripts/train_tpu.py --tpu grpc://10.0.0.2:8470   another TPU
 
-What differs from training on GPUs: the model comes as a function, so that its variables are made on the TPU; it
-computes in bfloat16; and 20 steps run without a return to Python, for a TPU's steps are short. Batches have one
-size: what the last one of an epoch lacks is filled up and does not count.
+Three things differ from training on GPUs: the model is passed as a function, so that its variables are created on the
+TPU; it computes in bfloat16; and 20 steps, which are short on a TPU, run without returning to Python. All batches have
+one size: the last one of an epoch is padded, and the padding has weight 0.
 
-Without a TPU it says so and ends. Take strategy="horovod" (or leave it out) to train the same on CPUs or GPUs.
+Without a TPU the script ends with an error. To train on CPUs or GPUs, leave out `strategy`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from hvdtrain.strategies.tpu import TPU
 
 
 def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """scikit-learn's digits: images (n, 8, 8, 1) in [0, 1] and labels, to train on and held out."""
+    """Return scikit-learn's digits: images (n, 8, 8, 1) in [0, 1] and labels, for training and for validation."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -32,7 +32,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def residual(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
-    # Statistics over the whole batch, for a core's rows alone are few; and soon forgotten, for epochs are short.
+    # Statistics over the whole batch, as one core has few rows; and a low momentum, as epochs are short.
     y = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
     y = layers.BatchNormalization(momentum=0.8, synchronized=True)(y)
     y = layers.Activation("relu")(y)
@@ -43,17 +43,17 @@ def residual(x: keras.KerasTensor, filters: int) -> keras.KerasTensor:
 def build_model() -> keras.Model:
     inputs = layers.Input((8, 8, 1))
     x = residual(residual(inputs, 16), 32)
-    # The outputs in float32: bfloat16 has too few digits for a loss.
+    # Outputs in float32: bfloat16 is too coarse for a loss.
     outputs = layers.Dense(10, dtype="float32")(layers.GlobalAveragePooling2D()(x))
     return keras.Model(inputs, outputs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--tpu", metavar="NAME", help="its name or grpc://host:port [TPU_NAME]")
+    parser.add_argument("--tpu", metavar="NAME", help="name or grpc://host:port [TPU_NAME]")
     parser.add_argument("--epochs", type=int, default=40, help="[40]")
-    parser.add_argument("--batch-size", type=int, default=64, help="of all cores together [64]")
-    parser.add_argument("--run-dir", help="keep metrics and the model here [nowhere]")
+    parser.add_argument("--batch-size", type=int, default=64, help="global batch size [64]")
+    parser.add_argument("--run-dir", help="folder for metrics and the model [none]")
     parser.add_argument("--seed", type=int, default=0, help="[0]")
     options = parser.parse_args()
 

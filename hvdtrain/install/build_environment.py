@@ -60,7 +60,7 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Cuda:
-    """A CUDA tool kit with NCCL."""
+    """A CUDA toolkit with NCCL."""
 
     home: Path
     version: str
@@ -246,20 +246,20 @@ def parse_mpirun_version(said: str) -> tuple[str, str] | None:
 
 
 def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
-    """The CUDA 12 tool kit (nvcc) and NCCL's headers and library."""
+    """The CUDA 12 toolkit (nvcc) and NCCL's headers and library."""
     named = environment.get("HOROVOD_CUDA_HOME") or environment.get("CUDA_HOME")
     nvcc = shutil.which("nvcc")
     home = Path(named or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
     if not (home / "bin/nvcc").is_file():
         return Missing(
-            f"--gpu needs the CUDA 12 tool kit, and there is no nvcc in {home}: install it (the images "
+            f"--gpu needs the CUDA 12 toolkit, and there is no nvcc in {home}: install it (the images "
             "nvidia/cuda:12.*-devel have it; clusters: module load cuda/12) and set CUDA_HOME to its folder."
         )
     release = re.search(r"release (\d+)\.(\d+)", ask([str(home / "bin/nvcc"), "--version"]).text)
     if release is None or release[1] != "12":
         version = f"{release[1]}.{release[2]}" if release else "unknown"
         return Missing(
-            f"{home} is CUDA {version}, and TensorFlow is built with CUDA 12: set CUDA_HOME to a CUDA 12 tool kit."
+            f"{home} is CUDA {version}, and TensorFlow is built with CUDA 12: set CUDA_HOME to a CUDA 12 toolkit."
         )
     wheel = Path(sysconfig.get_path("platlib"), "nvidia/nccl")
     named_nccl = environment.get("HOROVOD_NCCL_HOME")

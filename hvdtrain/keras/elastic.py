@@ -12,7 +12,7 @@
 
     train(state)
 
-Start it with `--min-np ... --host-discovery-script ...`, over Gloo. Horovod's own KerasState does not work with Keras 3.
+Start it with `--min-np ... --host-discovery-script ...`, over Gloo. Horovod's KerasState does not work with Keras 3.
 Other differences: values passed to KerasState are never pickled; `run` raises every error that is not Horovod's, where
 Horovod's may return None instead; and the training step is traced again when the number of workers changes.
 """

@@ -1,8 +1,8 @@
-"""Scripts to start from, as `hvdtrain new` copies them.
+"""The scripts that `hvdtrain new` copies.
 
-Each script is there once: in `scripts/` of the sources, where people read and run it. `scripts/` beside this file
-holds symbolic links to them. setuptools puts what a link points to into a wheel or source archive, and an editable
-install follows the link. `run.yaml` is the configuration that goes with each.
+There is one copy of each script, in `scripts/` of the sources, where people read and run it. `scripts/` beside this
+file holds symbolic links to them: setuptools puts their targets into a wheel or source archive, and an editable install
+follows them. `run.yaml` is the configuration for all of them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Starter:
-    """A script to copy: its name at the command line, what it shows, and how run.yaml starts it, with which of the
-    script's own arguments."""
+    """A script to copy: its name on the command line, what it shows, and the arguments and options for its run.yaml."""
 
     name: str
     shows: str
@@ -49,14 +48,14 @@ _ALL = (
     ),
     Starter(
         "parameter-server",
-        "the Trainer with parameter servers, asynchronous: a recommender with large tables",
+        "the Trainer with parameter servers: asynchronous training of a recommender with large tables",
         launch="strategy: parameter-server\n"
         "workers: 2              # compute\n"
         "ps: 2                   # hold the tables",
     ),
     Starter(
         "model-parallel",
-        "the Trainer with a transformer that is divided over the workers: split layers, stages",
+        "the Trainer with a transformer divided over the workers: tensor and pipeline parallelism",
         arguments="[--pipeline, 2]",
     ),
 )

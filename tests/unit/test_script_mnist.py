@@ -48,10 +48,10 @@ def truncated(path: Path) -> None:
     [
         (lambda path: None, "No such file"),
         (lambda path: path.mkdir(), "Is a directory"),
-        (lambda path: path.write_bytes(b""), "mnist.npz is no file like Keras's mnist.npz"),
-        (lambda path: path.write_text("no arrays"), "is no file like Keras's mnist.npz"),
-        (truncated, "is no file like Keras's mnist.npz"),
-        (lambda path: np.save(path.open("wb"), IMAGES), "is no file like Keras's mnist.npz"),
+        (lambda path: path.write_bytes(b""), "mnist.npz is not a file like Keras's mnist.npz"),
+        (lambda path: path.write_text("no arrays"), "is not a file like Keras's mnist.npz"),
+        (truncated, "is not a file like Keras's mnist.npz"),
+        (lambda path: np.save(path.open("wb"), IMAGES), "is not a file like Keras's mnist.npz"),
         (lambda path: np.savez(path, x_train=IMAGES), "y_train"),
         (pickled, "allow_pickle=False"),
         (lambda path: np.savez(path, **GOOD | {"x_train": LABELS}), r"not uint8 \(6,\)"),
@@ -78,4 +78,4 @@ def test_wrong_file_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
     assert "Traceback" not in job.stderr
     messages = [line for line in job.stderr.splitlines() if "error: " in line]
     assert len(messages) == 1
-    assert f"argument --data: {wrong} is no file like Keras's mnist.npz" in messages[0]
+    assert f"argument --data: {wrong} is not a file like Keras's mnist.npz" in messages[0]

@@ -70,9 +70,9 @@ def add_python(folder: Path, name: str = "python3") -> None:
         (["--venv", ""], "--venv needs a value"),
         (["--with", "a b"], "--with takes cloud, examples, test, separated by commas"),
         (["--with", "test,"], "--with takes cloud, examples, test, separated by commas"),
-        (["--with", "test,nonsense"], "--with takes cloud, examples, test, and not nonsense"),
-        (["--with", "gpu"], "--with takes cloud, examples, test, and not gpu"),
-        (["--with", "tes"], "and not tes"),
+        (["--with", "test,nonsense"], "--with takes cloud, examples, test, not nonsense"),
+        (["--with", "gpu"], "--with takes cloud, examples, test, not gpu"),
+        (["--with", "tes"], "not tes"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
@@ -157,7 +157,7 @@ def test_gpu_without_cuda_is_said_before_gigabytes_are_downloaded(
     done = setup("--gpu", path=str(bare_path), venv=venv, within=within)
     assert done.returncode == 1
     where = tmp_path / "cuda" if named else "PATH or /usr/local/cuda"
-    assert f"--gpu, but there is no CUDA 12 tool kit (nvcc) in {where}: install it" in done.stderr
+    assert f"--gpu, but there is no CUDA 12 toolkit (nvcc) in {where}: install it" in done.stderr
     assert not venv.exists()
 
 
