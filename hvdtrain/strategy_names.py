@@ -47,8 +47,7 @@ STRATEGIES = {
     for one in (
         Description(
             HOROVOD,
-            "Synchronous data parallelism on the GPUs or cores of one machine or of many; model "
-            "parallelism.",
+            "Synchronous data parallelism, and model parallelism, on the GPUs or cores of one or more machines.",
             "Horovod: hvdtrain install-horovod",
             ("mirrored", "multi-worker-mirrored"),
             "ranks",
@@ -64,18 +63,18 @@ STRATEGIES = {
         ),
         Description(
             CENTRAL_STORAGE,
-            "Variables in the memory of one device, replicas on the GPUs of one machine: for "
-            "large variables that do not fit on a GPU.",
-            "two GPUs in this machine; or -np N, for N replicas on its cores",
+            "Synchronous training on the GPUs of one machine, with the variables on one device: for variables too "
+            "large for a GPU.",
+            "two GPUs in this machine, or -np N for N replicas on its cores",
             (CENTRAL_STORAGE,),
             "one process",
             "hvdtrain.strategies.central_storage:CentralStorage",
         ),
         Description(
             PARAMETER_SERVER,
-            "Asynchronous training: workers at their own speed, variables on servers; a worker may "
-            "come and go.",
-            "nothing else: --workers N --ps M",
+            "Asynchronous training: each worker at its own speed, with the variables on servers. Workers may die and "
+            "be restarted.",
+            "nothing; options --workers N --ps M",
             (PARAMETER_SERVER,),
             "servers",
             "hvdtrain.strategies.parameter_server:ParameterServer",

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
 EXIT_CODES = (
-    "Exit codes: 0 success; 1 run-time error; 2 usage error; 124 the run hung; 130 ended by "
-    "Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise that of "
-    "the worker that failed first (128 + the signal's number if a signal ended it)."
+    "Exit codes: 0 success; 1 run-time error; 2 usage error; 75 asked to stop, and saved; 124 the run hung; 130 ended "
+    "by Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise that of the worker that "
+    "failed first (128 + the signal's number if a signal ended it)."
 )
 
 # A full disk or quota, the largest file that is allowed, a device that has gone.
@@ -51,8 +51,8 @@ COMMANDS = {
         "Build Horovod for the TensorFlow of this environment.",
     ),
     "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
-    "new": ("hvdtrain.cli.new:new", "Copy a training script and a configuration, to edit."),
-    "ps": ("hvdtrain.cli.ps:ps", "List what is running, with phase and step."),
+    "new": ("hvdtrain.cli.new:new", "Copy a training script and its configuration, to edit."),
+    "ps": ("hvdtrain.cli.ps:ps", "List running jobs, with phase and step."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
     "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
     "strategies": (
@@ -157,7 +157,7 @@ def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) ->
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-    help="Show the versions of hvdtrain and what it builds on, for a bug report, and exit.",
+    help="Show the versions of hvdtrain and its dependencies, for bug reports, and exit.",
 )  # fmt: skip
 def main() -> None:
-    """Multi-worker training for today's TensorFlow and Keras, on Horovod."""
+    """Multi-worker training for TensorFlow and Keras 3, on Horovod."""

@@ -76,8 +76,8 @@ def scaling(
 ) -> None:  # fmt: skip
     """Throughput of N workers against plain Keras, each on one core.
 
-    Compares it with what the machine allows: N independent Keras processes at once, and the same if they waited for
-    the slowest in each step.
+    For comparison it also measures what the machine allows: N independent Keras processes at once, and what these
+    would reach if each step waited for the slowest of them.
     """
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = _launcher(controller)
@@ -178,7 +178,7 @@ def pipeline(
 ) -> None:  # fmt: skip
     """Step time of pipeline stages.
 
-    With s stages of one core each and m micro-batches, theory is (m + s - 1) / m of the ideal.
+    With s stages of one core each and m micro-batches, the schedule alone takes (m + s - 1) / m of the ideal time.
     """
     launch, chosen = _launcher(controller)
     click.echo(
@@ -219,7 +219,7 @@ def read(
 ) -> None:
     """Rate of reading and decoding images.
 
-    Compares N workers of one thread each with one. Nothing is trained.
+    Compares N workers of one thread each with one worker. Nothing is trained.
     """
     launch, chosen = _launcher(controller)
     click.echo(f"{files} images, {np} workers over {chosen}; {_machine()}")
@@ -290,8 +290,8 @@ def checkpoints(
 ) -> None:  # fmt: skip
     """Step time of the Trainer with checkpoints against without.
 
-    Each worker has one core. A checkpoint is written while the training continues; a step waits until the state is
-    taken.
+    Each worker has one core. A checkpoint is written while the training continues; a step waits only until the state
+    has been copied.
     """
     launch, chosen = _launcher(controller)
     click.echo(

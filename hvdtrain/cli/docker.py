@@ -83,7 +83,8 @@ CAP_SYS_RESOURCE = 24
 )  # fmt: skip
 @click.option(
     "--sshd", is_flag=True,
-    help="For several hosts: serve the job on a host other than the first, from the same folder, until Ctrl-C.",
+    help="For several hosts: wait for the job on a host other than the first. Run it in the same folder; Ctrl-C ends "
+    "it.",
 )  # fmt: skip
 @click.option(
     "--docker-arg", "extra", multiple=True, metavar="ARGUMENT",

@@ -53,7 +53,7 @@ PARTS = (software, machine, services, horovod_checks, other_hosts)
 )  # fmt: skip
 @click.option(
     "--network-interfaces", metavar="NAME,...",
-    help="Network interfaces; each host must have one of them, and connect over it.",
+    help="Network interfaces; each host must have one of them and be reachable over it.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",

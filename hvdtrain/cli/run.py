@@ -84,7 +84,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 @click.option(
     "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     cls=GroupedOption, group="basic",
-    help="How long scripts that handle SIGTERM or KeyboardInterrupt may take to stop.",
+    help="Time that a script which handles SIGTERM or KeyboardInterrupt has to stop.",
 )  # fmt: skip
 @click.option(
     "--hang-timeout", type=Seconds(min=0), default=HANG_SECONDS, show_default=True,
@@ -94,8 +94,8 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 @click.option(
     "--restarts", type=click.IntRange(min=0), default=0, show_default=True, metavar="N",
     cls=GroupedOption, group="basic",
-    help="Restart a run that failed after making progress, up to N times. The script must resume from what it has "
-    "saved.",
+    help="Restart a run that failed after making progress, up to N times. The script must resume from its own "
+    "checkpoints.",
 )  # fmt: skip
 @click.option(
     "--resume", type=click.Choice(["auto", "must", "never"]), cls=GroupedOption, group="basic",
@@ -110,12 +110,12 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     "--config", type=PATH, metavar="FILE", cls=GroupedOption, group="about",
     is_eager=True, callback=load_config, aliases=["--config-file"],
     help="YAML file with script, arguments and options, named as here or laid out as for horovodrun --config-file. "
-    "Paths in it are relative to its folder. HVDTRAIN_<NAME> variables override it, and the " "command line overrides "
-    "both; arguments after -- go to its script.",
+    "Paths in it are relative to its folder. HVDTRAIN_<NAME> variables override it, and the command line overrides "
+    "both. Arguments after -- are passed to its script.",
 )  # fmt: skip
 @click.option(
     "--show-config", is_flag=True, cls=GroupedOption, group="about",
-    help="Print the values of all options as such a file, with the source of each.",
+    help="Print the values of all options in the format of --config, with the source of each.",
 )  # fmt: skip
 @click.option(
     "--dry-run", is_flag=True, cls=GroupedOption, group="about",
@@ -155,8 +155,8 @@ def run(
     SCRIPT is a Python script, a module with -m, or another program such as `bash job.sh`; `python train.py` is
     the same as `train.py`. ARGUMENTS are passed to it.
 
-    In a Slurm job, -np is not needed: one worker runs for each task of the job, or for each GPU if the job did
-    not ask for tasks.
+    In a Slurm job, -np is not needed: there is one worker per task of the job, or per GPU if the job requested
+    no tasks.
 
     Strategies other than Horovod's run as one process (tpu, central-storage) or as a chief, workers and
     servers (parameter-server). `hvdtrain strategies` shows what each is for.

@@ -57,10 +57,10 @@ class LaunchPlan:
         "basic", "What starts the workers. auto: srun in a Slurm job of several nodes, else horovodrun.", "horovodrun",
         flag="")
     env: tuple[EnvVar, ...] = option(
-        "basic", "Set an environment variable for the workers on all hosts. NAME alone: take the value "
-        "from this environment; it is never printed. May be repeated.", (), flag="", metavar="NAME[=VALUE]")
+        "basic", "Set an environment variable for the workers on all hosts. NAME alone passes the value from this "
+        "environment, which is never printed. May be repeated.", (), flag="", metavar="NAME[=VALUE]")
     output_filename: Path | None = option(
-        "output", "Folder in which the launcher keeps every worker's output, in addition to --log-dir.",
+        "output", "Folder for every worker's output, written by the launcher in addition to --log-dir.",
         metavar="FOLDER", needs=("horovodrun",))
     verbose: bool = option("basic", "Show the command and the launcher's own messages.", False)
 
@@ -71,7 +71,7 @@ class LaunchPlan:
         "ssh", "Network interfaces to use, such as eth0. Gloo uses one of them.", (),
         aliases=("--network-interface",), metavar="NAME,...", unset="detected")
     start_timeout: int | None = option(
-        "ssh", "How long the hosts may take to answer and the workers to start.", metavar="SECONDS", least=1,
+        "ssh", "Time limit for the hosts to answer and the workers to start.", metavar="SECONDS", least=1,
         unset="30, plus 2 for each additional host; 300 for srun", environment="HOROVOD_START_TIMEOUT")
     disable_cache: bool = option(
         "ssh", "Check the hosts again, even if horovodrun did so within the last hour.", False, needs=("horovodrun",))
@@ -96,13 +96,14 @@ class LaunchPlan:
         "elastic", "Maximum number of workers.", names=("--max-np", "--max-num-proc"), metavar="N", least=1,
         unset="no limit")
     elastic_timeout: int | None = option(
-        "elastic", "How long the workers may take to reconnect after their number has changed.", metavar="SECONDS",
+        "elastic", "Time limit for the workers to reconnect after their number has changed.", metavar="SECONDS",
         least=1, needs=("elastic",), unset="600")
     reset_limit: int | None = option(
         "elastic", "End the job when the number of workers has changed this many times.", metavar="N", least=1,
         needs=("elastic",), unset="no limit")
     blacklist_cooldown_range: tuple[int, int] | None = option(
-        "elastic", "Time to leave out a host where ranks kept failing: at first, and at most.",
+        "elastic", "Seconds for which a host is skipped after repeated failures: 2 to 3 times MIN at first, then "
+        "longer each time, up to MAX.",
         metavar="MIN MAX", least=1, most=3600, needs=("elastic",), unset="10 300")
 
     fusion_threshold_mb: int | None = option(
@@ -143,7 +144,7 @@ class LaunchPlan:
         "timeline", "Mark Horovod's cycles in the timeline.", needs=("timeline",))
 
     stall_check: bool = option(
-        "stall", "Check for workers that wait for others.", True, flag="", off="--no-stall-check")
+        "stall", "Check for workers that wait for others in a collective.", True, flag="", off="--no-stall-check")
     stall_warning_seconds: int = option(
         "stall", "Warn when some workers have waited this long for others.", STALL_WARNING_SECONDS,
         flag="--stall-check-warning-time-seconds", aliases=("--stall-check-warning-time-seconds",),
@@ -163,7 +164,7 @@ class LaunchPlan:
         "library", "mpirun's options for binding processes to cores, as one argument.", metavar="OPTIONS",
         needs=("mpi", "horovodrun"), unset="-bind-to none -map-by slot")
     mpi_threads_disable: bool | None = option(
-        "library", "Initialize MPI without thread support, which mpi4py in the script would need.", needs=("mpi",))
+        "library", "Initialize MPI without thread support. mpi4py in the script would need it.", needs=("mpi",))
     tcp: bool = option("library", "Communicate over TCP only: NCCL without InfiniBand.", False)
     num_nccl_streams: int | None = option("library", "CUDA streams for NCCL.", metavar="N", least=1, unset="1")
     thread_affinity: int | None = option(
@@ -180,7 +181,7 @@ class LaunchPlan:
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may come and go."""
+        """Whether workers may join and leave."""
         return any((self.host_discovery_script, self.min_np, self.max_np))
 
     def __post_init__(self) -> None:
