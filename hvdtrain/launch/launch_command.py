@@ -1,7 +1,7 @@
-"""What a launcher is told, and what it answers: where the launch starts, and the command that starts its processes.
+"""The input and output of a launcher: the site where a launch starts, and the command that starts its processes.
 
-What is printed is what runs. Only the first words may differ: a program of hvdtrain's may stand in for the one that a
-user has, and takes the very same arguments.
+What is printed is what runs. Only the first words may differ: one of hvdtrain's programs may stand in for the user's,
+with the same arguments.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Site:
     """Where a launch starts.
 
     Attributes:
-        environ: of the process that starts it.
-        folder: the current one, absolute.
+        environ: environment of the process that starts it.
+        folder: absolute path of the current folder.
         horovodrun: how to call the horovodrun of this Python.
-        mpirun: the mpirun to use, absolute; None if there is none.
-        mpi_prefix: the folder in which it is installed, if it is Open MPI 4; else empty.
-        names: of this machine.
-        allocation: the nodes of the Slurm job that this is in, if it is to be used.
-        image: that the ranks are to run in, by a launcher that can.
+        mpirun: absolute path of mpirun; None if there is none.
+        mpi_prefix: installation folder of mpirun, if it is Open MPI 4; else empty.
+        names: names of this machine.
+        allocation: the nodes of the surrounding Slurm job, if they are to be used.
+        image: container image for the ranks, for a launcher that supports it.
     """
 
     environ: Mapping[str, str] = field(repr=False)
@@ -86,11 +86,11 @@ class Prepared:
 
     Attributes:
         words: the command, as a user would type it.
-        settings: variables to set for it beside those that there are; None takes one away.
-        stand_in: what runs in place of the first word, with the same arguments; empty: nothing does.
-        for_stand_in: variables for `stand_in` alone, without which the command does the same.
-        lacks: what a user who pastes the command must know, one line each.
-        process_names: what its processes are called.
+        settings: variables to set for the command, in addition to the environment; None unsets one.
+        stand_in: words to run in place of the first word, with the same arguments; empty: run the first word.
+        for_stand_in: variables for `stand_in` alone, which do not change what the command does.
+        lacks: notes for a user who pastes the command, one line each.
+        process_names: names of its processes, for messages.
         elastic: whether the other ranks continue when one fails.
     """
 

@@ -1,4 +1,4 @@
-"""The house rules of the README's design section: who may import whom, and how long a file may be."""
+"""The rules of docs/architecture.md: which package may import which, and how long a file may be."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What starts the processes of a launch: one file a launcher, and one line here.
+"""Launchers, which start the processes of a launch: one file per launcher, and one line here.
 
-Another distribution adds one by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md): its name
-is what --launcher takes, and it refers to a function `prepare(plan, site) -> Prepared`, loaded when it is asked for.
+Another package adds a launcher by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md), with the
+name for --launcher and a function `prepare(plan, site) -> Prepared`, which is loaded when it is needed.
 """
 
 from __future__ import annotations
