@@ -19,22 +19,21 @@ INTRODUCTION = """\
 # What is exact
 
 With the same seed, data and global batch, `hvdtrain.Trainer` on N workers trains as plain Keras does in one process.
-This page says what was tried, and what came out. Each row is a small training, by `model.fit` in one process and by
-the Trainer on {sizes} workers:
+Each row of this page is a small training, run by `model.fit` in one process and by the Trainer on {sizes} workers:
 
-- **equal**: all weights and statistics, the loss and the metrics of each epoch, and what `evaluate` and `predict`
-  return, differ by no more than {tolerance:g} (relative, above 1): sums in float32 are made in another order. Under
-  {half}, whose sums are rounded to 11 and 8 bits.
-- **warned**: they differ, and a warning said so, and of what.
-- **refused**: `fit` raised UsageError before the first step.
+- **equal**: all weights and statistics, the loss and metrics of each epoch, and the results of `evaluate` and `predict`
+  differ by at most {tolerance:g} (relative, for values above 1), as float32 sums are made in a different order. Sums
+  are rounded to 11 bits under mixed_float16 and to 8 bits under mixed_bfloat16; the limits are {half}.
+- **warned**: they differ, and a warning says what differs.
+- **refused**: `fit` raises UsageError before the first step.
 
-Where they differ without a word, the command that writes this page fails.
+The command that writes this page fails if they differ without a warning.
 
-A row is {steps} steps in two epochs, of {batch} examples each; where it says nothing else, the last batch of an epoch
-has a single one. Three workers have 3, 3 and 2 of the {batch}, and of the one all but one have none. Names that are not
-Keras's, such as `Heads()`, are in `tests/exactness/`.
+Each training has {steps} steps in two epochs, with global batches of {batch} examples. Unless the row says otherwise, the
+last batch of an epoch has one example, so that with three workers two are idle in it. Names that are not Keras's, such
+as `Heads()`, are in `tests/exactness/`.
 
-Written by `python tests/exactness/table.py --write`, which repeats it.
+Written by `python tests/exactness/table.py --write`, which repeats all trainings, with
 {versions}.
 """
 
@@ -51,7 +50,7 @@ def row_of(verdicts: Sequence[Verdict]) -> Row:
     """Return the row of these verdicts, one for each of SIZES."""
     why = next((one.why for one in verdicts if one.why), "")
     # Up to the particulars, which are other ones on another day.
-    return Row(tuple(one.word for one in verdicts), re.split(r": | \(|\. ", why)[0])
+    return Row(tuple(one.word for one in verdicts), re.split(r": | \(|\. |, at ", why)[0])
 
 
 def read_page() -> dict[str, Row]:
@@ -60,7 +59,7 @@ def read_page() -> dict[str, Row]:
     for line in PAGE.read_text().splitlines() if PAGE.exists() else ():
         if line.startswith("## "):
             group = line.removeprefix("## ")
-        elif line.startswith("| ") and not line.startswith(("| |", "| ---")):
+        elif line.startswith("| ") and not line.startswith(("| workers: |", "| ---")):
             name, *words, why = re.split(r"(?<!\\) \| ", line[2:-2])
             name = name.strip("`").replace("\\|", "|")
             found[f"{group[0].lower()}{group[1:]}: {name}"] = Row(tuple(words), why.strip())
@@ -79,14 +78,14 @@ def _lines(rows: Mapping[str, Row], cases: Sequence[Case]) -> Iterator[str]:
     yield INTRODUCTION.format(
         sizes=_listed([str(size) for size in SIZES]),
         tolerance=TOLERANCE,
-        half=_listed([f"{policy} by {limit:g}" for policy, limit in HALF.items()]),
+        half=_listed([f"{limit:g}" for limit in HALF.values()]),
         steps=2 * -(-IDLE // BATCH),
         batch=BATCH,
         versions=_listed([f"{name} {version(package)}" for name, package in programs.items()]),
     )
     for group in dict.fromkeys(case.group for case in cases):
         yield f"## {group[0].upper()}{group[1:]}\n"
-        yield f"| | {' | '.join(map(str, SIZES))} | |"
+        yield f"| workers: | {' | '.join(map(str, SIZES))} | reason |"
         yield "| --- " * (len(SIZES) + 2) + "|"
         for case in cases:
             if case.group == group:
