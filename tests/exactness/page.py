@@ -29,9 +29,9 @@ Each row of this page is a small training, run by `model.fit` in one process and
 
 The command that writes this page fails if they differ without a warning.
 
-Each training has {steps} steps in two epochs, with global batches of {batch} examples. Unless the row says otherwise, the
-last batch of an epoch has one example, so that with three workers two are idle in it. Names that are not Keras's, such
-as `Heads()`, are in `tests/exactness/`.
+Each training has {steps} steps in two epochs, with global batches of {batch} examples. Unless the row says otherwise,
+the last batch of an epoch has one example, so that with three workers two are idle in it. Names that are not Keras's,
+such as `Heads()`, are in `tests/exactness/`.
 
 Written by `python tests/exactness/table.py --write`, which repeats all trainings, with
 {versions}.

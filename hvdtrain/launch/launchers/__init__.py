@@ -1,7 +1,7 @@
 """Launchers, which start the processes of a launch: one file per launcher, and one line here.
 
-Another package adds a launcher by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md), with the
-name for --launcher and a function `prepare(plan, site) -> Prepared`, which is loaded when it is needed.
+Another package adds a launcher by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md), with
+the name for --launcher and a function `prepare(plan, site) -> Prepared`, which is loaded when it is needed.
 """
 
 from __future__ import annotations
