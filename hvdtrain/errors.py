@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from hvdtrain.environment import EXIT_PREEMPTED
+from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_PREEMPTED
+from hvdtrain.signals import interruptible
 
 
 class HvdtrainError(Exception):
@@ -71,10 +72,13 @@ def exit_code_of(program: Callable[[], int]) -> int:
         program: returns an exit code.
 
     Returns:
-        That exit code, or the error's.
+        That exit code, the error's, or that of Ctrl-C.
     """
     try:
-        return program()
+        with interruptible():
+            return program()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     except HvdtrainError as error:
         for line in str(error).splitlines():
             print(f"hvdtrain: {line}", file=sys.stderr)

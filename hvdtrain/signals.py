@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_SIGNAL_BASE
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -26,6 +27,32 @@ def heed_children() -> None:
     with suppress(ValueError):  # Not in the main thread.
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def quit_on_ctrl_c() -> None:
+    """Call this first in a program: Ctrl-C ends it at once and without a word wherever it has nothing to clean up.
+
+    Elsewhere, within `interruptible`, it is KeyboardInterrupt, which Python would print in an import or at its end.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Not where it is ignored.
+        signal.signal(signal.SIGINT, _quit)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt here; see `quit_on_ctrl_c`."""
+    quits = signal.getsignal(signal.SIGINT) is _quit
+    if quits:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if quits:
+            signal.signal(signal.SIGINT, _quit)
 
 
 def listen_for_warnings() -> None:

@@ -1,3 +1,3 @@
 from hvdtrain.cli import main
 
-main(prog_name="hvdtrain")
+main()

@@ -51,7 +51,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 
     def call(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         if wanted and not ctx.resilient_parsing:
-            from hvdtrain.cli import main
+            from hvdtrain.cli.command_table import main
 
             main.main([word], prog_name="hvdtrain")
 

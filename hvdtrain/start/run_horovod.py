@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import sys
 
-from hvdtrain.signals import listen_for_warnings
+from hvdtrain.signals import listen_for_warnings, quit_on_ctrl_c
 
 
 def main() -> None:
     """Launch; exit as the launch does."""
+    quit_on_ctrl_c()
     listen_for_warnings()
     # Horovod starts a helper process a rank over Gloo, which loads this module again: it stays light.
     from hvdtrain.errors import exit_code_of

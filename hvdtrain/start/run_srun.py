@@ -12,144 +12,18 @@ code is srun's, or that of the signal.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
-import socket
-import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Mapping
-from types import FrameType
 
-from horovod.runner import launch
-from horovod.runner.common.util.config_parser import set_env_from_args
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-
-from hvdtrain.environment import HASH_SEED
-from hvdtrain.errors import EngineError, UsageError, exit_code_of
-from hvdtrain.launch.addresses import address_towards
-from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
-from hvdtrain.launch.running.outcome import how_it_ended
-from hvdtrain.launch.running.processes import start
-from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
-from hvdtrain.signals import ending_signals, shell_code
-from hvdtrain.start.agent import own_report
-from hvdtrain.start.parts.rendezvous import Rendezvous
-from hvdtrain.start.slurm_task import INTERFACE
-
-LOOPBACK = "127.0.0.1"
+from hvdtrain.signals import quit_on_ctrl_c
 
 
 def main() -> None:
     """Launch; exit as srun does."""
-    sys.exit(exit_code_of(launch_tasks))
+    quit_on_ctrl_c()
+    from hvdtrain.errors import exit_code_of
+    from hvdtrain.start.parts.srun_launcher import launch_tasks
 
-
-def launch_tasks() -> int:
-    """Launch; return srun's exit code.
-
-    Raises:
-        HvdtrainError: the launch cannot begin.
-    """
-    asked = forwarded(os.environ)
-    if missing := without_value(asked, os.environ):
-        raise UsageError(missing)
-    sys.argv[0] = "horovodrun"
-    options = launch.parse_args()
-    environment = into_tasks(os.environ, asked)
-    environment.setdefault(HASH_SEED, "0")  # Else each rank starts Python twice, to set it.
-    set_env_from_args(environment, options)
-    environment |= interfaces(options)
-    if options.use_gloo:
-        environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-        environment |= _start_rendezvous(options)
-    return _run(options.command, environment)
-
-
-def interfaces(options: Namespace) -> dict[str, str]:
-    """The variables of each library for the network interfaces that the user chose."""
-    if not options.nics:
-        return {}
-    names = sorted(options.nics)
-    every = ",".join(names)
-    if options.use_gloo:
-        return {INTERFACE: names[0], "NCCL_SOCKET_IFNAME": every}
-    return {"OMPI_MCA_btl_tcp_if_include": every, "NCCL_SOCKET_IFNAME": every}
-
-
-def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
-    """The address at which the ranks of all nodes reach this machine.
-
-    Raises:
-        EngineError: it cannot be found out.
-    """
-    wanted = own_report().interfaces if options.nics else {}
-    for name in sorted(options.nics or ()):
-        if addresses := wanted.get(name):
-            return addresses[0]
-    nodes = [host.hostname for host in parse_hosts(options.hosts)]
-    elsewhere = [node for node in nodes if node != environ.get("SLURMD_NODENAME")]
-    if not elsewhere:
-        return LOOPBACK
-    for name in (elsewhere[0], socket.gethostname()):
-        with contextlib.suppress(OSError):
-            return address_towards(name)
-    raise EngineError(
-        f"neither node {elsewhere[0]} nor this machine's own name has an address here: name the network that the "
-        "nodes share with --network-interfaces"
-    )
-
-
-def _start_rendezvous(options: Namespace) -> dict[str, str]:
-    """Start the server where ranks learn each other's addresses; return the variables that lead them to it."""
-    address = rendezvous_address(options, os.environ)
-    server = Rendezvous(lambda: address)
-    port = server.start()
-    server.init(get_host_assignments(parse_hosts(options.hosts), options.num_proc))
-    return {RENDEZVOUS_ADDRESS: address, "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}
-
-
-def _run(argv: list[str], environment: dict[str, str]) -> int:
-    """Run srun and forward signals to it; return its exit code."""
-    process: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
-    ending: list[int] = []
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        if number in ending_signals():
-            ending.append(number)
-        # On a first SIGINT srun only asks for a second one.
-        number = signal.SIGTERM if number == signal.SIGINT else number
-        if process is None:
-            early.append(number)
-        else:
-            process.send_signal(number)
-
-    for number in (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, pass_on)
-    # Blocked over the start: srun fetches a pending signal once it has its handler, which before would kill it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
-    process = start(argv, environment, stdin=None, output=None, session=False)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    for missed in early:
-        process.send_signal(missed)
-    code = process.wait()
-    if ending:
-        # Else srun's last words would blame the ranks, which it has killed.
-        name = signal.Signals(ending[0]).name
-        _say(
-            f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and ended its ranks"
-        )
-        code = -ending[0]
-    elif code < 0:
-        how = how_it_ended(shell_code(code))
-        _say(f"srun (process {process.pid}), which starts the ranks and waits for them, {how}")
-    return shell_code(code)
-
-
-def _say(text: str) -> None:
-    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+    sys.exit(exit_code_of(lambda: launch_tasks(sys.argv[1:])))
 
 
 if __name__ == "__main__":

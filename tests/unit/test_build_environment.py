@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.install import build, build_environment
 from hvdtrain.install.build_environment import Missing, Mpi, TensorFlow
 from hvdtrain.install.cache import WheelCache

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli import COMMANDS, main
+from hvdtrain.cli.command_table import COMMANDS, main
 from hvdtrain.launch import planning
 from hvdtrain.launch.secrets import looks_secret
 

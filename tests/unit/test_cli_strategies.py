@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 from fake_programs import path_with
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.cli.strategies import Machine, here, table
 from hvdtrain.strategy_names import STRATEGIES
 

@@ -17,9 +17,10 @@ from fake_programs import path_with
 
 from hvdtrain import __version__
 from hvdtrain import environment as names
-from hvdtrain.cli import COMMANDS, EXIT_CODES, main
+from hvdtrain.cli.command_table import COMMANDS, EXIT_CODES, main
 from hvdtrain.cli.version import version_text
 from hvdtrain.doctor import software
+from hvdtrain.environment import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden" / "commands.txt"
@@ -78,6 +79,31 @@ def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
     return {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
 
 
+# Ctrl-C
+
+
+@pytest.mark.parametrize(
+    ("program", "imports"),
+    [
+        ("hvdtrain.cli", "click"),
+        ("hvdtrain.cli", "shlex"),  # Of the command `run`.
+        ("hvdtrain.start.run_horovod", "argparse"),
+        ("hvdtrain.start.run_srun", "argparse"),
+        ("hvdtrain.start.run_parameter_servers", "argparse"),
+    ],
+)
+def test_ctrl_c_in_an_import_is_not_a_word(program: str, imports: str, tmp_path: Path) -> None:
+    (tmp_path / f"{imports}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    command = ["run"] if program == "hvdtrain.cli" else []
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", program, *command, "-np", "1", "true"],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_INTERRUPTED, "", "")
+
+
 # Version
 
 
@@ -132,7 +158,8 @@ def test_commands_are_completed_from_the_table() -> None:
     offered, modules = complete("hvdtrain ", 1)
     assert offered == sorted(COMMANDS)
     assert not {module for module in modules if module.startswith("hvdtrain.cli.")} - {
-        "hvdtrain.cli.__main__"
+        "hvdtrain.cli.__main__",
+        "hvdtrain.cli.command_table",
     }
     assert complete("hvdtrain ins", 1)[0] == ["install-horovod"]
     assert complete("hvdtrain --v", 1)[0] == ["--version"]

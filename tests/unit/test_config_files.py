@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from horovod.runner import launch as horovod_launch
 from horovod.runner.common.util import config_parser
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.launch import user_files
 from hvdtrain.launch.config_files import HOROVOD_SECTIONS
 from hvdtrain.launch.plan_validation import CONDITIONS

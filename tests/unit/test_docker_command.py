@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.container.container_command import (
     Container,

@@ -170,7 +170,7 @@ def test_the_wheel_is_all_that_the_installer_needs(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    program = "from hvdtrain.cli import main; main(['install-horovod', '--dry-run'])"
+    program = "from hvdtrain.cli.command_table import main; main(['install-horovod', '--dry-run'])"
     ran = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(site)},
         capture_output=True, text=True, timeout=60,

@@ -15,7 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.environment import EXIT_HANG, HANG_SECONDS, STALL_SHUTDOWN_SECONDS
 from hvdtrain.launch.running.watchdog import STILL_SECONDS, WAITING_SECONDS
 

@@ -20,7 +20,7 @@ from click.testing import Result as Called
 from fake_programs import path_with
 
 from hvdtrain.cli import doctor as command
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.doctor import checks, horovod_checks
 from hvdtrain.doctor.checks import (
     Check,
@@ -216,7 +216,7 @@ def test_a_time_that_is_no_time(findings: list[Result], seconds: str) -> None:
 def test_a_closed_standard_output() -> None:
     code = """
 import importlib, types
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 importlib.import_module("hvdtrain.cli.doctor").PARTS = [types.SimpleNamespace(checks=lambda options: [])]
 main(["doctor"])
 """

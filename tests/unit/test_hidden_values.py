@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.cli.hidden_values import without_values
 
 REPOSITORY = Path(__file__).parents[2]

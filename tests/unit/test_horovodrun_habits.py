@@ -22,7 +22,7 @@ from horovod.runner.common.util import config_parser
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.environment import STALL_SHUTDOWN_SECONDS, STALL_WARNING_SECONDS
 
 # The command lines of Horovod's documentation, by its page.

@@ -10,7 +10,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.cli.forwarded_options import RunPart
 from hvdtrain.cli.launch_options import GroupedOption
 from hvdtrain.cli.run import run

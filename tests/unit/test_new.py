@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.cli.run import run
 from hvdtrain.starters import CONFIG, STARTERS, contents
 

@@ -20,7 +20,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.slurm.job_queue import follow_job, read_states, submit_job
 from hvdtrain.launch.slurm.sbatch import JobRequest, batch_script, default_warning

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar, into_tasks
 from hvdtrain.launch.hosts import Host, parse_hosts

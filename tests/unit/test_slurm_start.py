@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EngineError
-from hvdtrain.start.run_srun import rendezvous_address
+from hvdtrain.start.parts.srun_launcher import rendezvous_address
 
 SRUN = """\
 #!{python}
@@ -134,13 +134,13 @@ def test_a_killed_srun_is_named(tmp_path: Path) -> None:
 
 EARLY = """
 import os, signal, subprocess, sys
-from hvdtrain.start import run_srun
+from hvdtrain.start.parts import srun_launcher
 popen = subprocess.Popen
 def late(*arguments, **settings):
     os.kill(os.getpid(), signal.SIGTERM)
     return popen(*arguments, **settings)
 subprocess.Popen = late
-sys.exit(run_srun._run(["sleep", "20"], dict(os.environ)))
+sys.exit(srun_launcher._run(["sleep", "20"], dict(os.environ)))
 """
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.running.processes import Pipes, processes_of
-from hvdtrain.start import run_parameter_servers
+from hvdtrain.start.parts import parameter_server_launcher
 from hvdtrain.start.parts.host_ranks import STOPPED, HostRanks
-from hvdtrain.start.run_parameter_servers import Launch, Layout, layout_of
+from hvdtrain.start.parts.parameter_server_launcher import Launch, Layout, layout_of
 
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 60
@@ -258,8 +258,8 @@ def test_who_was_stopped_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.1)
-    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    monkeypatch.setattr(parameter_server_launcher, "CHIEF_SECONDS", 0.1)
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: STOPPED if order["kind"] == kind else None)
     assert Launch(layout_of(options), options, agents, []).run() == code  # type: ignore[arg-type]
     assert capfd.readouterr().err.startswith(f"hvdtrain: {said}")
@@ -342,7 +342,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        received = run_parameter_servers._record_signals()
+        received = parameter_server_launcher._record_signals()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGTERM)
         assert received == [signal.SIGTERM]
@@ -354,25 +354,20 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 def test_a_variable_that_is_asked_for_must_be_set() -> None:
     words = ["--workers", "1", "--ps", "1", "--env", "PATH", "--env", "NO_KEY", "--", "python"]
     with pytest.raises(UsageError, match="--env NO_KEY: not set here, so"):
-        run_parameter_servers._options(words)
+        parameter_server_launcher._options(words)
 
 
 def test_without_ssh_other_hosts_are_out_of_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything is started here."""
     words = ["--workers", "1", "--ps", "1", "--hosts", "192.0.2.1:1,192.0.2.2:1", "--", "python"]
-    monkeypatch.setattr(sys, "argv", ["", *words])
-    monkeypatch.setattr(run_parameter_servers, "_record_signals", list)
-    monkeypatch.setattr(run_parameter_servers, "Agents", None)
+    monkeypatch.setattr(parameter_server_launcher, "_record_signals", list)
+    monkeypatch.setattr(parameter_server_launcher, "Agents", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("HVDTRAIN_LAUNCH_ID", "x")
-    with pytest.raises(SystemExit) as end:
-        run_parameter_servers.main()
-    assert end.value.code == 1
-    assert capfd.readouterr().err.startswith(
-        "hvdtrain: ssh, which reaches the other hosts, is not in"
-    )
+    with pytest.raises(HvdtrainError, match="ssh, which reaches the other hosts"):
+        parameter_server_launcher.launch_roles(words)
 
 
 class NoAgents:
@@ -387,7 +382,10 @@ class NoAgents:
 
     def order(self, host: str, **order: object) -> None:
         if "folder" in order:
-            own = {"hvdtrain": run_parameter_servers.__version__, "python": sys.version.split()[0]}
+            own = {
+                "hvdtrain": parameter_server_launcher.__version__,
+                "python": sys.version.split()[0],
+            }
             self.told.append({"report": own | {"interfaces": {}}, "ports": [1, 2, 3]})
             return
         self.orders.append(order)
@@ -412,9 +410,9 @@ class NoAgents:
 def test_a_worker_that_fails_again_and_again_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    monkeypatch.setattr(run_parameter_servers, "PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.1)
-    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    monkeypatch.setattr(parameter_server_launcher, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(parameter_server_launcher, "CHIEF_SECONDS", 0.1)
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
     layout: Layout = layout_of(options)
     agents = NoAgents(lambda order: 9 if order["kind"] == "worker" else None)
     assert Launch(layout, options, agents, []).run() == 1  # type: ignore[arg-type]
@@ -429,7 +427,7 @@ def test_a_worker_that_fails_again_and_again_ends_the_run(
 def test_a_chief_that_fails_with_a_server(
     first: int, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
     now = time.monotonic()
 
     def end(order: dict[str, object]) -> None:
@@ -447,15 +445,15 @@ def test_a_chief_that_fails_with_a_server(
 
 
 def test_a_chief_that_fails_alone() -> None:
-    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: 5 if order["kind"] == "chief" else None)
     assert Launch(layout_of(options), options, agents, []).run() == 5  # type: ignore[arg-type]
 
 
 def test_a_chief_that_goes_on_without_a_server_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_parameter_servers.CHIEF_SECONDS <= 15, "30 s for everything"
-    monkeypatch.setattr(run_parameter_servers, "CHIEF_SECONDS", 0.3)
-    options = run_parameter_servers._options(["--workers", "1", "--ps", "1", "--", "python"])
+    assert parameter_server_launcher.CHIEF_SECONDS <= 15, "30 s for everything"
+    monkeypatch.setattr(parameter_server_launcher, "CHIEF_SECONDS", 0.3)
+    options = parameter_server_launcher._options(["--workers", "1", "--ps", "1", "--", "python"])
     agents = NoAgents(lambda order: 137 if order["kind"] == "ps" else None)
     started = time.monotonic()
     assert Launch(layout_of(options), options, agents, []).run() == 1  # type: ignore[arg-type]

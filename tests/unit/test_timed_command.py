@@ -7,7 +7,7 @@ import time
 import pytest
 from click.testing import CliRunner
 
-from hvdtrain.cli import main
+from hvdtrain.cli.command_table import main
 from hvdtrain.install import build, build_environment, recipe
 from hvdtrain.launch.running.timed_command import Ran, ask, ending_commands, run
 from hvdtrain.signals import leaving_on_signals

@@ -1,0 +1,166 @@
+"""One group, whose commands are loaded when they are called.
+
+`hvdtrain --help` loads nothing but Click: the commands and their one-line descriptions stand in a
+table.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvdtrain.environment import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE
+from hvdtrain.signals import heed_children, interruptible
+from hvdtrain.standard_streams import open_streams
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+EXIT_CODES = (
+    "Exit codes: 0 success; 1 run-time error; 2 usage error; 75 asked to stop, and saved; 124 the run hung; 130 ended "
+    "by Ctrl-C; 143 ended by SIGTERM, or because its output is no longer read; otherwise that of the worker that "
+    "failed first (128 + the signal's number if a signal ended it)."
+)
+
+# A full disk or quota, the largest file that is allowed, a device that has gone.
+_UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+# name -> (module:attribute, what it does)
+COMMANDS = {
+    "bench": ("hvdtrain.cli.bench:bench", "Measure throughput, start-up, memory and pipelines."),
+    "completion": (
+        "hvdtrain.cli.completion:completion",
+        "Print the completion script for your shell.",
+    ),
+    "docker": (
+        "hvdtrain.cli.docker:docker",
+        "Run a training script on several workers in a container.",
+    ),
+    "doctor": (
+        "hvdtrain.cli.doctor:doctor",
+        "Check whether this machine can train, and suggest fixes.",
+    ),
+    "install-horovod": (
+        "hvdtrain.cli.install_horovod:install_horovod",
+        "Build Horovod for the TensorFlow of this environment.",
+    ),
+    "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
+    "new": ("hvdtrain.cli.new:new", "Copy a training script and its configuration, to edit."),
+    "ps": ("hvdtrain.cli.ps:ps", "List running jobs, with phase and step."),
+    "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
+    "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
+    "strategies": (
+        "hvdtrain.cli.strategies:strategies",
+        "List the strategies and which of them work here.",
+    ),
+    "submit": ("hvdtrain.cli.submit:submit", "Run a training script as a Slurm job."),
+}
+
+
+class CommandTable(click.Group):
+    """A group that knows its commands by name, and imports the one that is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete from the table: Click would import every command for its help."""
+        from click.shell_completion import CompletionItem
+
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=COMMANDS[name][1]) for name in names]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            raise click.NoSuchCommand(name, possibilities=COMMANDS, ctx=ctx)
+        return super().resolve_command(ctx, args)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Works with whatever streams and signals the parent has left to this process.
+
+        Output that cannot be written is one message; a closed pipe, as for all programs, is no error.
+        """
+        open_streams()
+        heed_children()
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            # What fails to open or to read names its file.
+            if error.filename is not None or error.errno not in _UNWRITABLE:
+                raise
+            with suppress(OSError):
+                click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
+            # Python flushes at its end what could not be written.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            sys.exit(EXIT_FAILURE)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an error of hvdtrain's own is one message and its exit code."""
+        from hvdtrain.errors import HvdtrainError
+
+        try:
+            os.getcwd()  # noqa: PTH109
+        except FileNotFoundError:
+            click.echo(
+                "Error: the working folder has been deleted: change to another one", err=True
+            )
+            ctx.exit(EXIT_USAGE)
+
+        if os.environ.get("NO_COLOR"):  # no-color.org; Click itself does not look.
+            ctx.color = False
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            # Click's own answer would be exit code 1, which is a failure's.
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(EXIT_INTERRUPTED)
+        except HvdtrainError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(error.exit_code)
+
+
+def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from hvdtrain.cli.version import version_text
+
+        click.echo(version_text(os.environ))
+        ctx.exit()
+
+
+@click.group(
+    cls=CommandTable,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+)
+@click.option(
+    "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
+    help="Show the versions of hvdtrain and what it builds on, for a bug report, and exit.",
+)  # fmt: skip
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Multi-worker training for today's TensorFlow and Keras, on Horovod."""
+    # Click calls this when it has imported the command, which begins now.
+    ctx.with_resource(interruptible())
