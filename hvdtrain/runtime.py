@@ -214,9 +214,9 @@ def _pin_gpu(rank: Rank) -> None:
         mine = gpus[rank.local_rank]
     else:
         raise UsageError(
-            f"Rank {rank.rank} is local rank {rank.local_rank} on its host, which shows it "
-            f"{len(gpus)} GPUs: start at most one rank per GPU (-np, or slots in the host list), "
-            "or set CUDA_VISIBLE_DEVICES"
+            f"Rank {rank.rank} is local rank {rank.local_rank} on its host, and only "
+            f"{len(gpus)} GPUs can be used there: start at most one rank per GPU (-np, or slots in "
+            "the host list), or set CUDA_VISIBLE_DEVICES"
         )
     if _context_is_open():
         if rank.local_size == 1:
@@ -235,7 +235,9 @@ def _take_all_devices(replicas: int | None) -> None:
 
     gpus = tf.config.list_physical_devices("GPU")
     if gpus and replicas is not None and replicas > len(gpus):
-        raise UsageError(f"{REPLICAS}={replicas}: this machine shows {len(gpus)} GPUs")
+        raise UsageError(
+            f"{REPLICAS}={replicas}: at most {len(gpus)}, the number of GPUs that can be used here"
+        )
     cpu = tf.config.list_physical_devices("CPU")[0]
     if gpus:
         wanted = gpus[:replicas]
@@ -248,7 +250,7 @@ def _take_all_devices(replicas: int | None) -> None:
     if _context_is_open():
         raise UsageError(
             "TensorFlow was used before its devices could be set for several replicas: call hvdtrain.init() first, "
-            f"before making a model, an optimizer or a metric, with {STRATEGY} and {REPLICAS} in the environment "
+            f"before creating a model, an optimizer or a metric, with {STRATEGY} and {REPLICAS} in the environment "
             "(hvdtrain run --strategy sets them)"
         )
     if gpus:

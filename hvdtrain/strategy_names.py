@@ -83,9 +83,9 @@ STRATEGIES = {
 }
 
 ALIASES = {
-    "mirrored": "several GPUs of one machine: Horovod does what tf.distribute.MirroredStrategy does",
-    "multi-worker-mirrored": "several machines: Horovod does what "
-    "tf.distribute.MultiWorkerMirroredStrategy does, which cannot train Keras 3 models",
+    "mirrored": "what tf.distribute.MirroredStrategy does on the GPUs of one machine",
+    "multi-worker-mirrored": "what tf.distribute.MultiWorkerMirroredStrategy does on several "
+    "machines, also for Keras 3 models",
 }
 """Names of tf.distribute that Horovod replaces -> why."""
 
@@ -112,9 +112,9 @@ def choose_strategy(text: str) -> Choice:
     if name in STRATEGIES:
         return Choice(name)
     if name in ALIASES:
-        return Choice(HOROVOD, f"strategy {name}: {ALIASES[name]}: using {HOROVOD}")
+        return Choice(HOROVOD, f"strategy {name}: using {HOROVOD}, which does {ALIASES[name]}")
     known = [*STRATEGIES, *ALIASES]
-    hint = did_you_mean(name, known) or f" There are {', '.join(known)}."
+    hint = did_you_mean(name, known) or f" Choose from {', '.join(known)}."
     raise UsageError(f"no such strategy: {text!r}.{hint}")
 
 

@@ -100,7 +100,7 @@ def lost_server(text: str, config: TfConfig) -> str | None:
 def describe_lost(server: int, config: TfConfig) -> str:
     """The message for a server that has gone."""
     return (
-        f"Parameter server {server} ({config.servers[server]}) is gone, and with it the variables "
+        f"Parameter server {server} ({config.servers[server]}) is lost, and with it the variables "
         "that it held: the run cannot continue. Trainer.load resumes from the last file that "
         "ModelCheckpoint wrote"
     )

@@ -85,7 +85,7 @@ def image(path: Any) -> Any:
 
 
 def decoded(content: Any) -> Any:
-    """A picture as for training: enlarged, turned in its colours, normalised. About 3 ms."""
+    """A picture as for training: enlarged, turned in its colours, normalized. About 3 ms."""
     import tensorflow as tf
 
     pixels = tf.image.decode_png(content, channels=3)

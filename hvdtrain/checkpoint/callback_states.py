@@ -68,10 +68,9 @@ class CallbackStates:
         if unknown and name not in self._warned and not _is_known(callback):
             self._warned.add(name)
             warnings.warn(
-                f"Checkpoints do not hold {', '.join(unknown)} of the callback "
-                f"{type(callback).__name__}, which changed while training: a resumed run begins "
-                "with new ones. Define its get_state() and set_state(state), with numbers, strings, "
-                "arrays, lists and dicts",
+                f"{type(callback).__name__} changed {', '.join(unknown)} during training, which checkpoints cannot "
+                "hold: a resumed run starts with the callback's initial values. Give the callback get_state() and "
+                "set_state(state); the state may hold numbers, strings, arrays, lists and dicts",
                 stacklevel=2,
             )
         return found

@@ -46,7 +46,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         for name, number, least in (("every_epochs", every_epochs, 1), ("keep", keep, 2)):
             if not isinstance(number, int) or number < least:
                 raise UsageError(
-                    f"CheckpointCallback: {name}={number!r}: pass a whole number, at least {least}"
+                    f"CheckpointCallback: {name}={number!r}: pass an integer, {least} or more"
                 )
         self._folder = Path(folder)
         self._every_epochs = every_epochs
@@ -68,8 +68,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         model = self.model
         if self._has_ended:
             raise UsageError(
-                f"CheckpointCallback({str(self._folder)!r}) belongs to a fit that has ended: make a new one, with "
-                "another folder if this is another training"
+                f"CheckpointCallback({str(self._folder)!r}) was used by a fit that has ended: create a new one, with "
+                "another folder if this is another run"
             )
         if self._manager is not None:  # A fit that failed.
             self._manager.close()
@@ -89,7 +89,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         model = self.model
         if "trained" not in position or len(position["trained"]) != len(self._optimizers):
             raise UsageError(
-                f"folder {str(self._folder)!r} has checkpoints of another training: choose another folder"
+                f"folder {str(self._folder)!r} has checkpoints of another run: choose another folder"
             )
         if not is_built(model):
             model.build_from_config(position["build"])
@@ -116,8 +116,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         ended = position["stopped"] or self._epochs_done >= epochs
         if ended and position["process"] == this_process():
             raise UsageError(
-                f"CheckpointCallback({str(self._folder)!r}): an earlier fit of this process has trained all epochs "
-                "there: give each fit a folder of its own"
+                f"CheckpointCallback({str(self._folder)!r}): an earlier fit in this process has trained all its epochs "
+                "with this folder: give each fit its own"
             )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
@@ -175,5 +175,5 @@ def _plain(value: Any) -> Any:
 
 def _told(done: int, epochs: int, ended: bool, folder: Path) -> str:
     if ended:
-        return f"{folder}: this run has finished after {done} of {epochs} epochs: nothing to train"
-    return f"{folder}: resuming after epoch {done} of {epochs}"
+        return f"folder {str(folder)!r}: this run has finished after {done} of {epochs} epochs: nothing to train"
+    return f"folder {str(folder)!r}: resuming in epoch {done + 1} of {epochs}"

@@ -34,6 +34,8 @@ from safetensors.numpy import load as read_arrays
 from safetensors.numpy import save_file as write_arrays
 
 from hvdtrain.collectives.encoding import decode, encode
+from hvdtrain.collectives.finite import is_finite
+from hvdtrain.errors import UsageError
 
 FORMAT = 1
 ARRAYS, RANKS, MANIFEST = "arrays.safetensors", "ranks.bin", "manifest.json"
@@ -150,11 +152,29 @@ def newest(folder: Path) -> Checkpoint | None:
         try:
             return load(path)
         except Damaged as error:
-            warnings.warn(
-                f"Checkpoint {str(path)!r} is damaged, and the one before it is used: {error}",
-                stacklevel=2,
-            )
+            warn_damaged(repr(str(path)), error)
     return None
+
+
+def warn_damaged(name: str, error: Damaged) -> None:
+    """Warn that the checkpoint `name`, such as its path in quotes, is passed over."""
+    warnings.warn(f"Checkpoint {name} is damaged: {error}. Using the one before it", stacklevel=3)
+
+
+def warn_unsaved(step: int, why: object) -> None:
+    """Warn that there is no checkpoint of the state after `step` steps, while training continues."""
+    warnings.warn(
+        f"No checkpoint was written after step {step}: {why}. Training continues; earlier checkpoints are kept",
+        stacklevel=3,
+    )
+
+
+def is_worth_saving(step: int, arrays: Iterable[tuple[str, np.ndarray]]) -> bool:
+    """Whether none of these weights, by name, holds nan or inf, from which no training recovers; warns if one does."""
+    broken = next((name for name, array in arrays if not is_finite(array)), None)
+    if broken is not None:
+        warn_unsaved(step, f"{broken!r} holds nan or inf")
+    return broken is None
 
 
 def numbered(folder: Path) -> list[Path]:
@@ -178,17 +198,21 @@ def load(path: Path) -> Checkpoint:
 
     Raises:
         Damaged: it is not as it was written.
+        UsageError: another version of hvdtrain wrote it.
     """
     content = _verified(_bytes(path / MANIFEST))
     if content["format"] != FORMAT:
-        raise Damaged(f"{MANIFEST}: format {content['format']}; this hvdtrain reads {FORMAT}")
+        raise UsageError(
+            f"the checkpoint {path.name} has format {content['format']}, but this version of hvdtrain reads format "
+            f"{FORMAT}: resume with the version that wrote it, or choose another folder"
+        )
     files = {}
     for name, (size, checksum) in content["files"].items():
         files[name] = _bytes(path / name)
         if len(files[name]) != size:
             raise Damaged(f"{name} has {len(files[name])} of {size} bytes")
         if _checksum(files[name]) != checksum:
-            raise Damaged(f"{name} has another checksum than when it was written")
+            raise Damaged(f"{name} does not match its checksum")
     try:
         arrays = _unpacked(files[ARRAYS], content["arrays"])
     except SafetensorError as error:
@@ -233,7 +257,7 @@ def _signed(content: dict[str, Any]) -> bytes:
 def _verified(manifest: bytes) -> dict[str, Any]:
     text, _, checksum = manifest.rpartition(b"\n")
     if _checksum(text).encode() != checksum:
-        raise Damaged(f"{MANIFEST} has another checksum than when it was written")
+        raise Damaged(f"{MANIFEST} does not match its checksum")
     return json.loads(text)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save, step_of
+from hvdtrain.checkpoint.folder import (
+    Checkpoint,
+    is_worth_saving,
+    newest,
+    numbered,
+    save,
+    step_of,
+    warn_unsaved,
+)
 from hvdtrain.checkpoint.lock import lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
-from hvdtrain.collectives.finite import is_finite
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
@@ -53,13 +59,13 @@ class CheckpointManager:
     def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
         if keep < 2:
             raise UsageError(
-                f"CheckpointManager: keep={keep}: keep at least 2, should one be damaged"
+                f"CheckpointManager: keep={keep}: keep at least 2, in case one is damaged"
             )
         for one in tracked:
             if not isinstance(one, (tf.Variable, keras.Variable)) and not hasattr(one, "variables"):
                 raise UsageError(
                     f"CheckpointManager cannot save a {type(one).__name__}: pass models, optimizers, metrics and "
-                    "variables; numbers go to save(step, name=value)"
+                    "variables. To save a number, call save(step, name=number)"
                 )
         self._folder = Path(folder)
         self._tracked = tracked
@@ -104,20 +110,12 @@ class CheckpointManager:
         arrays = gather(self._pieces())
         if ALL_RANKS.rank() != 0:
             return
-        broken = self._broken(arrays)
-        if broken is not None:
-            warnings.warn(
-                f"No checkpoint after step {step}: {broken!r} holds nan or inf. The one before is kept",
-                stacklevel=2,
-            )
+        if not is_worth_saving(step, self._trained(arrays)):
             return
         try:
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
-            warnings.warn(
-                f"No checkpoint after step {step}, training goes on: {error}. The one before is kept",
-                stacklevel=2,
-            )
+            warn_unsaved(step, error)
 
     def latest(self) -> dict[str, Any] | None:
         """Read the newest undamaged checkpoint without restoring anything. A collective.
@@ -155,8 +153,8 @@ class CheckpointManager:
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
             raise UsageError(
-                f"the checkpoint of step {step} was saved while gradients were accumulated: continue with "
-                f"{len(ranks)} workers, or save right after an update"
+                f"the checkpoint of step {step} was saved in the middle of gradient accumulation: continue with "
+                f"{len(ranks)} workers, as before, or save right after an update"
             )
         own = ranks[ALL_RANKS.rank() if alike else 0]
         if alike:
@@ -187,7 +185,7 @@ class CheckpointManager:
             return {"step": self._found.facts["step"], **self._found.ranks[0]["position"]}
         if numbered(self._folder):
             raise UsageError(
-                f"all checkpoints in {str(self._folder)!r} are damaged: move it away to start from scratch"
+                f"all checkpoints in {str(self._folder)!r} are damaged: move the folder away to start from scratch"
             )
         return None
 
@@ -196,19 +194,19 @@ class CheckpointManager:
         saved = [[key, list(value.shape)] for key, value in self._found.arrays.items()]
         if saved == list(facts):
             return
-        what = f"{len(facts)} variables here, {len(saved)} there"
+        what = f"{len(facts)} variables here, {len(saved)} in the checkpoint"
         for (key, shape), (old, before), piece in zip(
             facts, saved, self._named().values(), strict=False
         ):
             kind, known = (str(name).rpartition("/")[0] for name in (key, old))
             if kind != known:
-                what = f"{kind!r} here, {known!r} there"
+                what = f"{kind!r} here, {known!r} in the checkpoint"
                 break
             if shape != before:
-                what = f"{piece.name!r} ({key}) is of shape {shape}, and was of shape {before}"
+                what = f"{piece.name!r} ({key}) has shape {shape} here, {before} in the checkpoint"
                 break
         raise UsageError(
-            f"the checkpoints in {str(self._folder)!r} are of other variables: {what}. Pass the same models and "
+            f"the checkpoints in {str(self._folder)!r} hold other variables: {what}. Pass the same models and "
             "optimizers in the same order, all of them built, or choose another folder"
         )
 
@@ -240,14 +238,12 @@ class CheckpointManager:
         named = enumerate(self._named().items())
         return [replace(piece, name=name, place=(0, place, 0)) for place, (name, piece) in named]
 
-    def _broken(self, arrays: State) -> str | None:
-        """The path of the first variable of a model or optimizer that holds nan or inf: it would not recover."""
+    def _trained(self, arrays: State) -> Iterator[tuple[str, np.ndarray]]:
+        """The arrays of models and optimizers, with the paths of their variables."""
         for name, piece in self._named().items():
             owner = self._tracked[int(name.partition("/")[0])]
-            trained = isinstance(owner, (keras.Model, keras.optimizers.Optimizer))
-            if trained and not is_finite(arrays[name]):
-                return piece.name
-        return None
+            if isinstance(owner, (keras.Model, keras.optimizers.Optimizer)):
+                yield piece.name, arrays[name]
 
     def _own(self) -> list[Any]:
         """The variables that may differ between the ranks."""

@@ -6,7 +6,6 @@ checkpoint without one does not exist. It holds the sizes and checksums of the o
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +21,7 @@ from hvdtrain.checkpoint.folder import (
     newest_first,
     numbered,
     step_of,
+    warn_damaged,
 )
 from hvdtrain.errors import UsageError
 
@@ -46,8 +46,8 @@ class Mirror:
         self._keep = keep
         if "@" in urlsplit(url).netloc:
             raise UsageError(
-                "Checkpoints(mirror=...): the URL holds a user name or password: leave them to the storage's own "
-                "configuration"
+                "Checkpoints(mirror=...): the URL contains a user name or password: pass credentials through the "
+                "environment or the configuration of the storage instead"
             )
         self._storage, self._root = _storage_of(self.url)
 
@@ -75,6 +75,8 @@ class Mirror:
             for name in there:
                 if self._fetch(name, folder):
                     break
+        except UsageError:
+            raise
         except Exception as error:
             raise UsageError(
                 f"Checkpoints(mirror={self.url!r}) cannot be read: {type(error).__name__}: {error}"
@@ -102,10 +104,7 @@ class Mirror:
         try:
             load(temporary)
         except Damaged as error:
-            warnings.warn(
-                f"Checkpoint {name!r} in {self.url!r} is damaged, and the one before it is used: {error}",
-                stacklevel=2,
-            )
+            warn_damaged(f"{name!r} in {self.url!r}", error)
             return False
         temporary.rename(folder / name)
         return True

@@ -50,8 +50,7 @@ class Checkpoints:
             )
         if self.keep < 2:
             raise UsageError(
-                f"Checkpoints(keep={self.keep}): keep at least 2, so that one that the disk has "
-                "damaged does not end the run"
+                f"Checkpoints(keep={self.keep}): keep at least 2, in case one is damaged"
             )
         if self.max_failures is not None and self.max_failures < 1:
             raise UsageError(

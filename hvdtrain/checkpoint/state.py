@@ -165,7 +165,9 @@ def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:
 
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
     if [tuple(v.shape) for v in variables] != [value.shape for value in values]:
-        raise UsageError("variables that each rank has of its own are of other shapes")
+        raise UsageError(
+            "seeds, statistics or metrics of this rank have other shapes than in the checkpoint"
+        )
     for variable, value in zip(variables, values, strict=True):
         tf_variable(variable).assign(value)
 

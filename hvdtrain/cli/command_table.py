@@ -157,10 +157,10 @@ def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) ->
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version,
-    help="Show the versions of hvdtrain and what it builds on, for a bug report, and exit.",
+    help="Show the versions of hvdtrain and its dependencies, for bug reports, and exit.",
 )  # fmt: skip
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """Multi-worker training for today's TensorFlow and Keras, on Horovod."""
+    """Multi-worker training for TensorFlow and Keras 3, on Horovod."""
     # Click calls this when it has imported the command, which begins now.
     ctx.with_resource(interruptible())

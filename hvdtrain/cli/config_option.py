@@ -61,7 +61,7 @@ class ConfiguredCommand(SectionedCommand):
         except click.NoSuchOption as error:
             if not any(word.startswith("--config") for word in typed):
                 raise
-            message = f"{error.message} Arguments for a script that a file names go after --."
+            message = f"{error.message} If the configuration names the script, put its arguments after --."
             raise click.NoSuchOption(
                 error.option_name, message, error.possibilities, error.ctx
             ) from None

@@ -17,7 +17,9 @@ _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_S
 # Options of torchrun, accelerate and mpirun without a counterpart of the same form. Those that mean the same as one of
 # ours are names of it (see `hvdtrain.launch.option_types.Option.aliases`).
 _HOSTS = "-H NAME:SLOTS,... names the hosts; in Slurm, hvdtrain submit --nodes N asks for them"
-_ONCE = "leave it out: hvdtrain run is called once, on one host, and the workers find each other"
+_ONCE = (
+    "leave it out: start hvdtrain run once, on one host; it starts the workers and connects them"
+)
 _INSTEAD = {
     **dict.fromkeys(("nnodes", "num_machines"), _HOSTS),
     **dict.fromkeys(

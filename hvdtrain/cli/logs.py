@@ -39,7 +39,7 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
     if path is None and not (follow and is_running(folder)):
         have = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_dir())) or "nothing yet"
         raise UsageError(
-            f"worker {rank} has written nothing to {stream} in {folder}; available: {have}"
+            f"rank {rank} has written nothing to {stream} in {folder}; available: {have}"
         )
     for data in _new(path or folder / f"rank.{rank}" / stream, folder, follow):
         click.echo(data, nl=False)
@@ -60,7 +60,7 @@ def _folder(job: str | None) -> Path | Job:
         found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if not found:
             raise UsageError(
-                f"no run has left output in {LOGS} here: name a job that hvdtrain ps lists"
+                f"no run has written logs to {LOGS} here: name a job listed by hvdtrain ps"
             )
         return found[-1]
     for folder in (Path(job), LOGS / job):

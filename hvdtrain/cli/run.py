@@ -255,7 +255,7 @@ def _print_or_run(
 def _launcher_of_containers(wanted: str) -> str:
     if wanted not in {"auto", "srun"}:
         raise UsageError(
-            f"--container is for workers that srun starts: leave out --launcher {wanted}; "
+            f"--container is for workers started by srun: leave out --launcher {wanted}; "
             "on one machine, hvdtrain docker runs them in a container"
         )
     return "srun"

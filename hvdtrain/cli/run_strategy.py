@@ -114,8 +114,8 @@ def _server_plan(
     launcher = choose_launcher(values["launcher"], allocation, hosts)
     if launcher not in LAUNCHERS:
         raise UsageError(
-            f"--launcher {launcher} starts Horovod's workers: leave it out; hosts are reached by "
-            "ssh"
+            f"--launcher {launcher} is for Horovod's workers: leave it out; parameter servers are "
+            "started over ssh"
         )
     if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
         hosts, launcher = (), "horovodrun"  # This machine; its name need not resolve here.

@@ -90,7 +90,7 @@ def here(name: str, machine: Machine) -> tuple[bool, str]:
         return bool(machine.tpu), machine.tpu or "no TPU device file, and TPU_NAME is not set"
     if name == CENTRAL_STORAGE:
         found = machine.gpus >= 2
-        return found, f"on {gpus}" if found else f"{gpus}; with -np N on {cores}"
+        return found, f"on {gpus}" if found else f"{gpus}; use -np N for replicas on {cores}"
     return True, f"on {devices}"
 
 

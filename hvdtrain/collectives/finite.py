@@ -38,8 +38,8 @@ class FiniteWatch:
             self._warned = True
             warnings.warn(
                 f"{broken[0]!r} has become nan or inf {when}"
-                f"{f', and so have {len(broken) - 1} other weights' if len(broken) > 1 else ''}. Training goes on, as "
-                f"in plain Keras, but such weights do not recover: {ADVICE}",
+                f"{f' (and {len(broken) - 1} more)' if len(broken) > 1 else ''}. Training continues, as in plain "
+                f"Keras, but such weights do not recover: {ADVICE}",
                 stacklevel=2,
             )
 

@@ -118,8 +118,9 @@ def _drift_message(
         f"The replicas have drifted apart{' ' + when if when else ''}: variable "
         f"{variable_name(first)!r} of {_ranks(others)} differs from that of {_ranks(same)} "
         f"(by up to {gap:.3g}); {drifted.size} of {len(variables)} variables differ. "
-        "Were the gradients reduced (hvdtrain.keras.DistributedOptimizer), the initial values broadcast, "
-        "and did every rank build the same model? A variable that is meant to differ: register_local_var."
+        "Check that the gradients are reduced (hvdtrain.keras.DistributedOptimizer), that the initial values are "
+        "broadcast, and that every rank builds the same model. If the variable is meant to differ, pass it to "
+        "register_local_var."
     )
 
 

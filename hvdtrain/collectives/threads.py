@@ -140,8 +140,8 @@ class ThreadRanks(Communicator):
             come = job.changed.wait_for(lambda: self._is_settled(said), SECONDS)
             missing = [rank for rank in self.members if rank not in said]
             if missing:
-                why = "ended before" if come else f"did not come in {SECONDS:g} s to"
-                raise EngineError(f"{name}: rank {missing[0]} {why} this collective")
+                why = "ended before it" if come else f"did not call it within {SECONDS:g} s"
+                raise EngineError(f"{name}: rank {missing[0]} {why}")
             # Optimizers and layers are numbered by process, and these ranks are one.
             if len({re.sub(r"\d+", "", other) for other, _ in said.values()}) > 1:
                 names = {rank: other for rank, (other, _) in sorted(said.items())}

@@ -34,7 +34,7 @@ def python_stream(value: Any, *, float_dtype: str) -> Stream:
             open=once.open,
             element=once.element,
             once=True,
-            unrepeatable=f"the {name} is under way and cannot be rewound: pass the function that makes it",
+            unrepeatable=f"the {name} cannot be read a second time: pass the function that creates it, not its result",
         )
     if _is_function(value):
         name = f"function {getattr(value, '__name__', 'given')}"

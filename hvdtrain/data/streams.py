@@ -158,14 +158,12 @@ class StreamSource:
                 f"the examples of the {self.stream.name} differ in length, so they cannot be cut into batches after "
                 "hvdtrain.data.shard: pad them to one shape."
             )
-        wrong = (
-            f"in the {self.stream.name} examples were added or dropped after hvdtrain.data.shard"
-        )
+        wrong = f"in the {self.stream.name}, examples were added or dropped after hvdtrain.data.shard: do so before it"
 
         def window_of(step: int) -> Window:
             window = point.window(step)
             if window is None:
-                raise UsageError(f"{wrong}: more came out than went in.")
+                raise UsageError(f"{wrong} (more came out than went in).")
             return window
 
         def rows(step: int) -> int:
@@ -178,14 +176,14 @@ class StreamSource:
             for step, own in enumerate(global_batches(self._batches(number), rows), 1):
                 window = window_of(step - 1)
                 if own.examples != window.end - window.begin:
-                    raise UsageError(f"{wrong}: fewer came out than went in.")
+                    raise UsageError(f"{wrong} (fewer came out than went in).")
                 point.forget(step - 1)
                 data = structures.as_given(structures.concatenate(own.pieces), bare)
                 yield Share(
                     data, window.examples, window.global_examples, window.begin, window.checksum
                 )
             if point.window(step) is not None:
-                raise UsageError(f"{wrong}: fewer came out than went in.")
+                raise UsageError(f"{wrong} (fewer came out than went in).")
 
     def _as_they_come(self, batches: Iterator[tuple]) -> Iterator["GlobalBatch"]:
         short = 0

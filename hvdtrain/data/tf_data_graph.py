@@ -116,13 +116,13 @@ def find_point(dataset: Any) -> ShardPoint | None:
     operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
     if type(dataset).__name__ not in ONE_TO_ONE:
         raise UsageError(
-            f"in the tf.data.Dataset {operation} follows hvdtrain.data.shard, after which only map, batch, unbatch and "
-            "prefetch may follow: put shard after it."
+            f"in the tf.data.Dataset, {operation} comes after hvdtrain.data.shard, where only map, batch, unbatch and "
+            "prefetch are allowed: put shard after it."
         )
     if bool(getattr(dataset, "_drop_remainder", False)):
         raise UsageError(
-            f"in the tf.data.Dataset {operation} with drop_remainder=True follows hvdtrain.data.shard, where it would "
-            "drop other examples on each rank. Leave it out; take(n) before shard drops the rest."
+            f"in the tf.data.Dataset, {operation} with drop_remainder=True comes after hvdtrain.data.shard, where it "
+            "would drop different examples on each rank: leave it out. To drop the rest, use take(n) before shard."
         )
     return point
 
@@ -148,11 +148,11 @@ def opens_at_once(dataset: Any) -> bool:
 def unrepeatable(dataset: Any) -> str:
     """Why another process may not read the same once more, as far as the pipeline shows; "": it does."""
     operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
-    here = f"in the tf.data.Dataset {operation}"
+    here = f"in the tf.data.Dataset, {operation}"
     if _is_unseeded(getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)):
-        return f"{here} has no seed: set one (seed=1), or make the Dataset after hvdtrain.init()"
+        return f"{here} has no seed: set one (seed=1), or create the Dataset after hvdtrain.init()"
     if getattr(dataset, "_deterministic", None) == "false":
-        return f"{here} has deterministic=False, so the order is another each time: leave it out"
+        return f"{here} has deterministic=False, so the order differs from run to run: leave it out"
     parallel = getattr(dataset, "_num_parallel_calls", None) is not None
     for function in dataset._functions():
         for node in _nodes(function.function.graph.as_graph_def()):

@@ -80,13 +80,13 @@ def require_dense(dataset: Any, what: str) -> None:
     for name, leaf in structures.named_parts(as_tuple(dataset.element_spec)):
         if not isinstance(leaf, tf.TensorSpec):
             raise UsageError(
-                f"{what} gives a {type(leaf).__name__.removesuffix('Spec')} as {name}; only dense "
+                f"{what} yields a {type(leaf).__name__.removesuffix('Spec')} as {name}; only dense "
                 "tensors can be divided among workers. Call to_tensor or to_dense in it."
             )
         if leaf.shape.rank is None:
             raise UsageError(
-                f"the number of dimensions of {name} that {what} gives is unknown, as after tf.py_function or "
-                "tf.numpy_function: call tensor.set_shape(...) in the function that makes it."
+                f"{what} yields {name} with an unknown number of dimensions, as after tf.py_function or "
+                "tf.numpy_function: call tensor.set_shape(...) in the function that creates it."
             )
 
 

@@ -77,7 +77,7 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
     if why := write_error(folder):
         return fail(name, f"{folder}: {why}", f"chmod 1777 {folder} (as root)")
     if size < SMALL:
-        return warn(name, f"{seen}: not much for many ranks or GPUs", _SHM_FIX)
+        return warn(name, f"{seen}: may be too little for many ranks or GPUs", _SHM_FIX)
     return ok(name, seen)
 
 
@@ -100,7 +100,7 @@ def check_log_folder(environ: Mapping[str, str]) -> Result:
         fix = f"export {LOG_DIR}=... with a folder that you can write to, or unset it"
         return fail(name, f"{folder} ({LOG_DIR}): {why}", fix)
     if why:
-        seen = f"{folder}: {why}; logs go to the folder for temporary files"
+        seen = f"{folder}: {why}; logs go to the temporary folder"
         fix = "start in a folder that you can write to, or choose another: hvdtrain run --log-dir"
         return warn(name, seen, fix)
     return ok(name, f"{folder} is writable")
@@ -198,7 +198,7 @@ def _check_limit(limit: Limit, soft: int, hard: int) -> Result:
         fix += f" (as root; permanently: /etc/security/limits.conf; {docker})"
     if soft < limit.least:
         return fail(name, seen, fix)
-    return warn(name, f"{seen}: not much for many ranks", fix)
+    return warn(name, f"{seen}: may be too low for many ranks", fix)
 
 
 def _check_locked_memory(soft: int, infiniband: Path) -> Result:

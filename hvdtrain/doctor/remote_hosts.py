@@ -107,7 +107,7 @@ def ask(
 def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Result:
     """Could we log in? A command that failed there is not ssh's failure."""
     if said is None:
-        return fail("ssh", "there is no ssh in PATH", "install openssh-client")
+        return fail("ssh", "no ssh in PATH", "install openssh-client")
     if said.returncode is None:
         fix = f"log in by hand: ssh {host}; a slow login (home folder, name service) delays every launch"
         return fail("ssh", f"took longer than {limit:g} s", fix)
@@ -140,7 +140,7 @@ def check_name(host: str, resolve: Callable[[str], str]) -> Result:
         address = resolve(host)
     except (OSError, UnicodeError):  # Of labels that are empty or too long.
         fix = "correct it, add it to DNS or /etc/hosts, or use its address"
-        return fail("name", f"{host} is not known here", fix)
+        return fail("name", f"the name {host} cannot be resolved here", fix)
     return ok("name", address if address != host else "an address")
 
 
@@ -151,7 +151,7 @@ def answer_of(said: Ran) -> dict[str, Any] | Result:
         return answer
     if said.returncode in NO_COMMAND:
         fix = "create the same environment there, at the same path (or on a shared file system)"
-        return fail("Python", f"there is no {sys.executable}", fix)
+        return fail("Python", f"there is no {sys.executable} on this host", fix)
     fix = "the login shell there must not print or ask anything, and its Python must work"
     return fail("Python", said.last_line, fix)
 
@@ -182,7 +182,9 @@ def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
         return ok("folder", f"{folder} exists there")
     fix = "start from a folder that all hosts share, or copy the script and its data there"
     return warn(
-        "folder", f"{folder} does not exist there: scripts and data are looked for in it", fix
+        "folder",
+        f"{folder} does not exist there: ranks look for the script and its data in it",
+        fix,
     )
 
 
@@ -227,7 +229,7 @@ def check_clock(theirs: float, started: float, finished: float) -> Result:
     """Their clock was read between `started` and `finished` of ours."""
     apart = max(started - theirs, theirs - finished, 0.0)
     if apart <= CLOCK_SECONDS:
-        return ok("clock", f"as ours, within {finished - started + apart:.1f} s")
+        return ok("clock", f"within {finished - started + apart:.1f} s of this machine's")
     way = "behind" if theirs < started else "ahead"
     fix = "synchronize both clocks: timedatectl set-ntp true"
     return fail("clock", f"{apart:.0f} s {way}", fix)

@@ -129,7 +129,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         if self._guard:
-            _agree_on_course(f"ends the training after epoch {self._epoch + 1}")
+            _agree_on_course(f"stops training after epoch {self._epoch + 1}")
 
     def _check(self, variables: list[Any], when: str) -> None:
         check_replicas(variables=variables, when=when)
@@ -297,7 +297,7 @@ def _agree_on_course(what: str) -> None:
         if theirs != everyone[0]:
             raise ReplicaError(
                 f"The ranks disagree: rank 0 {everyone[0]}, rank {rank} {theirs}. Callbacks that "
-                "stop the training must see the same values on all ranks: put "
+                "stop training must see the same values on all ranks: put "
                 "MetricAverageCallback before them."
             )
 

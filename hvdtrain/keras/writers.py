@@ -117,11 +117,11 @@ class _Writer(keras.callbacks.Callback):
             unwritten = isinstance(error, OSError | tf.errors.OpError)
             self.is_fatal = not (self._logs and self._begun and unwritten)
             then = (
-                "ends this run at the end of the epoch"
+                "the run will stop at the end of the epoch"
                 if self.is_fatal
-                else "is left out from here on"
+                else "it will not be called again"
             )
-            warnings.warn(f"callback {self.name} failed, and {then}: {error!r}", stacklevel=2)
+            warnings.warn(f"callback {self.name} failed; {then}: {error!r}", stacklevel=2)
 
 
 class _RaiseAlike(keras.callbacks.Callback):

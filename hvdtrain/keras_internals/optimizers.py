@@ -30,8 +30,8 @@ def refuse_several(optimizer: Any) -> None:
     """Raise UsageError for Keras's MultiOptimizer, which leaves all work to optimizers inside it."""
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise UsageError(
-            "MultiOptimizer hands the gradients to other optimizers, past the place where the workers' gradients are "
-            "added up: pass one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
+            "MultiOptimizer passes the gradients to other optimizers before the workers' gradients are averaged: "
+            "pass one optimizer for all weights; or, in a loop of your own, keep MultiOptimizer plain and "
             "take the gradients from hvdtrain.keras.DistributedGradientTape"
         )
 

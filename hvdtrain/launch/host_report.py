@@ -62,7 +62,7 @@ def ssh_problem(
         port, identity_file: that ssh was given.
     """
     if exit_code < 0:
-        return f"host {host}: the ssh here that reached it was ended by {signal.Signals(-exit_code).name}"
+        return f"host {host}: the local ssh process connected to it was ended by {signal.Signals(-exit_code).name}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     said = lines[-1] if lines else f"exit code {exit_code}, with no output"
     if exit_code == SSH_FAILED:

@@ -91,7 +91,7 @@ def _choose_stall_times(values: dict[str, Any], say: Callable[[str], None]) -> N
     if values["stall_check"] and times != (warning, shutdown):
         say(
             f"--stall-shutdown-seconds {shutdown} is not longer than --stall-warning-seconds {warning}: "
-            f"taking {times[1]} and {times[0]}"
+            f"using {times[1]} and {times[0]}"
         )
         values["stall_warning_seconds"], values["stall_shutdown_seconds"] = times
 
@@ -104,7 +104,9 @@ def _number_of_ranks(values: Mapping[str, Any], say: Callable[[str], None]) -> i
     if "min_np" in values:
         return int(values["min_np"])
     if "host_discovery_script" in values:
-        raise UsageError("the number of workers to start with is not known: add -np N")
+        raise UsageError(
+            "--host-discovery-script needs the number of workers to start with: add -np N"
+        )
     number, reason = workers_here(len(visible_gpus(os.environ)), usable_cores)
     say(f"-np {number}: {reason}")
     return number

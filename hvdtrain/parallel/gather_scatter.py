@@ -151,17 +151,17 @@ def keep_state(pieces: Iterable[Piece], state: State) -> None:
 def misfit(entries: Sequence[Entry], state: Mapping[str, np.ndarray]) -> str | None:
     """Return what is wrong with `state` for this training, None if it fits."""
     for entry in entries:
-        here = f"of shape {list(entry.shape)} here"
+        here = f"shape {list(entry.shape)} here"
         if entry.name not in state:
-            return f"the state has no variable {entry.name!r}, which is {here}"
+            return f"the state has no variable {entry.name!r}, which has {here}"
         shape = list(state[entry.name].shape)
         if shape != list(entry.shape):
-            return f"variable {entry.name!r} is of shape {shape} in the state, and {here}"
+            return f"variable {entry.name!r} has shape {shape} in the state, but {here}"
     known = {entry.name for entry in entries}
     unknown = [name for name in state if name not in known]
     if unknown:
         shape = list(state[unknown[0]].shape)
-        return f"the state has a variable {unknown[0]!r} of shape {shape}, and there is none here"
+        return f"the state has a variable {unknown[0]!r} of shape {shape}, which this model or optimizer lacks"
     return None
 
 

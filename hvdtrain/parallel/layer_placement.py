@@ -39,9 +39,7 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
-        raise UsageError(
-            "place: the optimizer already has its state: place the model before training it"
-        )
+        raise UsageError("place: the optimizer already has its state: call place before training")
     layers = Layers(model)
     devices = _devices(plan)
     found: dict[int, str] = {}
@@ -49,8 +47,8 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
         for identity in _named(layers, pattern):
             if found.setdefault(identity, device) != device:
                 raise UsageError(
-                    f"place: layer {layers.paths[identity][0]!r} is put on {found[identity]} and on {device}: let one "
-                    "pattern name it"
+                    f"place: layer {layers.paths[identity][0]!r} is placed on {found[identity]} and on {device}: let "
+                    "only one pattern match it"
                 )
     # Outer layers first, so that the inner ones' word is the last.
     for identity in sorted(found, key=lambda i: layers.paths[i][0].count("/")):
@@ -69,8 +67,8 @@ def _devices(plan: Mapping[str, str]) -> dict[str, str]:
         short = str(wanted).upper().removeprefix("/").removeprefix("DEVICE:")
         if short not in known:
             raise UsageError(
-                f"place: {pattern!r} is to be on {wanted!r}, but this process has "
-                f"{', '.join(known)}. A rank of a job sees one GPU: for all of them call "
+                f"place: no device {wanted!r} for {pattern!r}: this process sees "
+                f"{', '.join(known)}. A rank of a job sees one GPU; to see all of them, call "
                 "hvdtrain.init(whole_machine=True) first"
             )
         found[pattern] = known[short]

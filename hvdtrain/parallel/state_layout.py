@@ -218,7 +218,7 @@ def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:
     name = type(inner_of(optimizer)).__name__
     raise UsageError(
         f"{name} keeps state of shape {list(slot.shape)} for {variable_name(variable)!r}, which is split over the "
-        "ranks: it is not known which part of the unsplit layer's state that is. Use an optimizer that updates "
+        "ranks: this state cannot be related to that of the unsplit layer. Use an optimizer that updates "
         "element by element (Adam, SGD) with split layers"
     )
 

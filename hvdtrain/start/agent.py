@@ -200,7 +200,7 @@ class Agent:
                 os.chdir(greeting.folder)
         except OSError as error:
             _tell(
-                problem=f"no folder {greeting.folder} there ({error.strerror}): it must be shared"
+                problem=f"no working folder {greeting.folder} there ({error.strerror}): every host needs it"
             )
             return
         environ = without_place({**os.environ, **greeting.environ})

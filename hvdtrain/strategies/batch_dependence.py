@@ -1,6 +1,6 @@
 """Layers and losses that treat a part of a batch differently from the whole batch, as far as a model shows.
 
-Two kinds of Keras's layers do so by nature: those that normalise by the statistics of a batch, and those that draw
+Two kinds of Keras's layers do so by nature: those that normalize by the statistics of a batch, and those that draw
 random numbers. No way of adding up gradients makes them those of one worker, so they are named before training starts,
 and are off while the probe judges the rest of the model.
 """
@@ -18,8 +18,8 @@ RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
 """Attributes by which layers draw; at 0 they do not. Image augmentation has none of them, and always draws."""
 
 
-def normalises(layer: Any) -> bool:
-    """Whether it normalises by the batch, on one worker or over all of them."""
+def normalizes(layer: Any) -> bool:
+    """Whether it normalizes by the batch, on one worker or over all of them."""
     return isinstance(layer, keras.layers.BatchNormalization)
 
 
@@ -34,13 +34,13 @@ def has_generator(layer: Any) -> bool:
 def warning_by_nature(model: keras.Model) -> str | None:
     """Return a warning if a built model's result depends on the number of workers; None if it does not."""
     layers = list(model._flatten_layers())
-    own = [f"{layer.name!r}" for layer in layers if normalises_by_share(layer)]
+    own = [f"{layer.name!r}" for layer in layers if normalizes_by_share(layer)]
     random = [f"{layer.name!r}" for layer in layers if draws(layer)]
     said = []
     if own:
         said.append(
-            f"{some(own)}, which normalises by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
-            "normalises by all of it)"
+            f"{some(own)}, which normalizes by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
+            "normalizes by all of it)"
         )
     if random:
         said.append(f"{some(random)}, which draws different random numbers on each worker")
@@ -51,10 +51,10 @@ def warning_by_nature(model: keras.Model) -> str | None:
     )
 
 
-def normalises_by_share(layer: Any) -> bool:
-    """Whether it normalises by a part of the batch where it is given one."""
+def normalizes_by_share(layer: Any) -> bool:
+    """Whether it normalizes by a part of the batch where it is given one."""
     synchronized = getattr(layer, "hvdtrain_synchronized", False)
-    return normalises(layer) and layer.trainable and not synchronized
+    return normalizes(layer) and layer.trainable and not synchronized
 
 
 def draws(layer: Any) -> bool:
@@ -82,7 +82,7 @@ def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = 
     """
     layers = list(model._flatten_layers())
     found = {
-        f"normalises by {part}": filter(normalises_by_share, layers),
+        f"normalizes by {part}": filter(normalizes_by_share, layers),
         "draws random numbers for each": filter(draws, layers),
         "takes a step for each": (
             layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)

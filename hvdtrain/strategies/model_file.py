@@ -118,7 +118,7 @@ def _check_optimizer(
         raise UsageError(
             f"load: {path} holds the state of {name} in {len(theirs)} variables, and {ours} has {len(wanted)} here: "
             "pass Trainer the optimizer that the file was trained with, or, for the weights alone, the model that "
-            "keras.saving.load_model makes of the file"
+            "keras.saving.load_model loads from the file"
         )
     for place, (variable, shape) in wanted.items():
         _check_shape(path, stored, place, variable, shape)

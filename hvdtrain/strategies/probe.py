@@ -6,7 +6,7 @@ examples with each other, a sum in a train_step, a layer that mixes the examples
 these by name, each rank tries: before the first step it runs the model's own train_step on a few of its examples,
 whole and in two uneven parts, and compares the gradients, which nothing applies. Whatever a run assigns is put back.
 
-Normalisation by the batch and dropout differ by nature (batch_dependence.py), and are off while the probe runs. A step
+Normalization by the batch and dropout differ by nature (batch_dependence.py), and are off while the probe runs. A step
 that draws other random numbers each time cannot be judged.
 """
 
@@ -347,7 +347,7 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _repeatable(model: keras.Model) -> Iterator[None]:
-    """In this block Keras's layers draw nothing at random and normalise by their moving statistics."""
+    """In this block Keras's layers draw nothing at random and normalize by their moving statistics."""
     changed = [layer for layer in model._flatten_layers() if _differs_by_nature(layer)]
     for layer in changed:
         object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
@@ -369,5 +369,5 @@ def _in_inference(layer: Any, *args: Any, **kwargs: Any) -> Any:
 def _differs_by_nature(layer: Any) -> bool:
     knows_training = getattr(layer, "_call_has_training_arg", False)
     return knows_training and (
-        batch_dependence.normalises(layer) or batch_dependence.has_generator(layer)
+        batch_dependence.normalizes(layer) or batch_dependence.has_generator(layer)
     )

@@ -9,7 +9,7 @@ loss scaling, accumulation and moving averages of weights need nothing of their 
 A batch that cannot be divided evenly, as the last one of an epoch, each replica computes whole: what they find is the
 same then, and is counted once. That is exact whatever the model does, and costs R times its share of one step. Shapes
 are static; each size of a batch has its own program.
-Exceptions by nature, as over ranks: BatchNormalization normalises over a replica's rows (over all with
+Exceptions by nature, as over ranks: BatchNormalization normalizes over a replica's rows (over all with
 synchronized=True), and dropout draws other masks on each replica.
 """
 

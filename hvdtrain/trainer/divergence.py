@@ -187,7 +187,7 @@ class LossWatch:
     def _end_or_rewind(self, what: str, epoch_ends: bool) -> None:
         if self._policy != "rewind" or self._rewind is None:
             raise DivergedError(
-                f"{what}, and the training has stopped (on_nan={self._policy!r}). {ADVICE.capitalize()}"
+                f"{what}, and training has stopped (on_nan={self._policy!r}). {ADVICE.capitalize()}"
             )
         steps = self._rewind(self._epoch, epoch_ends)
         if steps is None:
@@ -212,7 +212,7 @@ class LossWatch:
         what = str(found) if found is not None else f"gradients became nan or inf {until}"
         if skipped.in_a_row >= MOST_SKIPPED:
             raise DivergedError(
-                f"{what}, and the last {skipped.in_a_row} steps were all skipped (on_nan='skip'): the training has "
+                f"{what}, and the last {skipped.in_a_row} steps were all skipped (on_nan='skip'): training has "
                 f"stopped. {ADVICE.capitalize()}"
             )
         if new and (found is not None or not skipped.are_usual):

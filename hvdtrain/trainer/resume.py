@@ -17,14 +17,20 @@ import numpy as np
 
 from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.checkpoint.callback_states import CallbackStates
-from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.folder import (
+    Checkpoint,
+    is_worth_saving,
+    newest,
+    numbered,
+    save,
+    warn_unsaved,
+)
 from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
 from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
-from hvdtrain.collectives.finite import is_finite
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, Preempted, UsageError
@@ -61,7 +67,7 @@ class Position:
         """How a run of `epochs` goes on from here, for whoever watches it."""
         if self.stopped or self.epoch >= epochs:
             return f"this run has finished after {self.epoch} of {epochs} epochs: nothing to train"
-        return f"goes on in epoch {self.epoch + 1} of {epochs}, after {self.step} of its steps"
+        return f"resuming in epoch {self.epoch + 1} of {epochs}, after {self.step} of its steps"
 
 
 class SavedFit:
@@ -115,8 +121,8 @@ class SavedFit:
         """
         if self._opened:
             raise UsageError(
-                "fit was called before: with checkpoints a Trainer trains once, and continues when "
-                "the script runs again. Pass all epochs to the first fit, or create a new Trainer "
+                "fit was called before: with checkpoints a Trainer trains once, and resumes when "
+                "the script is run again. Pass all epochs to the first fit, or create a new Trainer "
                 "with another run_dir"
             )
         self._opened = True
@@ -234,9 +240,9 @@ class SavedFit:
         """Raise UsageError unless the batches that were trained before came once more. A collective."""
         if any_rank(seen != self.seen, "seen"):
             raise UsageError(
-                "the training data does not bring the batches that it brought before, so the training cannot "
-                "continue within the epoch. Let its order depend on seeds alone, and start again in another run_dir; "
-                f"or remove the newest checkpoint in {str(self._folder)!r} to continue from the one before"
+                "the training data does not yield the same batches as before the restart, so training cannot resume "
+                "within the epoch. Make its order depend on seeds only, and start again in another run_dir; "
+                f"or remove the newest checkpoint in {str(self._folder)!r} to resume from the one before"
             )
 
     def is_told_to_end(self, now: bool = False) -> bool:
@@ -254,12 +260,12 @@ class SavedFit:
     def preempted(self) -> Preempted | WorkersChanged:
         """What to raise after saving, where this job was told to end or its workers change."""
         if is_elastic(os.environ) and not self._preemption.told:
-            return WorkersChanged("other hosts have come, or some leave.")
+            return WorkersChanged("hosts have joined or are leaving.")
         file = self._schedule.preemption_file
-        by = f" by the file {str(file)!r}" if self._preemption.by_file else ""
+        by = f" (by the file {str(file)!r})" if self._preemption.by_file else ""
         return Preempted(
-            f"this job was told to end{by}, and stopped after {self.steps} steps. Run the same command again to go on "
-            f"from the newest checkpoint in {str(self._folder)!r}"
+            f"this job was asked to stop{by}, and stopped after {self.steps} steps. Run the same command again to "
+            f"resume from the newest checkpoint in {str(self._folder)!r}"
         )
 
     def save(
@@ -306,13 +312,7 @@ class SavedFit:
         arrays, ranks = self._state_of(model).take(process, rules)
         if ALL_RANKS.rank() != 0:
             return
-        bad = next((name for name, value in arrays.items() if not is_finite(value)), None)
-        if bad is not None:
-            warnings.warn(
-                f"No checkpoint after step {self.steps}: {bad!r} holds nan or inf. The one before "
-                "is kept",
-                stacklevel=2,
-            )
+        if not is_worth_saving(self.steps, arrays.items()):
             return
         position = Position(epoch, step, self.steps, stopped)
         content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, ranks)
@@ -338,8 +338,8 @@ class SavedFit:
         if most is None or count < most:
             return None
         return UsageError(
-            f"{count} checkpoints in a row could not be written, {self._failures[-1]}. The training ends, as "
-            f"Checkpoints(max_failures={most}) asks; mend the disk and run the same command again to continue from the "
+            f"{count} checkpoints in a row could not be written, {self._failures[-1]}. Training stops, because of "
+            f"Checkpoints(max_failures={most}). Fix the storage, and run the same command again to resume from the "
             f"newest checkpoint in {str(self._folder)!r}"
         )
 
@@ -355,12 +355,14 @@ class SavedFit:
             self._failures = []
             return
         self._failures.append(f"the last one after step {writing.step}: {error}")
-        what = (
-            f"The checkpoint after step {writing.step} is not in {self._schedule.mirror!r}, training goes on: {error}"
-            if isinstance(error, MirrorError)
-            else f"No checkpoint after step {writing.step}, training goes on: {error}. The one before is kept"
+        if not isinstance(error, MirrorError):
+            warn_unsaved(writing.step, error)
+            return
+        warnings.warn(
+            f"The checkpoint after step {writing.step} could not be copied to {self._schedule.mirror!r}: {error}. "
+            "Training continues",
+            stacklevel=3,
         )
-        warnings.warn(what, stacklevel=3)
 
 
 @contextmanager
@@ -394,16 +396,16 @@ def saved_fit(
         raise UsageError(f"resume={wanted!r} (or {RESUME}): choose 'auto', 'never' or 'must'")
     if schedule is None and is_elastic(os.environ) and ALL_RANKS.rank() == 0:
         warnings.warn(
-            "This job is elastic, but its Trainer has no checkpoints: it ends when a worker is lost, and takes in no "
-            "new ones. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
+            "This job is elastic, but its Trainer has no checkpoints: the job ends when a worker is lost, and no new "
+            "worker can join. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
             stacklevel=3,
         )
     if schedule is None:
         if wanted == "must":
-            raise UsageError("resume='must' needs checkpoints=Checkpoints() and a run_dir")
+            raise UsageError("resume='must' needs checkpoints=Checkpoints() and run_dir")
         return None
     if run_dir is None:
-        raise UsageError("checkpoints needs a run_dir, where they are written")
+        raise UsageError("checkpoints needs run_dir, the folder to write them to")
     if not isinstance(strategy, HorovodStrategy):
         raise UsageError(
             f"checkpoints works with strategy='horovod' (here: {strategy.name}): leave it out, and use "

@@ -92,8 +92,8 @@ class EpochTable:
         except OSError as error:
             if not self._warned:
                 warnings.warn(
-                    f"{self._path} cannot be written, training goes on: {error}. Its lines are kept, and written when "
-                    "they can be",
+                    f"{self._path} cannot be written: {error}. Training continues; the lines are kept in memory, and "
+                    "written as soon as possible",
                     stacklevel=2,
                 )
             self._warned = True

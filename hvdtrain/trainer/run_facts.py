@@ -46,7 +46,7 @@ def facts_of(
     for what, data in (("training", source), ("validation", validation)):
         if data is not None and data.unrepeatable:
             raise UsageError(
-                f"checkpoints needs {what} data that comes in the same order when the script runs again, and "
+                f"checkpoints needs {what} data that comes in the same order when the script runs again, but "
                 f"{data.unrepeatable}. Or leave checkpoints out, and use keras.callbacks.ModelCheckpoint"
             )
     if len(optimizers_of(model)) > 1:
@@ -89,7 +89,7 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str)
         )
         raise UsageError(
             f"run_dir {path!r} has checkpoints of a run that differs from this one: {what}. "
-            "Choose a new run_dir, or run what ran before"
+            "Choose a new run_dir, or run the same script with the same arguments as before"
         )
 
 
@@ -98,9 +98,9 @@ def refuse_parts(callbacks: Mapping[str, Any]) -> None:
     for name, state in callbacks.items():
         if isinstance(state, dict) and state.get("best_weights") is not None:
             raise UsageError(
-                f"checkpoints hold the best weights of the callback {name.partition(' ')[0]} as they lay in the layout "
-                "of before: resume with that, or use ModelCheckpoint(save_best_only=True) in place of "
-                "restore_best_weights in a new run"
+                f"the checkpoints hold the best weights of the callback {name.partition(' ')[0]} in the layout of the "
+                "earlier run: resume with that layout, or start a new run with ModelCheckpoint(save_best_only=True) "
+                "instead of restore_best_weights"
             )
 
 

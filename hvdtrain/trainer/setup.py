@@ -105,13 +105,13 @@ def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
     name = type(model).__name__
     if not model.compiled:
         raise UsageError(
-            f"{name} overrides compile with its own arguments: call it before Trainer, or in the "
+            f"{name} overrides compile with its own arguments: call compile before Trainer, or in the "
             "function that builds the model"
         )
     for argument, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{argument}: {name} overrides compile, and was compiled with that: leave "
+                f"{argument}: {name} overrides compile and is compiled with its own: leave "
                 f"{argument} out here"
             )
 

@@ -162,7 +162,7 @@ def _stream_message(everyone: Any, other: int, step: int) -> str:
     (has, count, _), (other_has, other_count, _) = everyone[0], everyone[other]
     if has != other_has:
         ended, going = (0, other) if not has else (other, 0)
-        what = f"the data of rank {ended} ended after {step} steps, that of rank {going} goes on"
+        what = f"the data of rank {ended} ended after {step} steps, while rank {going} has more"
     elif count != other_count:
         what = f"the batch of step {step + 1} has {count} examples on rank 0 and {other_count} on rank {other}"
     else:

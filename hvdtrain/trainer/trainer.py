@@ -63,7 +63,7 @@ class Trainer:
     """Trains a Keras model on all workers of the job, or on one if the script runs without a launcher.
 
     Weights, losses and metrics do not depend on the number of workers, up to the order of floating-point sums. Two
-    layers are exceptions: BatchNormalization normalises over a worker's share of the batch (use
+    layers are exceptions: BatchNormalization normalizes over a worker's share of the batch (use
     hvdtrain.keras.SyncBatchNormalization), and dropout draws different masks on each worker.
 
     Args:

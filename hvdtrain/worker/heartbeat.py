@@ -43,6 +43,17 @@ WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving",
 """Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
 
 INIT = "hvdtrain.init()"
+_WORDS: dict[Phase, str] = {
+    "starting": "start-up",
+    "init": INIT,
+    "script": "the script",
+    "input": "data input",
+    "evaluating": "evaluation",
+    "predicting": "prediction",
+    "stopping": "the handling of Ctrl-C",
+    "ended": "shutdown",
+}
+"""Phases as nouns, for "rank 3: in ..."; the others are nouns already."""
 _NAME = "hvdtrain-heartbeat"
 _LINK = f"/memfd:{_NAME}-"
 # The number of this write, step, rank, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed
@@ -79,7 +90,7 @@ class Heartbeat:
         """Where in its script the rank is, so that ranks which do the same have the same words."""
         if self.waiting and not self.detail:
             return INIT
-        words: str = "the script" if self.phase == "script" else self.phase
+        words = _WORDS.get(self.phase, self.phase)
         if self.step >= 0 and self.phase in ("training", "input", "evaluating", "predicting"):
             words += f", step {self.step + 1}"
         if self.waiting:

@@ -81,7 +81,7 @@ def reason_to_end(beat: Heartbeat, now: float, resumed: float, limit: float) -> 
         return ""
     return (
         f"has made no progress for {limit:g} s, in {beat.place}: a rank that it waits for may be frozen or gone. "
-        f"This ends the job; {HANG_TIMEOUT} changes the limit (0: none). What this rank does:"
+        f"This ends the job; {HANG_TIMEOUT} changes the limit (0: none). What this rank is doing:"
     )
 
 

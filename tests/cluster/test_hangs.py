@@ -61,7 +61,7 @@ def test_a_rank_that_never_calls_init(start: Callable[..., Job]) -> None:
     assert job.process.returncode == EXIT_HANG, stderr
     assert "downloaded" in stderr
     assert "rank 1 (process" in stderr
-    assert "is not there: for 3 s others have waited for it in hvdtrain.init()" in stderr
+    assert "is missing: others have waited 3 s for it in hvdtrain.init()" in stderr
     assert job.left() == []
 
 

@@ -138,7 +138,7 @@ def test_a_run_that_fails_is_started_again(start: Callable[..., Job], options: l
     job = start(FAILS.format(useful=9, failures=2), *options, "--restarts", "3")
     stdout, stderr = job.process.communicate(timeout=SECONDS)
     assert (job.process.returncode, stdout) == (0, "done\n")
-    assert "restarting (1 of 3): it failed with exit code 7 after 3 steps" in stderr
+    assert "restarting (1 of 3): the run failed with exit code 7 after 3 steps" in stderr
     assert "restarting (2 of 3)" in stderr and "(3 of 3)" not in stderr
 
 

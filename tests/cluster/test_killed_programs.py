@@ -64,7 +64,7 @@ HOROVODRUN = {
     "ssh of the agent": Program(
         False,
         r"ssh .*start\.agent",
-        rf"{BROKE}: the ssh here that ran its agent {KILLED}|node2: the ssh here .* SIGKILL",
+        rf"{BROKE}: the local ssh process that ran its agent {KILLED}|node2: the local ssh process .* SIGKILL",
     ),
     "agent": Program(
         True,
@@ -73,7 +73,7 @@ HOROVODRUN = {
     ),
     **RANKS,
 }
-SSH = rf"{BROKE}: the ssh here that ran rank 1 {KILLED}"
+SSH = rf"{BROKE}: the local ssh process that ran rank 1 {KILLED}"
 PROGRAMS = {
     "mpi": {
         "mpirun": Program(False, r"\S*mpirun (?!--version)", "^mpirun" + WAITS),
@@ -94,7 +94,7 @@ PROGRAMS = {
         "shell here": Program(
             False,
             r"/bin/sh -c env ",
-            rf"shell here that ran rank 0 {KILLED}|for rank 0, .* was killed by SIGTERM",
+            rf"local shell that ran rank 0 {KILLED}|for rank 0, .* was killed by SIGTERM",
         ),
         "shell of ssh": Program(False, r"/bin/sh -c ssh ", SSH),
         "ssh": Program(False, r"ssh .*hvdtrain\.worker", SSH),

@@ -1,7 +1,7 @@
 """Cases that nobody wrote, for hypothesis: layers, losses, metrics, weights and data in any combination.
 
 What is in it must come out equal, warned or refused on any number of ranks. Adam and its like have a large epsilon:
-where a gradient is nothing but rounding (a bias before a normalisation), they would otherwise make a step of it.
+where a gradient is nothing but rounding (a bias before a normalization), they would otherwise make a step of it.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class ClippedByHand(ByHand):
         super().apply(clipped)
 
 
-class NormalisedByHand(ByHand):
+class NormalizedByHand(ByHand):
     def apply(self, gradients: Any) -> None:
         super().apply([g / (tf.norm(g) + 1e-3) for g in gradients])
 

@@ -40,9 +40,9 @@ def test_other_data_than_arrays(results: Results) -> None:
 
 def test_data_that_does_not_come_again_is_refused(results: Results) -> None:
     for found in results.of("case_data_has_changed"):
-        assert "does not bring the batches that it brought before" in found["other order"]
+        assert "does not yield the same batches as before" in found["other order"]
         assert "training data that comes in the same order" in found["live"]
-        assert "cannot be rewound: pass the function that makes it" in found["live"]
+        assert "cannot be read a second time: pass the function that creates it" in found["live"]
 
 
 @pytest.mark.slow

@@ -20,7 +20,9 @@ def test_stopped(results: Results) -> None:
         assert several.startswith("the loss became nan in step 4 of epoch 1 on rank 0")
         for message in found.values():
             assert message.startswith("the loss became nan in step 3 of epoch 1 on rank 1")
-            assert "which had examples 20, 21, 22, 23 of the data, and the training" in message
+            assert (
+                "which had examples 20, 21, 22, 23 of the data, and training has stopped" in message
+            )
 
 
 def test_skipped(results: Results) -> None:
@@ -38,7 +40,7 @@ def test_skipped(results: Results) -> None:
 
 def test_nothing_but_skipped_steps_ends(results: Results) -> None:
     for message in results.of("case_skipped_until_the_end"):
-        assert "steps were all skipped (on_nan='skip'): the training has stopped" in message
+        assert "steps were all skipped (on_nan='skip'): training has stopped" in message
 
 
 def test_rewound(results: Results) -> None:

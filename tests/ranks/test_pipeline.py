@@ -161,7 +161,7 @@ def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
 
 def test_what_micro_batches_do_otherwise_is_said_once(two: Results) -> None:
     (warning,), none = two.of("case_warned")
-    assert "batch_normalization' normalises by a micro-batch" in warning
+    assert "batch_normalization' normalizes by a micro-batch" in warning
     assert "dropout' draws random numbers for each" in warning
     assert "'centred' differs if it looks at several examples at once" in warning
     assert "the loss 'spread' differs unless it is a mean" in warning

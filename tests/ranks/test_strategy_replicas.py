@@ -63,7 +63,7 @@ def test_a_metric_whose_states_do_not_add_up_is_named(strategy: str) -> None:
 
 def test_what_parts_do_otherwise_is_said_once(strategy: str) -> None:
     (warning,) = complaints(strategy, "case_parts_that_do_otherwise")
-    assert "batch_normalization' normalises by each replica's part of a batch" in warning
+    assert "batch_normalization' normalizes by each replica's part of a batch" in warning
     assert "dropout' draws random numbers for each" in warning
     assert "'centred' differs if it looks at several examples at once" in warning
 

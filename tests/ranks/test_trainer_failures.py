@@ -72,8 +72,8 @@ def test_disagreements(results: Results) -> None:
 
 
 STREAMS = {
-    "length": "the data of rank 0 ended after 3 steps, that of rank 1 goes on",
-    "shorter": "the data of rank 1 ended after 3 steps, that of rank 0 goes on",
+    "length": "the data of rank 0 ended after 3 steps, while rank 1 has more",
+    "shorter": "the data of rank 1 ended after 3 steps, while rank 0 has more",
     "shuffle": "the batch of step 1 on rank 1 is not that of rank 0",
     "shard": "the batch of step 1 on rank 1 is not that of rank 0",
     "content": "the batch of step 1 on rank 1 is not that of rank 0",

@@ -12,6 +12,7 @@ import pytest
 
 from hvdtrain.checkpoint import folder as checkpoints
 from hvdtrain.checkpoint.folder import Checkpoint, Disk, newest, numbered, save
+from hvdtrain.errors import UsageError
 
 
 def state(value: float) -> Checkpoint:
@@ -48,6 +49,16 @@ def test_what_is_saved_is_read_again(tmp_path: Path) -> None:
 def test_one_that_an_earlier_version_wrote_is_read() -> None:
     """Written once and kept: a change of the format that forgets to raise FORMAT fails here."""
     assert_same(newest(Path(__file__).with_name("golden") / "checkpoint"), 5.0)
+
+
+def test_one_of_another_format_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its run would start from scratch, or from an older one, in the place of a change of version."""
+    save(tmp_path, 3, state(3.0))
+    monkeypatch.setattr(checkpoints, "FORMAT", checkpoints.FORMAT + 1)
+    with pytest.raises(UsageError, match=r"format 1, .* reads format 2: resume with the version"):
+        newest(tmp_path)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Failing:
     ("url", "message"),
     [
         ("nowhere://bucket", "Protocol not known"),
-        ("s3://me:hunter2@bucket/run", "holds a user name or password"),
+        ("s3://me:hunter2@bucket/run", "contains a user name or password"),
     ],
 )
 def test_what_cannot_be_a_mirror(url: str, message: str) -> None:
@@ -142,6 +142,6 @@ def test_a_mirror_that_fails_is_warned_of_and_the_training_goes_on(
         raise MirrorError("no connection")
 
     monkeypatch.setattr(Mirror, "copy", copy)
-    with pytest.warns(UserWarning, match=rf"step 4 is not in '{url}', training goes on: no conn"):
+    with pytest.warns(UserWarning, match=rf"step 4 could not be copied to '{url}': no conn"):
         train(tmp_path, Checkpoints(mirror=url), epochs=1)
     assert [path.name[-1] for path in numbered(tmp_path / "checkpoints")] == ["4"]

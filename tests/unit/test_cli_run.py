@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["-np", "two", "train.py"], "for '-np' / '--num-proc': 'two' is not a valid integer"),
         (
             ["--host-discovery-script", "x", "train.py"],
-            "the number of workers to start with is not known: add -np N",
+            "--host-discovery-script needs the number of workers to start with: add -np N",
         ),
         (["-np", "2"], "Missing argument 'SCRIPT'"),
         (
@@ -237,7 +237,7 @@ def test_stall_times_that_exclude_each_other_are_adjusted(
     result = call("run", "--dry-run", "-np", "2", *given, "train.py")
     assert f"--stall-check-warning-time-seconds {taken[0]} " in result.stdout
     assert f"--stall-check-shutdown-time-seconds {taken[1]} " in result.stdout
-    assert result.stderr.endswith(f": taking {taken[1]} and {taken[0]}\n")
+    assert result.stderr.endswith(f": using {taken[1]} and {taken[0]}\n")
     assert result.stderr.count("\n") == 1
     never = call("run", "--dry-run", "-np", "2", "--no-stall-check", *given[:0], "train.py")
     assert never.stderr == ""
@@ -319,8 +319,8 @@ def test_each_long_name_is_a_variable(
     [
         (["--nnodes=2"], "-H NAME:SLOTS,... names the hosts"),
         (["--num_machines", "2"], "-H NAME:SLOTS,... names the hosts"),
-        (["--master-addr", "a"], "leave it out: hvdtrain run is called once"),
-        (["--rdzv_endpoint=a:1"], "leave it out: hvdtrain run is called once"),
+        (["--master-addr", "a"], "leave it out: start hvdtrain run once"),
+        (["--rdzv_endpoint=a:1"], "leave it out: start hvdtrain run once"),
         (["-x", "A=b"], "--env NAME=VALUE"),
     ],
 )

@@ -398,7 +398,7 @@ def test_arguments_behind_dashes_are_for_the_script_of_the_file(folder: Path) ->
     assert shown("--config", "run.yaml", "--", "-x")["arguments"] == (["-x"], "command line")
     wrong = call("--config", "run.yaml", "--epoch", "9")
     assert "No such option '--epoch'" in wrong.stderr
-    assert "Arguments for a script that a file names go after --." in wrong.stderr
+    assert "If the configuration names the script, put its arguments after --." in wrong.stderr
     (folder / "-t.py").touch()
     assert call("--dry-run", "-np", "1", "--", "-t.py", "x").stdout.endswith(" -t.py x\n")
 

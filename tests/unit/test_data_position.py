@@ -176,6 +176,6 @@ def test_what_another_process_cannot_read_again_is_said() -> None:
     assert "several threads" in reason(slices().map(drawing(seed=1), **at_once).batch(4))
     unordered = slices().map(lambda x, y: (x, y), deterministic=False, **at_once)
     assert "deterministic=False" in reason(unordered.batch(4))
-    assert "cannot be rewound: pass the function" in reason(reordered()())
+    assert "cannot be read a second time: pass the function" in reason(reordered()())
     own = make_source(reordered()(), global_batch_size=BATCH, shuffle=True, seed=1)
     assert OwnSource(own, None).unrepeatable == own.unrepeatable

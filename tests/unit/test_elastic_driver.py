@@ -148,7 +148,7 @@ def test_the_reason_for_an_end_is_said(
     said = capfdbinary.readouterr().err.decode()
     assert "the job ends: --reset-limit 3 allows no more restarts" in said
     assert "the job ends: no hosts are left" in said
-    assert "it needs 2 slots, and 1 were available in the last 0.1 seconds (--elastic-time" in said
+    assert "it needs 2 slots, but had only 1 in the last 0.1 seconds (--elastic-time" in said
 
 
 def test_a_host_whose_ranks_all_failed_comes_last(start: Callable[..., Job]) -> None:

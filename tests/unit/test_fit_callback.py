@@ -32,8 +32,8 @@ def fit(callback: Any, epochs: int = 2, units: int = 3, factor: float = 1.0) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 1}, "keep=1: pass a whole number, at least 2"),
-        ({"every_epochs": 1.5}, "every_epochs=1.5: pass a whole number, at least 1"),
+        ({"keep": 1}, "keep=1: pass an integer, 2 or more"),
+        ({"every_epochs": 1.5}, "every_epochs=1.5: pass an integer, 1 or more"),
     ],
 )
 def test_numbers_that_are_too_small(tmp_path: Path, options: Any, message: str) -> None:
@@ -47,8 +47,10 @@ def test_it_goes_on_and_says_so(
     assert fit(CheckpointCallback(tmp_path, every_epochs=2), epochs=3) == [0, 1, 2]
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["2", "3"], "and the last"
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
-    assert f"{tmp_path}: resuming after epoch 3 of 5" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="an earlier fit of this process has trained all epochs"):
+    assert f"folder '{tmp_path}': resuming in epoch 4 of 5" in capsys.readouterr().out
+    with pytest.raises(
+        UsageError, match="an earlier fit in this process has trained all its epochs"
+    ):
         fit(CheckpointCallback(tmp_path), epochs=5)
     monkeypatch.setattr(fit_callback, "this_process", lambda: "another one")
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
@@ -59,10 +61,10 @@ def test_it_goes_on_and_says_so(
 def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:
     callback = CheckpointCallback(tmp_path)
     fit(callback)
-    with pytest.raises(UsageError, match="belongs to a fit that has ended: make a new one"):
+    with pytest.raises(UsageError, match="was used by a fit that has ended: create a new one"):
         fit(callback)
     with pytest.raises(
-        UsageError, match=r"kernel.*is of shape \[4, 5\], and was of shape \[4, 3\]"
+        UsageError, match=r"kernel.*has shape \[4, 5\] here, \[4, 3\] in the checkpoint"
     ):
         fit(CheckpointCallback(tmp_path), units=5)
     assert fit(CheckpointCallback(tmp_path), epochs=3) == [0, 1, 2], "the refusal keeps no lock"
@@ -70,7 +72,9 @@ def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:
 
 def test_weights_that_are_nan_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
     fit(CheckpointCallback(tmp_path))
-    with pytest.warns(UserWarning, match="No checkpoint after step 3: .*kernel.* holds nan or inf"):
+    with pytest.warns(
+        UserWarning, match="No checkpoint was written after step 3: .*kernel.* holds nan or inf"
+    ):
         fit(CheckpointCallback(tmp_path), epochs=3, factor=np.nan)
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2"]
 
@@ -175,7 +179,7 @@ def test_a_managers_folder_is_refused(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keras.Variable(1.0))
     manager.save(1)
     manager.close()
-    with pytest.raises(UsageError, match="has checkpoints of another training"):
+    with pytest.raises(UsageError, match="has checkpoints of another run"):
         fit(CheckpointCallback(tmp_path))
 
 

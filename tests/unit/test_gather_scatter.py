@@ -129,7 +129,7 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
 
     found = run_ranks(thread_ranks(4), work)
     assert {str(error) for error in found} == {
-        "variable 'up' is of shape [4, 6] in the state, and of shape [4, 8] here"
+        "variable 'up' has shape [4, 6] in the state, but shape [4, 8] here"
     }
     assert all(isinstance(error, UsageError) for error in found)
     assert held == {}

@@ -44,7 +44,7 @@ def test_a_report_of_another_version_may_tell_more() -> None:
             "denied (publickey).", "the identity file does not exist"),
         (255, "kex_exchange_identification: bad", "ssh failed: kex_exchange_identification: bad"),
         (255, "", "ssh failed: no output"),
-        (-9, "", "the ssh here that reached it was ended by SIGKILL"),
+        (-9, "", "the local ssh process connected to it was ended by SIGKILL"),
         (127, "env: '/v/python': No such file or directory", "there is no Python at /v/python"),
         (127, "bash: line 1: env: command not found", "there is no Python at /v/python"),
         (1, "/v/python: Error while finding module specification\nModuleNotFoundError: "

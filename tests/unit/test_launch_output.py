@@ -197,7 +197,7 @@ def test_what_tensorflow_says_of_a_worker_that_has_gone_is_noise() -> None:
     )
     assert all(map(is_noise, said.splitlines()))
     assert not is_noise(
-        b"Worker 1 is gone: another worker takes over its step, and it may come back"
+        b"Worker 1 is lost: another worker takes over its step. The worker may return"
     )
 
 

@@ -99,9 +99,7 @@ def test_the_slots_that_servers_leave_are_the_workers() -> None:
     assert number_of_workers(None, 1, parse_hosts("a:2,b:2")) == 3
     assert number_of_workers(2, 1, parse_hosts("a:2,b:2")) == 2
     for hosts in ("", "a:1"):
-        with pytest.raises(
-            UsageError, match=r"^the number of workers is not known: add --workers N"
-        ):
+        with pytest.raises(UsageError, match=r"^the number of workers is missing: add --workers N"):
             number_of_workers(None, 1, parse_hosts(hosts) if hosts else ())
 
 
@@ -160,7 +158,7 @@ def test_where_a_tpu_is(tmp_path: Path) -> None:
 
 
 def test_central_storage_needs_two_gpus_or_a_number(tmp_path: Path) -> None:
-    for count, words in ((0, "there is none here"), (1, "there is one here")):
+    for count, words in ((0, "this one has none"), (1, "this one has one")):
         with pytest.raises(
             UsageError, match=f"^strategy central-storage needs .* {words}: use -np N"
         ):

@@ -97,8 +97,8 @@ def test_a_state_that_does_not_fit() -> None:
     entries = [Entry((0, 0, 0), "a", (2, 3), "float32", 0, ((0, 6),))]
     assert misfit(entries, {"a": np.zeros((2, 3))}) is None
     found = misfit(entries, {"a": np.zeros((3, 2))})
-    assert found == "variable 'a' is of shape [3, 2] in the state, and of shape [2, 3] here"
-    assert "no variable 'a', which is of shape [2, 3]" in str(misfit(entries, {}))
+    assert found == "variable 'a' has shape [3, 2] in the state, but shape [2, 3] here"
+    assert "no variable 'a', which has shape [2, 3]" in str(misfit(entries, {}))
     more = misfit(entries, {"a": np.zeros((2, 3)), "b": np.zeros(5)})
     assert "'b' of shape [5]" in str(more)
 

@@ -131,5 +131,5 @@ def test_what_cannot_work_is_said(found: Any) -> None:
     assert "this process has CPU:0, CPU:1, CPU:2" in device
     assert "Paths: first, outer, block, block/up, block/inner, last" in pattern
     assert "not a regular expression" in expression
-    assert "'first' is put on" in two
-    assert "before training it" in late
+    assert "'first' is placed on" in two
+    assert "before training" in late

@@ -204,6 +204,7 @@ def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
 
 
 BROKE = "hvdtrain: the connection to host node2 broke"
+KILLED = "was killed by SIGKILL (out of memory?)"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ BROKE = "hvdtrain: the connection to host node2 broke"
         ("exit 255", "", 255, ""),
         ("kill -KILL $$", "", 137, ""),
         ("kill -TERM $$", "", 143, ""),
-        ("", "kill -KILL $$", 1, f"{BROKE}: the ssh here that ran rank 1 was killed by SIGKILL (out of memory?)\n"),
+        ("", "kill -KILL $$", 1, f"{BROKE}: the local ssh process that ran rank 1 {KILLED}\n"),
         ("", "exit 255", 1, f"{BROKE}\n"),
     ],
 )  # fmt: skip

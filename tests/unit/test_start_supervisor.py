@@ -129,7 +129,7 @@ def test_a_lost_host_ends_the_launch() -> None:
 @pytest.mark.parametrize(
     ("code", "words", "says"),
     [
-        (-9, "", "the connection to host b broke: the ssh here that ran its agent was killed by SIGKILL"),
+        (-9, "", "the connection to host b broke: the local ssh process that ran its agent was killed by SIGKILL"),
         (255, "noise\nTimeout, b not responding.\n", "the connection to host b broke (Timeout, b not"),
         (255, "", "the connection to host b broke, or hvdtrain's agent there was killed"),
         (1, "Traceback\nOSError: no disk\n", "hvdtrain's agent on host b failed (exit code 1): OSError: no disk"),

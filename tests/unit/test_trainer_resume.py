@@ -99,9 +99,9 @@ def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         ended += [saved.steps] if saved.is_told_to_end() else []
     assert 50 <= ended[0] <= 62, "steps of 0.1 s, looked at once a second"
     assert not saved.is_told_to_end() and saved.is_told_to_end(now=True)
-    assert f"was told to end by the file '{file}', and stopped after" in str(saved.preempted())
+    assert f"was asked to stop (by the file '{file}'), and stopped after" in str(saved.preempted())
     file.unlink()
-    assert "was told to end, and stopped after" in str(saved.preempted())
+    assert "was asked to stop, and stopped after" in str(saved.preempted())
 
 
 class SlowDisk:
@@ -177,8 +177,8 @@ def test_a_full_disk_and_weights_that_are_nan_are_warned_of_once_each(saving: An
         step(2, last=True, value=float("nan"))
         step(3, last=True)
     assert [str(one.message).partition(":")[0] for one in caught] == [
-        "No checkpoint after step 1, training goes on",
-        "No checkpoint after step 2",
+        "No checkpoint was written after step 1",
+        "No checkpoint was written after step 2",
     ]
     assert disk.written == [(3, 3.0)]
 
@@ -209,7 +209,10 @@ def test_a_warning_that_is_an_error_keeps_no_lock(saving: Any, tmp_path: Path) -
     saved, step = saving(disk)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match="No checkpoint after step 1"), saved.opened(0, {}):
+        with (
+            pytest.raises(UserWarning, match="No checkpoint was written after step 1"),
+            saved.opened(0, {}),
+        ):
             step(1)
     os.close(lock_folder(tmp_path / "checkpoints", "checkpoints"))
 
@@ -271,7 +274,7 @@ def test_what_is_not_kept_is_named_once() -> None:
     states = CallbackStates([callback])
     callback.count = np.ones(2)
     callback.file = object()
-    with pytest.warns(UserWarning, match="do not hold file of the callback Held"):
+    with pytest.warns(UserWarning, match="Held changed file during training"):
         found = states.take()
     assert list(found["Held 1"]) == ["count"]
     with warnings.catch_warnings():

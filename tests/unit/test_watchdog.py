@@ -79,7 +79,7 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         (
             [rank(0), rank(1, state="stopped", held=20, host="b")],
             "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others wait for it: "
-            "what stopped it? `kill -CONT` lets it go on\n"
+            "was it a debugger, Ctrl-Z or `kill -STOP`?\n"
             "  rank 0: in training, step 8\n"
             "  rank 1: in training, step 8, stopped",
         ),
@@ -96,17 +96,17 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
                 rank(1, "starting", quiet=300),
                 rank(2, "starting", quiet=301, state="uninterruptible"),
             ],
-            "rank 1 (process 101), rank 2 (process 102) are not there: for 300 s others have waited for "
+            "rank 1 (process 101), rank 2 (process 102) are missing: others have waited 300 s for "
             "them in hvdtrain.init()\n"
             "  rank 0: in hvdtrain.init()\n"
-            "  rank 1: in starting\n"
-            "  rank 2: in starting, uninterruptible",
+            "  rank 1: in start-up\n"
+            "  rank 2: in start-up, uninterruptible",
         ),
         (
             [rank(0, "init", waiting=True, idle=900), rank(1, "starting", quiet=0)],
-            "rank 1 (process 101) is not there: for 900 s others have waited for it in hvdtrain.init()\n"
+            "rank 1 (process 101) is missing: others have waited 900 s for it in hvdtrain.init()\n"
             "  rank 0: in hvdtrain.init()\n"
-            "  rank 1: in starting",
+            "  rank 1: in start-up",
         ),
         (
             [rank(n, "init", waiting=True, idle=301) for n in range(2)],
@@ -115,8 +115,8 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         ),
         (
             [rank(n, "init", waiting=True, idle=301, size=4) for n in (0, 2)],
-            "ranks 1, 3 have not started, and for 300 s the others have waited in hvdtrain.init(): look at the hosts "
-            "on which there is no rank yet\n"
+            "ranks 1, 3 have not started, and for 300 s the others have waited in hvdtrain.init(): check the hosts "
+            "where no rank has started\n"
             "  ranks 0, 2: in hvdtrain.init()",
         ),
         (
@@ -127,14 +127,14 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         (
             [rank(0, "ended", quiet=901), rank(1, "ended", state="gone", held=1000)],
             "all ranks finished, but the run did not end within 900 s\n"
-            "  rank 0: in ended\n"
-            "  rank 1: in ended, gone",
+            "  rank 0: in shutdown\n"
+            "  rank 1: in shutdown, gone",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],
             "no rank has made progress for 1800 s (--hang-timeout)\n"
             "  rank 0: in training, step 8\n"
-            "  rank 1: in input, step 7",
+            "  rank 1: in data input, step 7",
         ),
     ],
 )

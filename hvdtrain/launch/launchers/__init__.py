@@ -40,7 +40,7 @@ def find_launcher(name: str) -> Prepare:
     entry = _entry_points().get(name)
     if entry is None:
         names = launcher_names()
-        hint = did_you_mean(name, names) or f" There are {', '.join(names)}."
+        hint = did_you_mean(name, names) or f" Choose from {', '.join(names)}."
         raise UsageError(f"--launcher {name}: there is no such launcher here.{hint}")
     try:
         found = entry.load()

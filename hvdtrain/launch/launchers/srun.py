@@ -96,7 +96,7 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
     if allocation is None:
         if wanted == "srun":
             raise UsageError(
-                "--launcher srun works only inside a Slurm job: start with sbatch, salloc or "
+                "--launcher srun works only inside a Slurm job: start it with sbatch, salloc or "
                 "hvdtrain submit"
             )
         return "horovodrun"

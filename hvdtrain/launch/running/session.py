@@ -122,7 +122,7 @@ def run_launch(
             return code
         restarts += 1
         print(
-            f"\nrestarting ({restarts} of {patience.restarts}): it failed with exit code {code} "
+            f"\nrestarting ({restarts} of {patience.restarts}): the run failed with exit code {code} "
             f"after {progress}",
             file=sys.stderr,
             flush=True,
@@ -138,8 +138,8 @@ def _require_limits() -> None:
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft < least:
             raise UsageError(
-                f"this shell allows only {soft} {what} (ulimit {option}): no launch works with that. "
-                "`hvdtrain doctor` names good limits"
+                f"this shell allows only {soft} {what} (ulimit {option}), too few for a launch: raise the limit; "
+                "`hvdtrain doctor` suggests a value"
             )
 
 
@@ -281,7 +281,7 @@ class _ShownRun:
         reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
         if reason and not self.hung:
             self.hung = reason
-            self.output.say("\nthis run hangs: its ranks print their stacks and are ended")
+            self.output.say("\nthis run hangs: printing the stacks of its ranks, then ending them")
         return bool(self.hung)
 
     def is_unread(self) -> bool:
@@ -308,6 +308,6 @@ def _time_of_day() -> bytes:
 
 
 def _stopping(received: signal.Signals, unread: bool, process_names: ProcessNames) -> str:
-    why = "nobody reads the output" if unread else received.name
+    why = "the output is no longer read" if unread else received.name
     what = "all ranks" if process_names == RANKS else "the run"
     return f"\n{why}: stopping {what} (repeat to stop at once)"

@@ -40,7 +40,7 @@ class StoppedProgram:
         place = f" on host {self.host}" if self.host else ""
         return (
             f"{self.name}{place} (process {self.pid}), which the run waits for, "
-            "is stopped (SIGSTOP): what stopped it? `kill -CONT` lets it go on"
+            "is stopped (SIGSTOP): was it a debugger, Ctrl-Z or `kill -STOP`?"
         )
 
 

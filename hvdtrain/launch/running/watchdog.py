@@ -205,7 +205,7 @@ def _frozen(ranks: Sequence[RankStatus]) -> str:
     return _sentence(
         [one for one in ranks if one.state == "stopped"],
         "stopped (SIGSTOP), and the others wait for THEM",
-        "what stopped it? `kill -CONT` lets it go on",
+        "was it a debugger, Ctrl-Z or `kill -STOP`?",
     )
 
 
@@ -240,7 +240,7 @@ def _awaited(
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):
-        missing = f"not there: for {limit:g} s others have waited for THEM in {INIT}"
+        missing = f"missing: others have waited {limit:g} s for THEM in {INIT}"
         return _frozen(late) or _sentence(late, missing, "")
     if waiting and len(waiting) == len(there):
         where = " and ".join(sorted({_meeting(one) for one in waiting}))
@@ -249,7 +249,7 @@ def _awaited(
             have = "has" if len(unseen) == 1 else "have"
             return (
                 f"{ranks_in_words(unseen)} {have} not started, and for {limit:g} s the others have waited in {where}: "
-                "look at the hosts on which there is no rank yet"
+                "check the hosts where no rank has started"
             )
         return (
             _frozen(there)

@@ -243,8 +243,8 @@ _NAME_OF_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 _WARN = """\
 run=
 
-# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank. It may come
-# before the number of the process is in $run.
+# Pass on Slurm's warning (the time limit is near, or the job is being preempted) to every rank. It may arrive before
+# $run holds the process ID.
 warn() {
     run=${run:-$!}
     kill -USR1 "$run"
@@ -261,15 +261,15 @@ warned=
 ending=
 timer=
 
-# Training that has not ended shortly before the job's end goes back into the queue.
+# Requeue the job if training has not ended shortly before the time limit.
 requeue_in_time() {{
     left={warning - MARGIN_SECONDS}
     end=$(squeue --noheader --jobs="$job" --format=%e)
-    # Where Slurm does not tell the end, it is as near as the warning says.
+    # If Slurm does not report the end time, it is as near as the warning says.
     case $end in
     ????-??-??T*) last=$(date --date="$end" +%s) && left=$((last - {MARGIN_SECONDS} - $(date +%s))) ;;
     esac
-    # Waits without a child process, which could outlive this one and keep the job's output open.
+    # Wait without a child process, which could outlive this one and keep the job's output open.
     [ "$left" -gt 0 ] && read -rt "$left" <> <(:)
     scontrol requeue "$job"
 }}
@@ -277,8 +277,8 @@ requeue_in_time() {{
 
 
 _WARN_AND_REQUEUE = """\
-# Slurm's warning, that the time limit is near or other jobs are to have the nodes, goes on to every rank. It may come
-# before the number of the process is in $run.
+# Pass on Slurm's warning (the time limit is near, or the job is being preempted) to every rank. It may arrive before
+# $run holds the process ID.
 warn() {
     warned=yes
     run=${run:-$!} # From here on $! is the timer.
@@ -287,7 +287,7 @@ warn() {
     timer=$!
 }
 
-# Slurm is ending the job, and tells its processes itself.
+# Slurm is ending the job, and signals its processes itself.
 end() {
     ending=yes
 }
@@ -300,12 +300,12 @@ _WAIT = """\
 run=${run:-$!}
 wait "$run"
 code=$?
-# A signal ends the waiting, not the training.
+# A signal interrupts wait, not the training.
 while kill -0 "$run" 2>/dev/null; do
     wait "$run"
     code=$?
 done
-# If it ended right after a signal, the code so far is the signal's. 127: there is no other.
+# If it ended right after a signal, $code is still the signal's. 127: there is nothing left to wait for.
 wait "$run" 2>/dev/null
 last=$?
 [ "$last" -eq 127 ] || code=$last
@@ -313,7 +313,7 @@ last=$?
 
 _REQUEUE = """\
 [ -n "$timer" ] && kill "$timer" 2>/dev/null
-# It stopped because it was warned: it goes on later. Not if Slurm was told to end it.
+# It stopped because of the warning: requeue it, unless Slurm is ending the job.
 if [ "$code" -ne 0 ] && [ -n "$warned" ] && [ -z "$ending" ]; then
     scontrol requeue "$job"
 fi

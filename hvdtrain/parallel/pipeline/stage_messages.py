@@ -72,7 +72,7 @@ class Exchange:
             dtypes = [np.dtype(dtype) for dtype in _dtypes(self._stage.sent)]
             if [array.dtype for array in arrays] != dtypes:
                 raise EngineError(
-                    f"Stage {self._stage.index} makes {[str(a.dtype) for a in arrays]} where the model says "
+                    f"Stage {self._stage.index} computes {[str(a.dtype) for a in arrays]}, but the model declares "
                     f"{[str(d) for d in dtypes]}: give the layers at the cut a fixed dtype"
                 )
             shapes = [dimension for array in arrays for dimension in array.shape]

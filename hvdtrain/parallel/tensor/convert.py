@@ -185,7 +185,7 @@ def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
             if found.setdefault(i, way) != way:
                 raise UsageError(
                     f"split: layer {layers.paths[i][0]!r} is split by {found[i]} by {by_pattern[i]!r} and by {way} "
-                    f"by {pattern!r}: let one pattern name it"
+                    f"by {pattern!r}: let only one pattern match it"
                 )
             by_pattern[i] = pattern
     return {i: found[i] for i in layers.by_id if i in found}
@@ -200,7 +200,7 @@ def _require_kind(path: str, layer: Any, way: str) -> None:
         kinds = ", ".join(kind.__name__ for kind in KINDS)
         raise UsageError(
             f"split: layer {path!r} is a {type(layer).__name__}, which cannot be split; these can: {kinds} "
-            "(but not their subclasses). Let the pattern name layers of these kinds only"
+            "(but not their subclasses). Let the pattern match only layers of these kinds"
         )
     if way not in ways:
         raise UsageError(

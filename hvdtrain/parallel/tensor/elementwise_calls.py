@@ -1,6 +1,6 @@
 """What may stand between a column-split and a row-split layer: calls that treat each element alone.
 
-Anything else (softmax, normalisation, reshaping) would see one rank's part and take it for the whole.
+Anything else (softmax, normalization, reshaping) would see one rank's part and take it for the whole.
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ class PatientRegistry(WorkerStateRegistry):
         """
         if READY in self._states.values():
             for host, slot in sorted(self.get(SUCCESS)):
-                say(f"local rank {slot} of host {host} ended with exit code 0, while others go on")
+                say(
+                    f"local rank {slot} of host {host} ended with exit code 0, while others continue"
+                )
                 self._states[host, slot] = FAILURE
                 self._workers[FAILURE].add((host, slot))
             self._workers[SUCCESS].clear()
@@ -93,7 +95,7 @@ class PatientDriver(ElasticDriver):
         except TimeoutException:
             found = self._host_manager.current_hosts.count_available_slots()
             say(
-                f"the job ends: it needs {min_num_proc} slots, and {found} were available in the last {self._timeout} "
+                f"the job ends: it needs {min_num_proc} slots, but had only {found} in the last {self._timeout} "
                 "seconds (--elastic-timeout)"
             )
             raise

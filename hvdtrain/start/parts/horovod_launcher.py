@@ -181,8 +181,8 @@ def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
         return ""
     longest = max(sizes, key=lambda name: sizes[name])
     return (
-        f"the {len(sizes)} variables that ranks on other hosts need when they start have {sum(sizes.values())} bytes, "
-        f"and a command has room for {_ROOM} of them: unset some, or shorten {longest}, the longest ({sizes[longest]})"
+        f"the {len(sizes)} environment variables passed to ranks on other hosts have {sum(sizes.values())} bytes, and "
+        f"a command has room for {_ROOM}: unset some, or shorten {longest}, the longest ({sizes[longest]} bytes)"
     )
 
 

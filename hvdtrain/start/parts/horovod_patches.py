@@ -311,8 +311,8 @@ def end_of_rank(code: int, host: str, rank: int) -> tuple[int, str]:
         return EXIT_FAILURE, f"Horovod's helper for rank {rank}, which waits for it, {how}"
     broke = f"the connection to host {host} broke"
     if code in _SIGNALS:
-        what = f"{broke}: the ssh" if host else "the shell"
-        return EXIT_FAILURE, f"{what} here that ran rank {rank} {how_it_ended(code)}"
+        what = f"{broke}: the local ssh process" if host else "the local shell"
+        return EXIT_FAILURE, f"{what} that ran rank {rank} {how_it_ended(code)}"
     if host and code == SSH_FAILED:
         return EXIT_FAILURE, broke
     told = code - _SHIFT

@@ -271,7 +271,7 @@ def how_lost(host: str, code: int, words: str) -> str:
     broke = f"the connection to host {host} broke"
     last = words.strip().rpartition("\n")[2].strip()
     if code < 0:
-        return f"{broke}: the ssh here that ran its agent {how_it_ended(shell_code(code))}"
+        return f"{broke}: the local ssh process that ran its agent {how_it_ended(shell_code(code))}"
     if code == SSH_FAILED:
         return f"{broke} ({last})" if last else f"{broke}, or hvdtrain's agent there was killed"
     return f"hvdtrain's agent on host {host} failed (exit code {code}){f': {last}' if last else ''}"

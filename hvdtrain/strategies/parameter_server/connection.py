@@ -110,8 +110,8 @@ def wait_for_all(
             return
         sleep(POLL_SECONDS)
     raise EngineError(
-        f"No answer for {seconds:.0f} s from {', '.join(f'{n} at {a}' for n, a in missing)}: did it start, and can "
-        "this host reach it?"
+        f"No answer for {seconds:.0f} s from {', '.join(f'{n} at {a}' for n, a in missing)}: check that it has "
+        "started, and that this host can reach it"
     )
 
 
@@ -132,7 +132,7 @@ def _own_words(record: logging.LogRecord) -> bool:
     lost = re.match(r"Worker /job:worker/replica:0/task:(\d+) failed", record.getMessage())
     if lost:
         print(
-            f"Worker {lost[1]} is gone: another worker takes over its step, and it may come back",
+            f"Worker {lost[1]} is lost: another worker takes over its step. The worker may return",
             file=sys.stderr,
             flush=True,
         )

@@ -29,7 +29,7 @@ CASES = (
     _step("gradients halved", "ScaledByHand", **HAND),
     _step("a decay of the weights added to the gradients", "DecayedByHand", **HAND),
     _step("gradients clipped by their norm", "ClippedByHand", **HAND),
-    _step("gradients by their norm", "NormalisedByHand", **HAND),
+    _step("gradients by their norm", "NormalizedByHand", **HAND),
     _step("signs of the gradients", "SignsByHand", **HAND),
     _step("no optimizer: assign_sub", "AssignedByHand", **HAND),
     _step("steps with a large loss are left out", "SkippedByHand", **HAND),

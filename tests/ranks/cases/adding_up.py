@@ -160,7 +160,7 @@ def teaching() -> keras.Model:
 
 
 def case_state_without_gradients() -> dict[str, Any]:
-    """Counters, the vectors of spectral normalisation and target networks, with idle ranks."""
+    """Counters, the vectors of spectral normalization and target networks, with idle ranks."""
     mse = lambda: {"loss": "mse"}  # noqa: E731
     return {
         "counters": apart(counting, lambda: SGD(0.05), (X, Y), compiled=mse),
