@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +17,13 @@ from horovod.common.elastic import notification_manager
 
 from hvdtrain.environment import RESUME, START_FOLDER
 from hvdtrain.errors import EngineError, HvdtrainError
-from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic
-from hvdtrain.worker.heartbeat import in_phase
+from hvdtrain.rank_variables import is_elastic
+from hvdtrain.worker.elastic_place import place_in_job
 
 STARTED_AGAIN = "HVDTRAIN_STARTED_AGAIN"
 """How many steps were saved when this process started its script again, and how often it has done so since then."""
 MOST_STARTS = 3
 """Without a new checkpoint: what fails each time is not mended by one more."""
-
-RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-_PLACE = tuple(
-    f"HOROVOD_{of}{what}" for of in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
-)
 
 
 class WorkersChanged(HvdtrainError):
@@ -92,30 +86,6 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
     if START_FOLDER in os.environ:
         os.chdir(os.environ[START_FOLDER])  # The script's own path may be relative.
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
-
-
-def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Wait until all workers that go on are known; return the variables that tell this one its new place among them.
-
-    Horovod asks for it itself when it starts for the second time in a process; a new process must know it.
-
-    Raises:
-        EngineError: the launcher has gone.
-        SystemExit: the job goes on without this worker.
-    """
-    address, port = environ[RENDEZVOUS_ADDRESS], environ[RENDEZVOUS_PORT]
-    slot = f"{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}"
-    with in_phase("init", waiting=True):
-        try:
-            with urllib.request.urlopen(f"http://{address}:{port}/rank_and_size/{slot}") as answer:
-                numbers = answer.read().decode().split(",")
-        except OSError as error:
-            raise EngineError(
-                f"the launcher of this elastic job cannot be reached: {error}"
-            ) from error
-    if int(numbers[0]) < 0:
-        raise SystemExit(0)
-    return dict(zip(_PLACE, numbers, strict=True))
 
 
 def starts_before(environ: Mapping[str, str], steps: int) -> int:

@@ -43,6 +43,7 @@ from hvdtrain.trainer.elastic_job import WorkersChanged, start_again
 from hvdtrain.trainer.preemption import Preemption
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.run_facts import refuse_changes, refuse_parts
+from hvdtrain.worker.elastic_place import ON_DISK, tell_saved
 
 FOLDER = "checkpoints"
 
@@ -329,6 +330,7 @@ class SavedFit:
 
     def _write(self, steps: int, content: Checkpoint) -> None:
         path = save(self._folder, steps, content, self._schedule.keep)
+        tell_saved(ON_DISK)
         if self._mirror is not None:
             self._mirror.copy(path)
 

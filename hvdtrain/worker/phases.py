@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from hvdtrain.rank_variables import is_elastic
+from hvdtrain.worker.elastic_place import Commits, place_after_arrival
 from hvdtrain.worker.heartbeat import Phase, beat, current, in_phase
 from hvdtrain.worker.import_hooks import Hooks
 
@@ -36,12 +37,28 @@ def _follow_init(module: ModuleType) -> None:
 
     @functools.wraps(start)
     def init(self: Any, *args: Any, **kwargs: Any) -> Any:
+        elastic = is_elastic(os.environ)
         with in_phase("init", waiting=True):
+            if elastic and not self.is_initialized():
+                os.environ.update(place_after_arrival(os.environ))
             result = start(self, *args, **kwargs)
-        beat("script", rank=self.rank() if is_elastic(os.environ) else None)
+        beat("script", rank=self.rank() if elastic else None)
         return result
 
     basics.init = init
+
+
+def _follow_commits(module: ModuleType) -> None:
+    """horovod.common.elastic: what a worker has committed is where it goes on after a failure."""
+    commit, commits = module.State.commit, Commits()
+
+    @functools.wraps(commit)
+    def follow(self: Any) -> None:
+        commit(self)
+        if current().rank == 0:
+            commits.note()
+
+    module.State.commit = follow
 
 
 def _follow_collectives(module: ModuleType) -> None:
@@ -131,6 +148,7 @@ def _once(follow: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
 _FOLLOWED = "_hvdtrain_follows"
 HOOKS: Hooks = {
     "horovod.common.basics": _once(_follow_init),
+    "horovod.common.elastic": _once(_follow_commits),
     "horovod.tensorflow.mpi_ops": _once(_follow_collectives),
     "keras.src.callbacks.callback_list": _once(_follow_loops),
     "keras.src.saving.saving_api": _once(_follow_saving),

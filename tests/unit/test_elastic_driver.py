@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hvdtrain.start.parts.elastic_driver import (
     PatientRegistry,
 )
 from hvdtrain.start.parts.output_tags import CurrentRank
+from hvdtrain.worker.elastic_place import IN_MEMORY, ON_DISK
 
 SECONDS = 10
 
@@ -44,6 +46,7 @@ class Job:
         self.started: list[tuple[str, int]] = []
         self.marks: dict[tuple[str, int], CurrentRank] = {}
         self.ends: dict[tuple[str, int], queue.Queue[int]] = {}
+        self.waiting: dict[tuple[str, int], Future[SlotInfo]] = {}
 
     def run_rank(self, slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
         place = (slot.hostname, slot.local_rank)
@@ -63,6 +66,22 @@ class Job:
         slots = [one for slots in self.driver.host_assignments.values() for one in slots]
         return {one.rank: (one.hostname, one.local_rank) for one in slots}
 
+    def arrive(self, *places: tuple[str, int]) -> None:
+        """These ranks are about to start Horovod, and wait for their places."""
+        for place in places:
+            self.waiting[place] = future = Future()
+
+            def ask(place: tuple[str, int] = place, future: Future[SlotInfo] = future) -> None:
+                future.set_result(self.driver.arrive(*place))
+
+            threading.Thread(target=ask, daemon=True).start()
+
+    def told(self) -> dict[tuple[str, int], int]:
+        """The ranks of those that waited."""
+        found = {place: future.result(SECONDS).rank for place, future in self.waiting.items()}
+        self.waiting.clear()
+        return found
+
     def fail(self, *places: tuple[str, int], code: int = 137) -> None:
         """These ranks fail; the others see it and are ready for the next round."""
         round_before = self.driver._worker_registry.last_rendezvous()
@@ -70,7 +89,7 @@ class Job:
         for place in places:
             wait_for(lambda place=place: place in self.ends)
             self.ends.pop(place).put(code)
-        for place in others:
+        for place in others - {*self.waiting}:
             threading.Thread(target=self.driver.record_ready, args=place, daemon=True).start()
         wait_for(
             lambda: (
@@ -170,6 +189,90 @@ def test_a_host_whose_ranks_keep_failing(
     said = capfdbinary.readouterr().err.decode()
     assert said.count("local rank 1 of host b failed and is being restarted") == MOST_FAILURES - 1
     assert "host b is left out: ranks failed there 3 times in a row" in said
+
+
+def test_failures_with_progress_between_them_are_not_in_a_row(start: Callable[..., Job]) -> None:
+    job = start(a=1, b=2)
+    for _ in range(MOST_FAILURES + 1):
+        job.driver.note_saved(IN_MEMORY)
+        job.fail(("b", 1))
+        assert set(job.ranks().values()) == {("a", 0), ("b", 0), ("b", 1)}
+    for _ in range(MOST_FAILURES - 1):
+        job.fail(("b", 1))
+    wait_for(lambda: job.ranks() == {0: ("a", 0)})
+
+
+def test_a_failure_before_all_are_there_is_like_any_other(start: Callable[..., Job]) -> None:
+    """Horovod would be told of the ranks that there are, wait for the others, and abort the process."""
+    job = start(a=3)
+    job.arrive(("a", 0), ("a", 1))
+    time.sleep(0.2)
+    assert not any(future.done() for future in job.waiting.values())
+    job.fail(("a", 2))
+    wait_for(lambda: len(job.started) == 4)
+    assert not any(future.done() for future in job.waiting.values())
+    # One that has died while it waited is not taken for the one in its place.
+    job.fail(("a", 1))
+    wait_for(lambda: len(job.started) == 5)
+    assert job.waiting.pop(("a", 1)).result(SECONDS).rank == -1
+    job.arrive(("a", 2))
+    time.sleep(0.2)
+    assert not any(future.done() for future in job.waiting.values())
+    job.arrive(("a", 1))
+    assert job.told() == {("a", 0): 0, ("a", 2): 1, ("a", 1): 2}
+    assert job.driver.has_arrived("a", 0)
+    job.driver.note_saved(IN_MEMORY)
+    # Who comes back has met a failure of Horovod's.
+    job.arrive(("a", 0), ("a", 1))
+    job.fail(("a", 2))
+    wait_for(lambda: len(job.started) == 6)
+    job.arrive(("a", 2))
+    assert job.told() == {("a", 0): 0, ("a", 1): 1, ("a", 2): 2}
+
+
+def test_a_rank_that_leaves_with_0_while_others_wait_to_start(start: Callable[..., Job]) -> None:
+    job = start(a=2)
+    job.arrive(("a", 0))
+    job.fail(("a", 1), code=0)
+    wait_for(lambda: len(job.started) == 3)
+    job.arrive(("a", 1))
+    assert job.told() == {("a", 0): 0, ("a", 1): 1}
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_no_rank_is_left_that_was_training(
+    start: Callable[..., Job], saved: bool, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """A new one alone would begin from scratch, unless there is a checkpoint."""
+    job = start(a=2)
+    job.arrive(("a", 0), ("a", 1))
+    job.told()
+    job.driver.note_saved(ON_DISK if saved else IN_MEMORY)
+    job.fail(("a", 0))
+    wait_for(lambda: len(job.started) == 3)
+    job.arrive(("a", 0))
+    job.fail(("a", 1))
+    assert job.driver.finished() != saved
+    said = capfdbinary.readouterr().err.decode()
+    if saved:
+        job.arrive(("a", 1))
+        assert job.told() == {("a", 0): 0, ("a", 1): 1}
+        assert "no rank is left that was training: the job continues from the newest check" in said
+    else:
+        assert "the job ends: no rank is left that had the state of the training" in said
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_all_ranks_fail(start: Callable[..., Job], saved: bool) -> None:
+    job = start(a=2)
+    if saved:
+        job.driver.note_saved(ON_DISK)
+    for _ in range(MOST_FAILURES - 1 if saved else 0):
+        job.fail(("a", 0), ("a", 1))
+        assert not job.driver.finished()
+    job.fail(("a", 0), ("a", 1))
+    wait_for(job.driver.finished)
+    assert len(job.started) == (2 * MOST_FAILURES if saved else 2)
 
 
 def test_the_only_host_keeps_failing(start: Callable[..., Job]) -> None:

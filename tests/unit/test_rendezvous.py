@@ -10,15 +10,13 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
 import pytest
 from horovod.runner.common.util import codec, secret
-from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.elastic.rendezvous import create_rendezvous_handler
 from horovod.runner.elastic.worker import HostUpdateResult, WorkerNotificationService
 from horovod.runner.http.http_client import put_data_into_kvstore
@@ -95,28 +93,46 @@ def test_workers_are_served(port: int, driver: Driver) -> None:
     assert driver.registered == [("node1", 0, ADDRESSES, KEY)]
 
 
-def test_no_rank_is_told_of_others_before_all_are_there() -> None:
-    """It would wait for a newcomer no longer than Gloo's time-out."""
-    failures: list[str] = []
-    registry = SimpleNamespace(count=lambda state: failures.count(state))
-    driver = SimpleNamespace(_worker_registry=registry, finished=lambda: False)
-    server = Rendezvous(lambda: "127.0.0.1", patience=60)
+class ElasticDriver(Driver):
+    """Knows the ranks of host a, of which the first has asked for its place before it starts Horovod."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[str] = []
+        self.ready: list[tuple[str, int]] = []
+
+    def arrive(self, host: str, slot: int) -> SlotInfo:
+        return SlotInfo(host, 3, slot, 0, 4, 2, 1)
+
+    def next_place(self, host: str, slot: int) -> SlotInfo:
+        return SlotInfo(host, 2, slot, 0, 4, 2, 1)
+
+    def record_ready(self, host: str, slot: int) -> None:
+        self.ready.append((host, slot))
+
+    def get_slot_info(self, host: str, slot: int) -> SlotInfo:
+        return SlotInfo(host, slot, slot, 0, 4, 2, 1)
+
+    def has_arrived(self, host: str, slot: int) -> bool:
+        return slot == 0
+
+    def note_saved(self, where: str) -> None:
+        self.saved.append(where)
+
+
+def test_workers_of_ours_ask_for_their_place_before_horovod_does() -> None:
+    driver = ElasticDriver()
+    server = Rendezvous(lambda: "127.0.0.1")
     port = server.start(elastic_handler(driver))
-    server.init(get_host_assignments(parse_hosts("a:2"), 2))
-    ask(port, "PUT", "/global/0", b"first")
-    ask(port, "PUT", "/global/rank_0", b"Gloo's own")
-    with ThreadPoolExecutor() as threads:
-        answer = threads.submit(ask, port, "GET", "/global/0")
-        with pytest.raises(TimeoutError):
-            answer.result(0.5)
-        ask(port, "PUT", "/global/rank_1", b"second")
-        assert answer.result(10) == (200, b"first")
-        server.init(get_host_assignments(parse_hosts("a:3"), 3))
-        answer = threads.submit(ask, port, "GET", "/global/2")
-        with pytest.raises(TimeoutError):
-            answer.result(0.2)
-        failures.append("FAILURE")
-        assert answer.result(10)[0] == 404, "Gloo's time-out tells the ranks"
+    server.init([])
+    assert ask(port, "GET", "/hvdtrain_arrival/a:0") == (200, b"3,4,0,2,0,1")
+    assert ask(port, "GET", "/hvdtrain_next_place/a:0") == (200, b"2,4,0,2,0,1")
+    assert ask(port, "GET", "/rank_and_size/a:0") == (200, b"0,4,0,2,0,1")
+    assert driver.ready == [], "it would wait for another round"
+    assert ask(port, "GET", "/rank_and_size/a:1") == (200, b"1,4,1,2,0,1")
+    assert driver.ready == [("a", 1)]
+    assert ask(port, "PUT", "/hvdtrain_saved/disk", b"")[0] == 200
+    assert driver.saved == ["disk"]
     server.stop()
 
 

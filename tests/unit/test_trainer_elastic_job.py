@@ -12,15 +12,14 @@ import pytest
 
 from hvdtrain.errors import EngineError
 from hvdtrain.trainer import elastic_job
-from hvdtrain.trainer.elastic_job import (
-    HostChanges,
-    WorkersChanged,
-    place_in_job,
-    start_again,
-    starts_before,
-)
+from hvdtrain.trainer.elastic_job import HostChanges, WorkersChanged, start_again, starts_before
+from hvdtrain.worker.elastic_place import place_after_arrival, place_in_job
 
-ANSWERS = {"/rank_and_size/a:1": "2,5,1,3,0,2", "/rank_and_size/a:2": "-1,-1,-1,-1,-1,-1"}
+ANSWERS = {
+    "/hvdtrain_next_place/a:1": "2,5,1,3,0,2",
+    "/hvdtrain_next_place/a:2": "-1,-1,-1,-1,-1,-1",
+    "/rank_and_size/a:3": "0,1,3,1,0,1",
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +28,9 @@ def rendezvous() -> Iterator[dict[str, str]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
+            self.send_response(200 if self.path in ANSWERS else 404)
             self.end_headers()
-            self.wfile.write(ANSWERS[self.path].encode())
+            self.wfile.write(ANSWERS.get(self.path, "").encode())
 
         def log_message(self, *args: object) -> None:
             pass
@@ -58,6 +57,12 @@ def test_the_new_place(rendezvous: dict[str, str]) -> None:
         "HOROVOD_CROSS_RANK": "0",
         "HOROVOD_CROSS_SIZE": "2",
     }
+
+
+def test_horovods_own_launcher_knows_its_own_question(rendezvous: dict[str, str]) -> None:
+    third = rendezvous | {"HOROVOD_LOCAL_RANK": "3"}
+    assert place_in_job(third)["HOROVOD_LOCAL_RANK"] == "3"
+    assert place_after_arrival(third) == {}
 
 
 def test_a_worker_that_is_left_out_ends(rendezvous: dict[str, str]) -> None:

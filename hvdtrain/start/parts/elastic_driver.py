@@ -7,13 +7,14 @@ with them. Here a host is left out only when its ranks fail again and again.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.hosts import INVALID_SLOT_INFO, SlotInfo
 from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import DiscoveredHosts, HostManager
@@ -23,11 +24,13 @@ from horovod.runner.elastic.worker import HostUpdateResult
 
 from hvdtrain.start.parts.output_tags import CurrentRank
 from hvdtrain.start.parts.rendezvous import say
+from hvdtrain.worker.elastic_place import ON_DISK
 
 MOST_FAILURES = 3
-"""In a row on one host."""
+"""In a row on one host: without progress between them, which is a new state that the training can go on from."""
 IN_A_ROW_SECONDS = 600.0
 """Between two failures that have the same cause: a rank may need minutes to come to where it fails."""
+POLL_SECONDS = 0.05
 
 
 class PatientHosts(HostManager):
@@ -44,6 +47,15 @@ class PatientHosts(HostManager):
 class PatientRegistry(WorkerStateRegistry):
     """Horovod's record of how the ranks of a round ended."""
 
+    def record_ready(self, host: str, slot: int) -> None:
+        """Horovod's. What a worker asked before it failed may come here after that, and would count for another one."""
+        if (host, slot) not in self.get(FAILURE):
+            super().record_ready(host, slot)
+
+    def has_ended(self) -> bool:
+        """Whether a rank of this round has."""
+        return self.count(FAILURE) + self.count(SUCCESS) > 0
+
     def _on_workers_recorded(self) -> None:
         """Horovod's, which ends the job when a rank has ended with 0. While others wait to go on, that rank left early
         (os._exit), or will find when it is started again that nothing is left to do.
@@ -56,17 +68,74 @@ class PatientRegistry(WorkerStateRegistry):
                 self._states[host, slot] = FAILURE
                 self._workers[FAILURE].add((host, slot))
             self._workers[SUCCESS].clear()
+        if self.count(FAILURE) == self._size and self._driver.has_checkpoint:
+            self._size += (
+                1  # Until the next round: Horovod's ends the job when as many have failed.
+            )
         super()._on_workers_recorded()
 
 
 class PatientDriver(ElasticDriver):
-    """Horovod's, whose ranks are started again where they failed."""
+    """Horovod's, whose ranks are started again where they failed.
+
+    Attributes:
+        has_checkpoint: whether the training can go on without any rank that lives.
+    """
 
     _host_assignments: dict[str, list[SlotInfo]]
+    _worker_registry: PatientRegistry
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._failed_at: defaultdict[str, list[float]] = defaultdict(list)
+        self._saved_at = float("-inf")
+        self.has_checkpoint = False
+        self._arriving = threading.Lock()
+        self._arrived: set[tuple[str, int]] = set()
+        self._round = 0
+        self._have_state: set[tuple[str, int]] = set()
         super().__init__(*args, **kwargs)
+
+    def note_saved(self, where: str) -> None:
+        """The ranks have saved a new state, which is progress."""
+        self._saved_at = time.monotonic()
+        self.has_checkpoint = self.has_checkpoint or where == ON_DISK
+
+    def next_place(self, host: str, slot: int) -> SlotInfo:
+        """The place of a rank when all others of its round are ready for the next one, as it is, or have failed."""
+        try:
+            self.record_ready(host, slot)
+        except RuntimeError:
+            return INVALID_SLOT_INFO  # It has failed meanwhile: nobody reads this.
+        return self.get_slot_info(host, slot)
+
+    def arrive(self, host: str, slot: int) -> SlotInfo:
+        """The place of a rank when all ranks of its round are about to start Horovod, as it is.
+
+        A rank that fails before leads to another round: Horovod, while it starts, would abort all of them.
+        """
+        place = (host, slot)
+        while self.has_rank_assignment(host, slot) and not self.finished():
+            with self._arriving:
+                if self._round != self._worker_registry.last_rendezvous():
+                    self._round = self._worker_registry.last_rendezvous()
+                    self._arrived = set()
+                number, came_back = self._round, place in self._arrived
+                self._arrived.add(place)
+            while not (came_back or self._worker_registry.has_ended()):
+                if number != self._worker_registry.last_rendezvous() or self.finished():
+                    return INVALID_SLOT_INFO  # Without a word of this rank: it has gone.
+                if len(self._arrived) >= self.world_size():
+                    self._have_state = set(self._arrived)
+                    return self.get_slot_info(host, slot)
+                time.sleep(POLL_SECONDS)
+            if place in self._failed() or self.next_place(host, slot) is INVALID_SLOT_INFO:
+                break
+        return INVALID_SLOT_INFO
+
+    def has_arrived(self, host: str, slot: int) -> bool:
+        """Whether the rank, in this round, has asked for its place by `arrive`."""
+        current = self._round == self._worker_registry.last_rendezvous()
+        return current and (host, slot) in self._arrived
 
     def start(self, num_proc: int, create_worker_fn: Callable[..., Any]) -> None:
         """Horovod's, whose workers' output is marked with the rank that they have when they write it."""
@@ -121,6 +190,18 @@ class PatientDriver(ElasticDriver):
         if all(map(self._host_manager.is_blacklisted, self._host_assignments)):
             self.stop("no hosts are left for the ranks")
             return
+        had_state = self._have_state
+        self._have_state = {
+            (host, slot)
+            for host, slot in had_state - failed
+            if not self._host_manager.is_blacklisted(host)
+        }
+        if had_state and not self._have_state:
+            # New ones alone would begin from scratch, without a word.
+            if not self.has_checkpoint:
+                self.stop("no rank is left that had the state of the training")
+                return
+            say("no rank is left that was training: the job continues from the newest checkpoint")
         super().resume()
 
     def _failed(self) -> set[tuple[str, int]]:
@@ -130,7 +211,7 @@ class PatientDriver(ElasticDriver):
     def _keeps_failing(self, host: str) -> bool:
         now = time.monotonic()
         earlier = self._failed_at[host]
-        if earlier and now - earlier[-1] > IN_A_ROW_SECONDS:
+        if earlier and (now - earlier[-1] > IN_A_ROW_SECONDS or self._saved_at > earlier[-1]):
             earlier.clear()
         earlier.append(now)
         return len(earlier) >= MOST_FAILURES

@@ -160,10 +160,7 @@ def start_elastic_ranks(
         settings,
         set_env_from_args(os.environ.copy(), arguments),
         lambda driver: interfaces(),
-        Rendezvous(
-            lambda: network.get_driver_ip(interfaces()),
-            arguments.elastic_timeout or ELASTIC_SECONDS,
-        ),
+        Rendezvous(lambda: network.get_driver_ip(interfaces())),
         sys.executable,
     )
 

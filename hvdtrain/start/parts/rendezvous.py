@@ -23,13 +23,11 @@ import socket
 import socketserver
 import struct
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.runner.common.util import secret
 from horovod.runner.common.util.network import Wire
-from horovod.runner.elastic.registration import FAILURE
 from horovod.runner.elastic.rendezvous import PUT_WORKER_ADDRESSES, create_rendezvous_handler
 from horovod.runner.elastic.worker import HostsUpdatedRequest
 from horovod.runner.http.http_server import (
@@ -40,12 +38,12 @@ from horovod.runner.http.http_server import (
 from horovod.runner.util.threads import in_thread
 
 from hvdtrain.start.parts.output_tags import marked
+from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
 LONGEST_BODY = 16 << 20
 """Bytes. A rank PUTs about 150 for each of the others."""
 ANSWER_SECONDS = 5.0
-POLL_SECONDS = 0.05
 _LITERALS = frozenset(
     {
         *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES"),
@@ -60,17 +58,15 @@ class Rendezvous(RendezvousServer):
 
     Args:
         address: asked for when the server starts: the hosts of an elastic job must be known first.
-        patience: seconds for all ranks of an elastic job to be there, after their number has changed.
     """
 
-    def __init__(self, address: Callable[[], str], patience: float = 0.0, verbose: int = 0) -> None:
+    def __init__(self, address: Callable[[], str], verbose: int = 0) -> None:
         super().__init__(verbose)
         self._address = address
-        self._patience = patience
 
     def start(self, handler_cls: type[RendezvousHandler] = RendezvousHandler) -> int:
         """Serve in a thread; returns the port."""
-        handler = type("GuardedHandler", (_Guard, handler_cls), {"patience": self._patience})
+        handler = type("GuardedHandler", (_Guard, handler_cls), {})
         self._httpd = _Server((self._address(), 0), handler, self._verbose)
         self._listen_thread = in_thread(target=self._httpd.serve_forever)
         port: int = self._httpd.server_address[1]
@@ -86,7 +82,9 @@ class _Server(RendezvousHTTPServer):
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: tuple[str, int]) -> None:
-        _log_refusal(client_address[0], "a request", type(sys.exception()).__name__)
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):  # A worker that asked may have died.
+            _log_refusal(client_address[0], "a request", type(error).__name__)
 
 
 class _Refused(Exception):
@@ -125,33 +123,37 @@ class _Guard(RendezvousHandler):
         if hasattr(self, "_put_worker_addresses"):
             self._put_worker_addresses(host, slot, addresses, service_key)
 
-    def _get_value(self, scope: str, key: str) -> bytes | None:
-        if hasattr(self, "has_failed"):
-            self._wait_for_all(scope)
-        value: bytes | None = super()._get_value(scope, key)
-        return value
-
-    def _wait_for_all(self, scope: str) -> None:
-        """Ranks that are told of the first ones wait no longer than Gloo's time-out for the others, and a newcomer may
-        take longer to start: none is told before all are there, or one of them has failed."""
-        deadline = time.monotonic() + self.patience
-        while not (self._has_all(scope) or self.has_failed() or time.monotonic() > deadline):
-            time.sleep(POLL_SECONDS)
-
-    def _has_all(self, scope: str) -> bool:
-        with self.server.cache_lock:
-            # The first thing that a rank PUTs is the name of its host, as rank_0; then come its addresses, as 0.
-            ranks = {key.removeprefix("rank_") for key in self.server.cache.get(scope, ())}
-        return len(ranks) >= self.server.scope_size.get(scope, 0)
-
 
 def elastic_handler(driver: Any) -> type[RendezvousHandler]:
-    """Horovod's handler of an elastic job, which knows whether a worker has failed since its number changed."""
+    """Horovod's handler of an elastic job, which also answers what workers of ours ask (`elastic_place`)."""
     handler: Any = create_rendezvous_handler(driver)
-    registry = driver._worker_registry
-    handler.has_failed = staticmethod(lambda: driver.finished() or registry.count(FAILURE) > 0)
-    failing: type[RendezvousHandler] = handler
-    return failing
+
+    class Handler(handler):
+        def _get_value(self, scope: str, key: str) -> bytes | None:
+            if scope not in (ARRIVAL, NEXT_PLACE):
+                value: bytes | None = super()._get_value(scope, key)
+                return value
+            host, _, slot = key.rpartition(":")
+            place = (driver.arrive if scope == ARRIVAL else driver.next_place)(host, int(slot))
+            answer: bytes = place.to_response_string().encode()
+            return answer
+
+        def _get_rank_and_size(self, host: str, slot: int) -> bytes:
+            # Horovod asks when it starts again in a worker, which has asked for its place before it.
+            if driver.has_arrived(host, slot):
+                slot_info = driver.get_slot_info(host, slot)
+                known: bytes = slot_info.to_response_string().encode()
+                return known
+            asked: bytes = super()._get_rank_and_size(host, slot)
+            return asked
+
+        def _put_value(self, scope: str, key: str, value: bytes) -> None:
+            if scope == SAVED:
+                driver.note_saved(key)
+            else:
+                super()._put_value(scope, key, value)
+
+    return Handler
 
 
 class WorkerNotifier:

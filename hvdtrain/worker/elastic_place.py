@@ -1,0 +1,105 @@
+"""What a worker of an elastic job asks its launcher, its place among the others, and tells it: that it has saved."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+
+from hvdtrain.errors import EngineError
+from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS, is_elastic
+from hvdtrain.worker.heartbeat import in_phase
+
+RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+HOROVODS_PLACE = "rank_and_size"
+"""Horovod's question, to which it answers when all others have asked, or have gone."""
+NEXT_PLACE, ARRIVAL, SAVED = "hvdtrain_next_place", "hvdtrain_arrival", "hvdtrain_saved"
+ON_DISK, IN_MEMORY = "disk", "memory"
+SAVED_SECONDS = 1.0
+"""Between two commits of which the launcher is told."""
+TELL_SECONDS = 5.0
+_PLACE = tuple(
+    f"HOROVOD_{of}{what}" for of in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
+)
+
+
+def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Wait until all workers that go on are known; return the variables that tell this one its new place among them.
+
+    Horovod asks for it itself when it starts for the second time in a process; a new process must know it.
+
+    Raises:
+        EngineError: the launcher has gone.
+        SystemExit: the job goes on without this worker.
+    """
+    # Horovod's own launcher knows only its own question.
+    return _place(environ, NEXT_PLACE) or _place(environ, HOROVODS_PLACE)
+
+
+def place_after_arrival(environ: Mapping[str, str]) -> dict[str, str]:
+    """Wait until all workers are about to start Horovod, as this one is; return its place, which may be a new one.
+
+    Horovod itself waits there only for Gloo's time-out; where another worker fails meanwhile, it aborts the process.
+    Empty under a launcher that cannot wait. Raises as `place_in_job` does.
+    """
+    return _place(environ, ARRIVAL)
+
+
+def tell_saved(where: str) -> None:
+    """Tell the launcher of this elastic job, if it is one, that the training can go on from a new state.
+
+    Args:
+        where: ON_DISK or IN_MEMORY.
+    """
+    if is_elastic(os.environ):
+        with suppress(OSError):  # It may be Horovod's own, or gone.
+            _ask(os.environ, SAVED, where, method="PUT", timeout=TELL_SECONDS)
+
+
+class Commits:
+    """Tells the launcher of commits, now and then."""
+
+    def __init__(self) -> None:
+        self._told = float("-inf")
+
+    def note(self) -> None:
+        """There was one."""
+        if time.monotonic() - self._told >= SAVED_SECONDS:
+            tell_saved(IN_MEMORY)
+            self._told = time.monotonic()
+
+
+def _place(environ: Mapping[str, str], scope: str) -> dict[str, str]:
+    slot = f"{environ['HOROVOD_HOSTNAME']}:{environ['HOROVOD_LOCAL_RANK']}"
+    with in_phase("init", waiting=True):
+        try:
+            numbers = _ask(environ, scope, slot).split(",")
+        except urllib.error.HTTPError:
+            return {}
+        except OSError as error:
+            raise EngineError(
+                f"the launcher of this elastic job cannot be reached: {error}"
+            ) from error
+    if int(numbers[0]) < 0:
+        raise SystemExit(0)
+    return dict(zip(_PLACE, numbers, strict=True))
+
+
+def _ask(
+    environ: Mapping[str, str],
+    scope: str,
+    key: str,
+    method: str = "GET",
+    timeout: float | None = None,
+) -> str:
+    url = f"http://{environ[RENDEZVOUS_ADDRESS]}:{environ[RENDEZVOUS_PORT]}/{scope}/{key}"
+    body = b"" if method == "PUT" else None
+    request = urllib.request.Request(url, body, method=method)
+    # Not by way of a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=timeout) as answer:
+        told: str = answer.read().decode()
+    return told
