@@ -36,6 +36,9 @@ START_FOLDER = "HVDTRAIN_START_FOLDER"
 NEWS = "HVDTRAIN_NEWS"
 """Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
 
+ORDERS = "HVDTRAIN_ORDERS"
+"""Descriptor of a pipe on which `hvdtrain run` tells a launcher which ranks to end: {"end": pid, "host": name}."""
+
 GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"
 """How long scripts that have a handler for the signal may take when a run is ended."""
 

@@ -9,10 +9,10 @@ parameter servers. When its input ends, or is silent for SILENCE_SECONDS, the su
 agent ends everything of the launch on this host.
 
 Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
-{"stacks": true}, {"signal": number}, {"look": true}. News: {"report": ..., "ports": [...]}, {"problem": text},
-{"output": [number, descriptor, text]}, {"ended": [number, exit code]}, and once a second {"ranks": [...], "stopped":
-[programs], "left": [names], "leaving": whether}, of processes that scripts left behind: which the agent has ended, and
-whether there are any; with {"answer": true} also after a signal and a look.
+{"stacks": true}, {"end": process id} of a rank, {"signal": number}, {"look": true}. News: {"report": ..., "ports":
+[...]}, {"problem": text}, {"output": [number, descriptor, text]}, {"ended": [number, exit code]}, and once a second
+{"ranks": [...], "stopped": [programs], "left": [names], "leaving": whether}, of processes that scripts left behind:
+which the agent has ended, and whether there are any; with {"answer": true} also after a signal and a look.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Greeting:
         processes: number of processes that the agent will start; they share the cores.
         workers: number of workers of the whole launch.
         ports: number of free TCP ports to find.
-        still: seconds after which a process that is stopped is ended.
+        still: seconds after which a process that the agent has started and that is stopped is ended.
     """
 
     folder: str = ""
@@ -178,7 +178,7 @@ class Agent:
                 # That of another version may say more; it shall hear of our version.
                 known = {one.name for one in fields(Greeting)}
                 self._greeting = Greeting(**{k: v for k, v in order.items() if k in known})
-                self._watch.still = self._processes.still = self._greeting.still
+                self._processes.still = self._greeting.still
                 self._settle(self._greeting)
             case {"start": int()}:
                 self._start(**order)
@@ -188,6 +188,8 @@ class Agent:
                 self._watch.warn()
             case {"stacks": _}:
                 self._watch.show_stacks()
+            case {"end": int(pid)}:
+                self._watch.end(pid)
             case {"signal": int(number)}:
                 self._watch.pass_on(number)
                 self._tell_of(self._watch.look(), answer=True)

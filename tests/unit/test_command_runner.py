@@ -59,6 +59,9 @@ class Seen:
     def is_hung(self, command: int) -> bool:
         return self.hung
 
+    def take_orders(self) -> bytes:
+        return b""
+
     def is_unread(self) -> bool:
         return self.unread
 

@@ -19,6 +19,7 @@ from hvdtrain.launch.running.rank_monitor import (
     rank_shells_of,
     topmost,
 )
+from hvdtrain.start.parts import rank_watch
 from hvdtrain.start.parts.rank_watch import RankWatch
 
 RANK = """
@@ -144,25 +145,24 @@ def test_ranks_that_missed_the_signal_are_ended() -> None:
     assert saving.communicate(timeout=20)[0] == "", "its handler was not called"
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-def test_a_stopped_rank_of_an_elastic_job_is_ended(
-    elastic: bool,
-) -> None:
+def test_one_rank_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a restart two ranks may have begun with the same number; each has a place of its own."""
+    monkeypatch.setattr(rank_watch, "STACKS_SECONDS", 0.2)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "HVDTRAIN_LAUNCH_ID": mark, "HOROVOD_RANK": "1"}
-    if elastic:
-        environment |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": "a"}
+    environment |= {"HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": "a"}
     ranks = [
         subprocess.Popen(["sleep", "60"], env={**environment, "HOROVOD_LOCAL_RANK": place})
         for place in ("0", "1")
     ]
-    watch = RankWatch(mark, still=0.2)
-    wait_until(lambda: len(watch.look()) == (2 if elastic else 1))
-    stopped = next(one for one in ranks if one.pid == watch.look()[-1].pid)
-    stopped.send_signal(signal.SIGSTOP)
-    wait_until(lambda: watch.look()[-1].held > 0.3)
-    assert (stopped.poll() is not None) == elastic
+    watch = RankWatch(mark)
+    wait_until(lambda: len(watch.look()) == 2)
+    ranks[1].send_signal(signal.SIGSTOP)
+    watch.end(ranks[1].pid)
+    watch.look()
+    assert ranks[1].poll() is None, "it may show its stacks first"
+    wait_until(lambda: watch.look()[1].state == "gone")
+    assert ranks[0].poll() is None
     for one in ranks:
         one.kill()
         one.wait()

@@ -70,7 +70,7 @@ WELL = [rank(0), rank(1)]
     ],
 )
 def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
-    assert verdict(ranks, LIMITS) == ""
+    assert verdict(ranks, LIMITS).text == ""
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
     ],
 )
 def test_a_run_that_cannot(ranks: list[RankStatus], says: str) -> None:
-    assert verdict(ranks, LIMITS) == says
+    assert verdict(ranks, LIMITS).text == says
 
 
 STOPPED = {"state": "stopped", "held": 2}
@@ -155,7 +155,7 @@ STOPPED = {"state": "stopped", "held": 2}
     ],
 )
 def test_a_stopped_rank_is_named_whichever_limit_comes_first(ranks: list[RankStatus]) -> None:
-    assert verdict(ranks, LIMITS).startswith("rank 1 (process 101) is stopped (SIGSTOP)")
+    assert verdict(ranks, LIMITS).text.startswith("rank 1 (process 101) is stopped (SIGSTOP)")
 
 
 def test_limits_are_never_longer_than_the_users() -> None:
@@ -167,9 +167,9 @@ def test_the_watchdog_remembers_every_rank() -> None:
     dog = Watchdog(LIMITS)
     dog.hear(WELL)
     dog.hear([rank(1, state="stopped", held=30)])
-    assert dog.verdict().startswith("rank 1 ")
+    assert dog.verdict().text.startswith("rank 1 ")
     dog.limits = None
-    assert dog.verdict() == ""
+    assert dog.verdict().text == ""
 
 
 def test_a_terminal_that_was_halted_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,16 +179,16 @@ def test_a_terminal_that_was_halted_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
     now = 1000.0
     dog = Watchdog(LIMITS)
     dog.hear(WELL)
-    assert dog.verdict() == ""
+    assert dog.verdict().text == ""
     now += 7200
     dog.hear([rank(0, idle=7200), rank(1, idle=7200)])
-    assert dog.verdict() == ""
+    assert dog.verdict().text == ""
     for _ in range(1799):
         now += 1
         dog.hear([rank(0, idle=7200), rank(1, idle=7200)])
-        assert dog.verdict() == ""
+        assert dog.verdict().text == ""
     now += 1
-    assert "no rank has made progress" in dog.verdict()
+    assert "no rank has made progress" in dog.verdict().text
 
 
 def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,10 +201,10 @@ def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(299):
         now += 1
         dog.hear([rank(0)])
-        assert dog.verdict() == ""
+        assert dog.verdict().text == ""
     dog.hear([rank(0)])
     now += 1
-    assert dog.verdict().startswith(
+    assert dog.verdict().text.startswith(
         "no news from rank 1 on host b (process 101) for 300 s: have hvdtrain"
     )
 
@@ -221,11 +221,11 @@ def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> No
         now += 1
         dog.hear([rank(0)])
         dog.hear_host("b")
-        assert dog.verdict() == ""
+        assert dog.verdict().text == ""
     now += 1
     dog.hear([rank(0), rank(1, host="b")])
     dog.hear_host("b")
-    assert dog.verdict().startswith("no news from host c for 300 s: have hvdtrain")
+    assert dog.verdict().text.startswith("no news from host c for 300 s: have hvdtrain")
 
 
 @pytest.mark.parametrize(
@@ -234,11 +234,11 @@ def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_stopped_program_ends_a_run_after_the_limit(limits: Limits | None) -> None:
     dog = Watchdog(limits, still=20.0)
     orted = StoppedProgram("orted", 9, 19.9, "b")
-    assert dog.verdict([orted]) == ""
-    assert dog.verdict([replace(orted, held=20.0)]).startswith(
+    assert dog.verdict([orted]).text == ""
+    assert dog.verdict([replace(orted, held=20.0)]).text.startswith(
         "orted on host b (process 9), which the run waits for, is stopped (SIGSTOP)"
     )
-    assert Watchdog(limits).verdict([replace(orted, held=9e9)]) == "", "--hang-timeout 0"
+    assert Watchdog(limits).verdict([replace(orted, held=9e9)]).text == "", "--hang-timeout 0"
 
 
 def test_whom_a_failed_rank_may_have_missed() -> None:
@@ -258,24 +258,108 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
     assert dog.absent({0, 1, 2, 3}) == ""
 
 
+ELASTIC = replace(LIMITS, elastic=True)
+
+
+def placed(
+    place: int, number: int | None = None, phase: str = "training", **changes: object
+) -> RankStatus:
+    """A rank of an elastic job, started in this place of its host; `number`: that it has now."""
+    started = rank(place, phase, **changes)
+    return replace(started, rank=place if number is None else number, slot=f"a:{place}")
+
+
 def test_ranks_that_are_given_new_numbers() -> None:
-    """In an elastic job: rank 0 of three dies, and 2 takes its number; then a new one comes."""
-    dog = Watchdog(None)
+    """In an elastic job: rank 0 of three dies, and others take its number; then a new one comes."""
+    dog = Watchdog(ELASTIC)
     run = RunStatus("a", "b")
-    dog.hear([rank(0, step=4), rank(1, step=5), rank(2, step=5)])
-    assert run.with_ranks(list(dog.statuses.values())).ranks == 3
-    dead, moved = rank(0, state="gone"), replace(rank(2, step=6), rank=0)
-    for order in ([dead, moved], [moved, dead]):
-        dog.hear([*order, rank(1, step=6)])
-        assert {number: one.pid for number, one in dog.statuses.items()} == {0: 102, 1: 101}
-        shown = run.with_ranks(list(dog.statuses.values()))
-        assert (shown.ranks, shown.step) == (2, 7)
-    swapped = [replace(rank(1), rank=0), replace(rank(2), rank=1), replace(rank(9), rank=2)]
-    dog.hear(swapped)
-    assert {number: one.pid for number, one in dog.statuses.items()} == {0: 101, 1: 102, 2: 109}
-    dog.hear([replace(one, state="gone") for one in swapped])
-    assert run.with_ranks(list(dog.statuses.values())).ranks == 0
-    assert shown.with_ranks(list(dog.statuses.values())).ranks == 2, "the last that there were"
+
+    def shown() -> RunStatus:
+        return run.with_ranks(list(dog.statuses.values()))
+
+    dog.hear([placed(n, step=5) for n in range(3)])
+    assert shown().ranks == 3
+    # The new one has its number before 2 knows that its own has changed.
+    dog.hear([placed(0, state="gone"), placed(1, 0, step=6), placed(2, step=6)])
+    assert (shown().ranks, shown().step) == (2, 7)
+    dog.hear([placed(0, 2, "starting", pid=109)])
+    assert shown().ranks == 3
+    dog.hear([placed(2, 1, step=6)])
+    assert [(one.rank, one.pid) for one in dog.statuses.values()] == [(2, 109), (0, 101), (1, 102)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "culprits", "says"),
+    [
+        (
+            [placed(0), placed(1, state="stopped", held=20, host="b")],
+            [101],
+            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others wait for it",
+        ),
+        (
+            [placed(0, phase="init", waiting=True, idle=301), placed(1, idle=301, quiet=301)],
+            [101],
+            "rank 1 (process 101) is not there: for 300 s others have waited for it in hvdtrain.init()",
+        ),
+        # It makes progress: those that wait have met another failure.
+        ([placed(0, phase="init", waiting=True, idle=301), placed(1, quiet=301)], [], ""),
+        # The job waits for hosts, of which it has too few.
+        ([placed(0, phase="init", waiting=True, idle=301, size=2)], [], ""),
+        (
+            [placed(n, phase="init", waiting=True, idle=1800) for n in range(2)],
+            [],
+            "all ranks have waited for 1800 s in hvdtrain.init(): can the hosts reach each other?",
+        ),
+        (
+            [placed(n, idle=1800) for n in range(2)],
+            [],
+            "no rank has made progress for 1800 s (--hang-timeout)",
+        ),
+        # Horovod's driver has seen that, and starts another one.
+        ([placed(0), placed(1, state="gone", held=900)], [], ""),
+    ],
+)
+def test_whom_an_elastic_job_waits_for(
+    ranks: list[RankStatus], culprits: list[int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.PAUSE_SECONDS", 1e6)
+    now = 0.0
+    dog = Watchdog(ELASTIC)
+    dog.hear(ranks)
+    assert not dog.verdict()
+    now = 9999.0
+    dog.hear(ranks)
+    found = dog.verdict()
+    assert (found.text.splitlines() or [""])[0].startswith(says)
+    assert [one.pid for one in found.culprits] == culprits
+    assert bool(found) == bool(says)
+    dog.dismiss(found.culprits)
+    dog.hear(ranks)
+    assert not dog.verdict(), "the others wait for a new one now, for as long"
+    now += 200
+    dog.hear([replace(ranks[-1], pid=999, state="running", idle=0.0)])
+    now += 200
+    assert not dog.verdict(), "and for it from when it came"
+
+
+def test_a_host_that_has_left_tells_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)
+    monkeypatch.setattr("hvdtrain.launch.running.watchdog.PAUSE_SECONDS", 1e6)
+    now = 0.0
+    dog = Watchdog(ELASTIC)
+    for host in "bc":
+        dog.hear_host(host)
+        dog.hear([placed(0, host=host)])
+    dog.verdict()
+    dog.forget_host("c")
+    now = 301.0
+    assert dog.verdict().text.startswith("no news from host b for 300 s")
+    dog.forget_host("b")
+    assert not dog.verdict()
+    assert not dog.statuses
 
 
 def test_statuses_travel_as_json() -> None:

@@ -9,10 +9,11 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from types import FrameType
 from typing import Any, Protocol
 
-from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS
+from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS, ORDERS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import (
@@ -84,6 +85,9 @@ class Run(Protocol):
         """Whether the job of the command with this process id hangs; it is ended after its ranks have printed their
         stacks."""
 
+    def take_orders(self) -> bytes:
+        """Lines for the pipe whose descriptor is in HVDTRAIN_ORDERS, which the command reads; asked after `is_hung`."""
+
     def is_unread(self) -> bool:
         """Whether nobody reads the output any more; this ends the run like SIGTERM."""
 
@@ -109,25 +113,34 @@ def run_process(
         CannotStart: the command cannot be started.
     """
     reading, writing = os.pipe()
-    marks = {LAUNCH_ID: launch_id, NEWS: str(writing), GRACE_SECONDS: str(grace)}
+    taking, ordering = os.pipe()
+    os.set_blocking(ordering, False)
+    marks = {
+        LAUNCH_ID: launch_id,
+        NEWS: str(writing),
+        ORDERS: str(taking),
+        GRACE_SECONDS: str(grace),
+    }
     with (
         os.fdopen(reading, "rb", buffering=0) as news,
+        os.fdopen(ordering, "wb", buffering=0) as orders,
         _recorded_signals() as came,
         _guarded(launch_id),
         InputRelay() as given,
     ):
         try:
             process = start(
-                argv, {**environment, **marks}, stdin=given.reading, pass_fds=(writing,)
+                argv, {**environment, **marks}, stdin=given.reading, pass_fds=(writing, taking)
             )
         finally:
             os.close(writing)
+            os.close(taking)
         given.start()
         with process, contextlib.closing(Pipes()) as pipes:
             try:
                 pipes.add_output(process, "stdout", "stderr")
                 pipes.add("news", news)
-                watch = _Watch(process, launch_id, came, run, grace)
+                watch = _Watch(process, launch_id, came, run, grace, orders)
                 _read(pipes, watch, run)
             finally:
                 signal_launch(launch_id, signal.SIGKILL)
@@ -172,6 +185,7 @@ class _Watch:
     came: _Signals
     run: Run
     grace: float
+    orders: FileIO
     _warnings_passed_on: int = 0
     _asked_at: float | None = None
     _failed_at: float | None = None
@@ -211,6 +225,9 @@ class _Watch:
         if self._hung_at is None and self.run.is_hung(self.process.pid):
             self._hung_at = now
             self._send(signal.SIGUSR2)
+        if orders := self.run.take_orders():
+            with contextlib.suppress(OSError):  # Nobody reads them any more.
+                self.orders.write(orders)
         if self._hung_at is not None:
             return now - self._hung_at > STACKS_SECONDS
         if self.run.has_failed():

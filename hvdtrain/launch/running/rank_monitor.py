@@ -124,6 +124,7 @@ class RankStatus:
         host: its name as the user gave it; empty for the launcher's own.
         ending: whether its script is at what it does when a signal ends the run.
         size: of the job, as its launcher told it.
+        slot: its place among the ranks of its host in an elastic job, where numbers change; empty in others.
     """
 
     rank: int
@@ -136,6 +137,7 @@ class RankStatus:
     quiet: float = 0.0
     ending: bool = False
     size: int = 1
+    slot: str = ""
 
     @property
     def phase(self) -> str:
@@ -266,7 +268,8 @@ class RankMonitor:
             # Others may join an elastic job.
             self._expected = math.inf if is_elastic(environ) else max(1, local_size_of(environ))
             size = size_of(environ)
-            status = RankStatus(rank, pid, "running", 0.0, 0.0, None, size=size)
+            slot = ":".join(map(str, slot_of(environ))) if is_elastic(environ) else ""
+            status = RankStatus(rank, pid, "running", 0.0, 0.0, None, size=size, slot=slot)
             self._seen[slot_of(environ)] = _Seen(pid, born, program, page, status, now, busy_at=now)
             self._interval = FIRST_SEARCHES_SECONDS
 
@@ -291,15 +294,14 @@ class RankMonitor:
                 heartbeat = seen.page.read()
         since = max(heartbeat.since if heartbeat else 0.0, self._resumed)
         idle = now - since if heartbeat else 0.0
-        seen.status = RankStatus(
-            heartbeat.rank if heartbeat and heartbeat.rank >= 0 else seen.status.rank,
-            seen.pid,
-            state,
-            now - seen.state_since,
-            idle,
-            heartbeat,
+        seen.status = replace(
+            seen.status,
+            rank=heartbeat.rank if heartbeat and heartbeat.rank >= 0 else seen.status.rank,
+            state=state,
+            held=now - seen.state_since,
+            idle=idle,
+            heartbeat=heartbeat,
             quiet=now - seen.busy_at,
-            size=seen.status.size,
         )
 
 

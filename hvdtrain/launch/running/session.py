@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.environment import (
@@ -31,11 +31,11 @@ from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.output_writers import bytes_of
-from hvdtrain.launch.running.process_names import RANKS, ProcessNames
+from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, from_json
 from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
-from hvdtrain.launch.running.watchdog import Limits, Watchdog
+from hvdtrain.launch.running.watchdog import Limits, Verdict, Watchdog
 
 # Wrong use, the user's own signal, and a job that has no time left; what nobody reads any more ends like a signal.
 _FINAL = {
@@ -156,7 +156,8 @@ def _run_once(
     log_dir = make_log_dir(view.log_dir)
     terminals = () if view.all_ranks else _terminals()
     launch_id = uuid.uuid4().hex
-    still = patience.limits.still if patience.limits else float("inf")
+    limits = patience.limits and replace(patience.limits, elastic=elastic)
+    still = limits.still if limits else float("inf")
     environment = {
         **_window(terminals),
         **environ,
@@ -175,8 +176,8 @@ def _run_once(
     )
     run = _ShownRun(
         output,
-        # Elastic ranks and those of other strategies come and go: who starts them looks after them.
-        Watchdog(None if elastic or process_names != RANKS else patience.limits, still),
+        # Those of other strategies come and go: who starts them looks after them.
+        Watchdog(limits if process_names == RANKS else None, still),
         StoppedPrograms(),
         process_names,
         elastic,
@@ -215,6 +216,7 @@ class _ShownRun:
     Attributes:
         monitor: of the scripts on this host; None: whoever starts them tells what they do.
         hung: why the watchdog ended it; empty if it did not.
+        orders: for the command, not sent yet.
     """
 
     output: Output
@@ -226,6 +228,7 @@ class _ShownRun:
     monitor: RankMonitor | None
     hung: str = ""
     looked: float = float("-inf")
+    orders: bytes = b""
 
     def take_output(self, stream: Stream, data: bytes) -> None:
         self.output.feed(stream, data)
@@ -237,6 +240,9 @@ class _ShownRun:
             if "host" in news:
                 self.watchdog.hear_host(news["host"])
                 self.stopped.hear(news["host"], news["stopped"])
+            if "without" in news:
+                self.watchdog.forget_host(news["without"])
+                self.stopped.hear(news["without"], [])
             if "left" in news:
                 self.output.say(f"\nended processes that the script left behind: {news['left']}")
 
@@ -278,14 +284,40 @@ class _ShownRun:
             self._hear(self.monitor.look())
         if self.output.is_behind:
             return False  # The ranks may wait for its reader, as this run does.
+<<<<<<< HEAD
         reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
         if reason and not self.hung:
             self.hung = reason
             self.output.say("\nthis run hangs: printing the stacks of its ranks, then ending them")
+=======
+        if self.hung:
+            return True
+        verdict = self.watchdog.verdict(self.stopped.look([command]))
+        if verdict.culprits and self.elastic:
+            self._end_ranks(verdict)
+        elif verdict:
+            self.hung = verdict.text
+            self.output.say("\nthis run hangs: its ranks print their stacks and are ended")
+>>>>>>> da857fe (Elastic: a rank that hangs is named, ended and started again; ps knows ranks on other hosts)
         return bool(self.hung)
+
+    def _end_ranks(self, verdict: Verdict) -> None:
+        """End those that the others wait for; who starts the ranks of an elastic job starts them again."""
+        self.watchdog.dismiss(verdict.culprits)
+        self.output.say(f"\n{verdict.text}\nended, to be restarted: {_names(verdict.culprits)}")
+        for one in verdict.culprits:
+            self.orders += json.dumps({"end": one.pid, "host": one.host}).encode() + b"\n"
+
+    def take_orders(self) -> bytes:
+        orders, self.orders = self.orders, b""
+        return orders
 
     def is_unread(self) -> bool:
         return self.output.unread
+
+
+def _names(ranks: Sequence[RankStatus]) -> str:
+    return ranks_in_words([one.rank for one in ranks])
 
 
 def _terminals() -> tuple[int, ...]:

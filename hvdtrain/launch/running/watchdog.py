@@ -30,12 +30,27 @@ PROGRESS_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute."""
+    """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute.
+
+    elastic: ranks come and go, and one that is ended is started again.
+    """
 
     still: float = STILL_SECONDS
     waiting: float = WAITING_SECONDS
     busy: float = HANG_SECONDS
     hang: float = HANG_SECONDS
+    elastic: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run cannot go on; empty as long as it can. culprits: the ranks that the others wait for, if known."""
+
+    text: str = ""
+    culprits: tuple[RankStatus, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text)
 
 
 def stopped_seconds(environ: Mapping[str, str]) -> float:
@@ -60,51 +75,63 @@ class Watchdog:
     Attributes:
         limits: of the ranks; None: others look after them, or nobody.
         still: seconds after which a stopped program that looks after the ranks counts.
-        statuses: of each rank that was ever seen, the last one; of each number that is given away, the new one's.
+        statuses: of each rank that was ever seen, the last one, by host and place there (numbers may change).
         steps: the most that a rank has finished in an epoch.
         working_since: when the first rank was past init (time.monotonic()); 0 before.
     """
 
     limits: Limits | None
     still: float = float("inf")
-    statuses: dict[int, RankStatus] = field(default_factory=dict)
+    statuses: dict[tuple[str, str], RankStatus] = field(default_factory=dict)
     steps: int = 0
     working_since: float = 0.0
-    _heard: dict[int, float] = field(default_factory=dict)
-    _numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    _heard: dict[tuple[str, str], float] = field(default_factory=dict)
     _hosts: dict[str, float] = field(default_factory=dict)
+    _dismissed: set[tuple[str, int]] = field(default_factory=set)
     _asked: float = float("inf")
     _resumed: float = float("-inf")
 
     def hear(self, statuses: Iterable[RankStatus]) -> None:
         """The ranks of a host, now."""
         for one in statuses:
-            self._renumber(one)
-            before = self.statuses.get(one.rank)
-            if before and before.state != "gone" and one.state == "gone":
-                # What is killed while it is stopped was stopped; and a number that another has now is not gone.
-                stays = before.state == "stopped" or _process(before) != _process(one)
-                one = before if stays else one
-            self.statuses[one.rank] = one
-            self._heard[one.rank] = time.monotonic()
+            place = (one.host, one.slot or str(one.rank))
+            before = self.statuses.get(place)
+            if before is None or _process(before) != _process(one):
+                self._begin_anew()
+            elif before.state == "stopped" and one.state == "gone" and not self._is_elastic:
+                one = before  # What is killed while it is stopped was stopped.
+            self.statuses[place] = one
+            self._heard[place] = time.monotonic()
             if one.heartbeat is not None and one.phase not in ("starting", "init"):
                 self.working_since = self.working_since or time.monotonic()
                 self.steps = max(self.steps, one.heartbeat.step)
-
-    def _renumber(self, one: RankStatus) -> None:
-        """In an elastic job a process may have another number than before."""
-        earlier = self._numbers.get(_process(one), one.rank)
-        self._numbers[_process(one)] = one.rank
-        before = self.statuses.get(earlier)
-        if earlier != one.rank and before and _process(before) == _process(one):
-            del self.statuses[earlier]
 
     def hear_host(self, name: str) -> None:
         """Something was told of a host, of ranks there or that there are none yet."""
         self._hosts[name] = time.monotonic()
 
-    def verdict(self, programs: Iterable[StoppedProgram] = ()) -> str:
-        """Why the run cannot go on; empty as long as it can.
+    def forget_host(self, name: str) -> None:
+        """The host has left the job."""
+        self._hosts.pop(name, None)
+        for place in [place for place in self.statuses if place[0] == name]:
+            del self.statuses[place]
+
+    def dismiss(self, culprits: Iterable[RankStatus]) -> None:
+        """These ranks are being ended, and count no more: the others wait for those that take their places."""
+        self._dismissed |= set(map(_process, culprits))
+        self._begin_anew()
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self.limits is not None and self.limits.elastic
+
+    def _begin_anew(self) -> None:
+        """In an elastic job, ranks that have waited for one that was lost now wait for a new one."""
+        if self._is_elastic:
+            self._resumed = time.monotonic()
+
+    def verdict(self, programs: Iterable[StoppedProgram] = ()) -> Verdict:
+        """Why the run cannot go on.
 
         Args:
             programs: those that look after the ranks and are stopped.
@@ -115,25 +142,33 @@ class Watchdog:
         self._asked = now
         awake = now - self._resumed
         late = (str(one) for one in programs if min(awake, one.held) >= self.still)
-        return self._of_ranks(now, awake) or next(late, "")
+        return self._of_ranks(now, awake) or Verdict(next(late, ""))
 
-    def _of_ranks(self, now: float, awake: float) -> str:
+    def _of_ranks(self, now: float, awake: float) -> Verdict:
         if self.limits is None:
-            return ""
-        ranks = [_at_most(awake, one) for one in self.statuses.values()]
+            return Verdict()
+        ranks = [
+            _at_most(awake, one)
+            for one in self.statuses.values()
+            # Who starts the ranks of an elastic job sees those that have gone.
+            if not (
+                self.limits.elastic and (one.state == "gone" or _process(one) in self._dismissed)
+            )
+        ]
         return self._unheard(now, awake, self.limits) or verdict(ranks, self.limits)
 
-    def _unheard(self, now: float, awake: float, limits: Limits) -> str:
+    def _unheard(self, now: float, awake: float, limits: Limits) -> Verdict:
         """Their hosts tell of ranks every few seconds, whatever these do."""
         limit = max(limits.waiting, UNHEARD_SECONDS)
-        there = (one for one in self.statuses.values() if one.state != "gone")
         heard = {f"host {name}": at for name, at in self._hosts.items()} | {
-            _name(one): self._heard[one.rank] for one in there if one.host not in self._hosts
+            _name(one): self._heard[place]
+            for place, one in self.statuses.items()
+            if one.state != "gone" and one.host not in self._hosts
         }
         found = [name for name, at in heard.items() if min(awake, now - at) >= limit]
         if not found:
-            return ""
-        return (
+            return Verdict()
+        return Verdict(
             f"no news from {', '.join(found)} for {limit:g} s: "
             "have hvdtrain's processes there been stopped (`ps -eo pid,stat,args`)?"
         )
@@ -153,7 +188,7 @@ class Watchdog:
         others = [one for one in self.statuses.values() if one.rank not in failed]
         for is_away, what in _AWAY:
             if away := [one for one in others if is_away(one)]:
-                return _sentence(away, what, "")
+                return _sentence(away, what, "").text
         return ""
 
 
@@ -184,23 +219,24 @@ _AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
 )
 
 
-def verdict(ranks: Sequence[RankStatus], limits: Limits) -> str:
-    """Why a run with these ranks cannot go on, and what each of them does; empty as long as it can."""
+def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
+    """Why a run with these ranks cannot go on, and what each of them does."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
     for held_up in (_stopped, _lost, _awaited, _idle, _over):
-        if reason := held_up(ranks, there, limits, patience):
-            return f"{reason}\n{picture(ranks)}" if len(ranks) > 1 else reason
-    return ""
+        if found := held_up(ranks, there, limits, patience):
+            several = len(ranks) > 1
+            return replace(found, text=f"{found.text}\n{picture(ranks)}") if several else found
+    return Verdict()
 
 
 def _stopped(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> str:
+) -> Verdict:
     return _frozen([one for one in there if one.held >= limits.still])
 
 
-def _frozen(ranks: Sequence[RankStatus]) -> str:
+def _frozen(ranks: Sequence[RankStatus]) -> Verdict:
     # However short: a rank that is stopped while nothing moves is what the others wait for.
     return _sentence(
         [one for one in ranks if one.state == "stopped"],
@@ -211,7 +247,7 @@ def _frozen(ranks: Sequence[RankStatus]) -> str:
 
 def _lost(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> str:
+) -> Verdict:
     found = [
         one
         for one in ranks
@@ -219,7 +255,7 @@ def _lost(
         if one.state == "gone" and one.heartbeat and not one.has_ended and one.held >= limits.still
     ]
     if not any(not one.has_ended for one in there):
-        return ""
+        return Verdict()
     return _sentence(
         found,
         "gone before the end of the script (os._exit? out of memory?) while others run on "
@@ -230,7 +266,7 @@ def _lost(
 
 def _awaited(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> str:
+) -> Verdict:
     # To collectives Horovod's stall check looks; a rank in join may wait for good reason.
     late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
     late = [one for one in late if not one.has_ended]
@@ -240,56 +276,66 @@ def _awaited(
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):
+<<<<<<< HEAD
         missing = f"missing: others have waited {limit:g} s for THEM in {INIT}"
+=======
+        missing = f"not there: for {limit:g} s others have waited for THEM in {INIT}"
+        if limits.elastic:
+            # Those that wait may have met another failure, while this one is at work.
+            late = [one for one in late if one.idle >= limit]
+>>>>>>> da857fe (Elastic: a rank that hangs is named, ended and started again; ps knows ranks on other hosts)
         return _frozen(late) or _sentence(late, missing, "")
+    if limits.elastic:
+        # Until there are as many hosts as the job needs.
+        limit = limits.hang + patience
+        waiting = [one for one in waiting if one.idle >= limit]
     if waiting and len(waiting) == len(there):
         where = " and ".join(sorted({_meeting(one) for one in waiting}))
         unseen = sorted(set(range(max(one.size for one in ranks))) - {one.rank for one in ranks})
-        if unseen:
+        if unseen and not limits.elastic:
             have = "has" if len(unseen) == 1 else "have"
-            return (
+            return Verdict(
                 f"{ranks_in_words(unseen)} {have} not started, and for {limit:g} s the others have waited in {where}: "
                 "check the hosts where no rank has started"
             )
-        return (
-            _frozen(there)
-            or f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
+        waited = (
+            f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
         )
-    return ""
+        return _frozen(there) or Verdict(waited)
+    return Verdict()
 
 
 def _idle(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> str:
+) -> Verdict:
     if not there or not all(
         one.phase in WITH_BEATS and one.idle >= limits.hang + patience for one in there
     ):
-        return ""
-    return (
-        _frozen(there)
-        or f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
-    )
+        return Verdict()
+    idle = f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+    return _frozen(there) or Verdict(idle)
 
 
 def _over(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
-) -> str:
+) -> Verdict:
     # What the scripts have left running may compute.
     ended = all(
         (one.held if one.state == "gone" else one.quiet if one.has_ended else 0.0) >= limits.busy
         for one in ranks
     )
     if not ranks or not ended:
-        return ""
-    return f"all ranks finished, but the run did not end within {limits.busy:g} s"
+        return Verdict()
+    return Verdict(f"all ranks finished, but the run did not end within {limits.busy:g} s")
 
 
-def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> str:
+def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> Verdict:
     if not found:
-        return ""
+        return Verdict()
     names = ", ".join(_name(one) for one in found)
     is_, it = ("is", "it") if len(found) == 1 else ("are", "them")
-    return f"{names} {is_} {what.replace('THEM', it)}" + (f": {advice}" if advice else "")
+    text = f"{names} {is_} {what.replace('THEM', it)}" + (f": {advice}" if advice else "")
+    return Verdict(text, tuple(found))
 
 
 def _name(one: RankStatus) -> str:

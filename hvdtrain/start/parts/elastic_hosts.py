@@ -12,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdtrain.errors import EngineError, HvdtrainError
@@ -25,15 +25,19 @@ from hvdtrain.launch.host_report import (
     missing_interfaces,
 )
 from hvdtrain.launch.hosts import is_host_name
-from hvdtrain.launch.running.watchdog import stopped_seconds
+from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.start.agent import Greeting, own_report
-from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet
+from hvdtrain.start.parts.agents import Agents, News, Reach, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
 from hvdtrain.start.parts.rendezvous import say
 
 AGAIN_SECONDS = 30.0
 """Interval at which a host that was left out is tried again."""
 TICK_SECONDS = 1.0
+_NEWS = ("ranks", "stopped", "left")
+"""Of the agents, what the supervisor is told. For what scripts leave behind it does not wait: the agents end it."""
+_LONGEST_NEWS = 1 << 20
+"""Bytes."""
 
 
 class Discovery(Protocol):
@@ -45,17 +49,39 @@ class Discovery(Protocol):
 
 
 class ElasticAgents(Agents):
-    """Takes the place of the agents in the supervisor's process, and forwards orders to `ElasticHosts`."""
+    """Takes the place of the agents in the supervisor's process: passes on orders to `ElasticHosts`, and its news."""
 
     def __init__(self, launch_id: str, reach: Reach) -> None:
         super().__init__({}, {})
         self.launch_id = launch_id
         self.reach = reach
         self.orders, self._orders = os.pipe()
+        self._told, self._telling = os.pipe()
+        for descriptor in (self._told, self._telling):
+            os.set_blocking(descriptor, False)
+        self._split = Lines(longest=_LONGEST_NEWS)
+
+    def order(self, host: str, **order: Any) -> None:
+        """Send an order to one agent, if it is still there."""
+        self.order_all(to=host, **order)
 
     def order_all(self, **order: Any) -> None:
         """Send an order to every agent that there is now."""
         os.write(self._orders, json.dumps(order).encode() + b"\n")
+
+    def news(self, seconds: float) -> Iterator[News]:
+        """(host, news) of what was told until now; {"without": true} of a host that has left."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._told, 65536):
+                for line in self._split.feed(data):
+                    with contextlib.suppress(ValueError):
+                        host, news = json.loads(line.data)
+                        yield host, news
+
+    def tell(self, host: str, news: Mapping[str, Any]) -> None:
+        """In the launcher's process: `news` there. What has no room is lost; the next look tells it again."""
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._telling, json.dumps([host, news]).encode() + b"\n")
 
 
 class ElasticHosts:
@@ -81,6 +107,7 @@ class ElasticHosts:
         self._launch_id = stand_in.launch_id
         self._reach = stand_in.reach
         self._orders = stand_in.orders
+        self._tell = stand_in.tell
         self._variables = variables
         self._wanted = wanted
         self._seconds = seconds
@@ -172,7 +199,7 @@ class ElasticHosts:
         except (HvdtrainError, OSError) as error:
             self._leave_out(name, str(error))
             return
-        greeting = Greeting(secrets=dict(self._variables), still=stopped_seconds(os.environ))
+        greeting = Greeting(secrets=dict(self._variables))
         answers = greet(agents, {name: greeting}, self._own, reach=self._reach)
         problem = answers.problems.get(name, "")
         if not problem and self._wanted:
@@ -200,6 +227,7 @@ class ElasticHosts:
                 agents = self._agents.pop(name, None)
                 self._reports.pop(name, None)
                 self._asked.pop(name, None)
+                self._tell(name, {"without": True})
             if agents is not None:
                 threading.Thread(target=agents.__exit__, daemon=True).start()
 
@@ -207,25 +235,26 @@ class ElasticHosts:
         while True:
             time.sleep(TICK_SECONDS)
             with self._lock:  # Agents that leave are read by the thread that ends them.
-                lost = [name for name, agents in self._agents.items() if _is_lost(agents)]
+                lost = [name for name, agents in self._agents.items() if self._is_lost(agents)]
             self._leave(lost)
             for name in lost:
                 self._leave_out(name, f"the connection to host {name} broke")
 
     def _pass_orders(self) -> None:
         with os.fdopen(self._orders) as orders:
-            for order in orders:
+            for line in orders:
+                order = json.loads(line)
+                to = order.pop("to", None)
                 with self._lock:
-                    present = list(self._agents.values())
+                    present = [one for name, one in self._agents.items() if to in (None, name)]
                 for agents in present:
-                    agents.order_all(**json.loads(order))
+                    agents.order_all(**order)
 
-
-def _is_lost(agents: Agents) -> bool:
-    agents.beat()
-    for _ in agents.news(0):
-        pass  # The state of the ranks, which Horovod itself watches in an elastic job.
-    return bool(agents.ended())
+    def _is_lost(self, agents: Agents) -> bool:
+        agents.beat()
+        for host, news in agents.news(0):
+            self._tell(host, {name: news[name] for name in _NEWS if name in news})
+        return bool(agents.ended())
 
 
 class FitHosts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -11,13 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from hvdtrain.launch.running.processes import (
     TERM_SECONDS,
-    environment_of,
     signal_launch,
     state_of,
 )
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus
-from hvdtrain.launch.running.watchdog import STILL_SECONDS
-from hvdtrain.rank_variables import is_elastic
 
 LOOK_SECONDS = 1.0
 LEAVING_SECONDS = 2.0
@@ -26,6 +24,8 @@ MOST_NAMED = 5
 """Of the processes that a script has left behind."""
 INTERRUPT_SECONDS = 2.0
 """Time for Ctrl-C to reach a script as KeyboardInterrupt; after that the script is blocked and will not see it."""
+STACKS_SECONDS = 1.0
+"""For the stacks of a rank to arrive, before it is ended."""
 
 
 @dataclass
@@ -34,18 +34,18 @@ class RankWatch:
 
     Attributes:
         launch_id: of the launch.
-        still: seconds after which a rank of an elastic job that is stopped (SIGSTOP) is ended.
         _warned: the processes that have been warned; None if there was no warning.
         _asked: the signal that was forwarded to end the run, and the ranks that had a handler for it.
+        _to_end: process ids of ranks that hang, and when to end them.
     """
 
     launch_id: str
-    still: float = STILL_SECONDS
     _monitor: RankMonitor = field(init=False)
     _looked: float = float("-inf")
     _warned: set[int] | None = None
     _asked: tuple[int, frozenset[int]] = (0, frozenset())
     _asked_at: float = 0.0
+    _to_end: dict[int, float] = field(default_factory=dict)
     _gone_since: float = 0.0
     _told_left: bool = False
 
@@ -64,15 +64,15 @@ class RankWatch:
             self._warned |= self._send(signal.SIGUSR1, but=self._warned).keys()
         ranks = self._monitor.look()
         for one in ranks:
-            self._end_if_frozen(one)
+            if one.state != "gone" and self._to_end.get(one.pid, math.inf) <= self._looked:
+                with suppress(OSError):
+                    os.kill(one.pid, signal.SIGKILL)
         return [replace(one, ending=self._is_ending(one)) for one in ranks]
 
-    def _end_if_frozen(self, one: RankStatus) -> None:
-        """End a stopped rank of an elastic job, which restarts it; the others would wait for it forever."""
-        if one.state == "stopped" and one.held >= self.still:
-            with suppress(OSError):
-                if is_elastic(environment_of(one.pid)):
-                    os.kill(one.pid, signal.SIGKILL)
+    def end(self, pid: int) -> None:
+        """End a rank that hangs, a moment after it has shown its stacks."""
+        self._to_end[pid] = time.monotonic() + STACKS_SECONDS
+        self._send(signal.SIGUSR2, but=[one for _, one in self._monitor.processes() if one != pid])
 
     def end_left_behind(self) -> list[str]:
         """End the processes that scripts left behind, after all ranks of this host have gone; return their names, once.

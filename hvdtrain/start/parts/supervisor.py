@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS
+from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS, ORDERS
+from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import name_of
 from hvdtrain.launch.running.rank_monitor import RankStatus, as_json, from_json
-from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.launch.ssh_errors import SSH_FAILED
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
@@ -83,11 +83,12 @@ class _AllRanks:
 
     def __init__(self, launch_id: str, agents: Agents) -> None:
         self._agents = agents
-        self._here = RankWatch(launch_id, stopped_seconds(os.environ))
+        self._here = RankWatch(launch_id)
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
         self._leaving: set[str] = set()
-        self._pipe = _news_pipe()
+        self._pipe = _pipe(NEWS)
+        self._orders, self._lines = _pipe(ORDERS), Lines()
         self._beaten = float("-inf")
         for host in agents.hosts:
             self._tell(host=host, stopped=[])
@@ -124,7 +125,12 @@ class _AllRanks:
         if time.monotonic() - self._beaten >= BEAT_SECONDS:
             self._beaten = time.monotonic()
             self._agents.beat()
+        self._obey()
         for host, news in self._agents.news(0):
+            if news.get("without"):
+                self._elsewhere.pop(host, None)
+                self._tell(without=host)
+                continue
             with suppress(KeyError, TypeError):
                 self._elsewhere[host] = from_json(news["ranks"], host)
                 self._tell_of(self._elsewhere[host])
@@ -141,6 +147,16 @@ class _AllRanks:
             self._tell_of(statuses)
             if names := self._here.end_left_behind():
                 self._tell(left=", ".join(names))
+
+    def _obey(self) -> None:
+        """End the ranks that `hvdtrain run` says."""
+        with suppress(BlockingIOError):
+            for line in self._lines.feed(os.read(self._orders, 65536) if self._orders else b""):
+                match json.loads(line.data):
+                    case {"end": int(pid), "host": ""}:
+                        self._here.end(pid)
+                    case {"end": int(pid), "host": str(host)}:
+                        self._agents.order(host, end=pid)
 
     def look_again(self) -> None:
         """Tell the last state of the ranks on this host."""
@@ -282,9 +298,9 @@ def _say(text: str) -> None:
         print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
-def _news_pipe() -> int | None:
-    """The pipe for news of the ranks, if `hvdtrain run` gave one; set to non-blocking."""
-    descriptor = os.environ.get(NEWS, "")
+def _pipe(name: str) -> int | None:
+    """The pipe with this name, if `hvdtrain run` gave one; set to non-blocking."""
+    descriptor = os.environ.get(name, "")
     if not descriptor.isdecimal():
         return None
     os.set_blocking(int(descriptor), False)
@@ -299,9 +315,10 @@ def _be_the_launcher(
     try:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        if (descriptor := _news_pipe()) is not None:
-            os.close(descriptor)
-        os.environ.pop(NEWS, None)
+        for name in (NEWS, ORDERS):
+            if (descriptor := _pipe(name)) is not None:
+                os.close(descriptor)
+            os.environ.pop(name, None)
         agents.forget()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = run()
