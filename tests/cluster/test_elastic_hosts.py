@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 from jobs import RANK, REPOSITORY, user_environment
 from namespaces import NamespaceHost, child_of
+
+from hvdtrain.launch.running.run_status import read_status
 
 Hosts = dict[str, NamespaceHost]
 SECONDS = 60
@@ -70,6 +73,24 @@ def train(state):
         state.commit()
     return hvd.allgather_object(os.environ["HOROVOD_HOSTNAME"])
 print("trained on", *train(hvd.elastic.KerasState(model)))
+"""
+# Ranks without TensorFlow, which meet as Horovod's do. The first one on node2 hangs; node1's waits for it as after a
+# collective that failed.
+HANG = """
+import os, time
+from pathlib import Path
+from hvdtrain.worker.elastic_place import place_after_arrival, place_in_job
+from hvdtrain.worker.heartbeat import beat
+place = place_after_arrival(os.environ)
+first = not Path("again").exists()
+if place["HOROVOD_SIZE"] == "2" and first:
+    beat("training", 6, rank=int(place["HOROVOD_RANK"]))
+    if os.environ["HOROVOD_HOSTNAME"] == "node2":
+        time.sleep(1000)
+    Path("again").touch()
+    os.environ.update(place_in_job(os.environ))
+    place = place_after_arrival(os.environ)
+print("ends as rank", place["HOROVOD_RANK"], "of", place["HOROVOD_SIZE"])
 """
 Start = Callable[..., subprocess.Popen[str]]
 
@@ -169,6 +190,24 @@ def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Pa
         f"hvdtrain: refused PUT /worker_addresses/node1:0 from {hosts['node2'].address}: " in stderr
     )
     assert stderr.count("host nowhere is left out until it can run ranks") == 1
+
+
+def test_a_rank_that_hangs_on_another_host(start: Start, tmp_path: Path) -> None:
+    job = start(HANG, "node1", "node2", HVDTRAIN_HANG_TIMEOUT="6")
+    deadline = time.monotonic() + SECONDS
+    seen = (0, 0)
+    while seen != (2, 7):  # `hvdtrain ps` reads it there.
+        assert time.monotonic() < deadline, seen
+        time.sleep(0.1)
+        for status in map(read_status, tmp_path.glob(".hvdtrain/logs/*")):
+            seen = (status.ranks, status.step) if status else seen
+    stdout, stderr = job.communicate(timeout=SECONDS)
+    assert job.returncode == 0, stderr
+    waited = r"on host node2 \(process \d+\) is not there: for 6 s others have waited for it in hvdtrain.init"
+    assert re.search(rf"rank \d {waited}", stderr)
+    assert "local rank 0 of host node2 failed and is being restarted" in stderr
+    ended = {line.partition(" ")[2] for line in stdout.splitlines()}
+    assert {f"ends as rank {n} of 2" for n in range(2)} <= ended
 
 
 def end_broken_connections(host: NamespaceHost) -> None:
