@@ -95,8 +95,9 @@ def DistributedGradientTape(
     """Make the `gradient` method of a tf.GradientTape return gradients that are reduced over the ranks.
 
     The tape is changed in place and returned, so it can be wrapped before or after its `with` block. Apply the
-    gradients with a plain optimizer; a DistributedOptimizer would reduce them twice. Other arguments as in
-    DistributedOptimizer.
+    gradients with a plain optimizer; a DistributedOptimizer would reduce them twice.
+
+    Other arguments as in DistributedOptimizer.
 
     Args:
         gradtape: the tf.GradientTape.

@@ -2,9 +2,8 @@
 
 It combines the other packages. The data arrives as shares of global batches (data). A strategy (strategies, or
 parallel for divided models) runs the steps on them, weighted by each rank's share of the batch; at the end of an
-epoch it merges metrics, compares replicas and averages statistics. Why not model.fit: it gives every rank the same
-weight in a step, however many examples the rank has, and a callback on one rank can end the loop there while the
-others wait.
+epoch it merges metrics, compares replicas and averages statistics. model.fit would give every rank the same weight,
+however many examples it has, and let a callback on one rank end the loop there while the others wait.
 
 The cost over plain Keras: one pass over the variables after the first step and after each epoch, and one small
 collective per epoch for metrics, statistics and the decision to stop.
@@ -85,8 +84,7 @@ class Trainer:
             `model` is called. A model passed as an instance must have been built with it. Default: the current one.
         run_dir: folder for config.json, metrics.csv, rank_times.csv and the final model.keras. Default: none.
         checkpoints: hvdtrain.Checkpoints: when to save in run_dir; the same script, run again, continues from there.
-        resume: "auto": continue from a checkpoint in run_dir if there is one; "must": fail without one; "never": fail
-            if there is one.
+        resume: "auto": continue if run_dir holds a checkpoint; "must": fail without one; "never": fail with one.
         seed: for initial weights (if `model` is a function) and for shuffling.
         jit_compile: compile training steps with XLA, except what XLA cannot compile, such as Horovod's collectives.
         run_eagerly: run steps without tf.function, for debugging.
@@ -96,12 +94,11 @@ class Trainer:
         layout: an hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
         shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
         guard: compare the replicas after the first step and after every epoch; warn once if a weight is nan or inf.
-        on_nan: what to do when a loss or gradient is nan or inf. "warn": only what `guard` does. "stop": raise
-            DivergedError within about a second. "skip": skip the step, which then changes nothing. "rewind": go back
-            to the weights and optimizer of the newest checkpoint, and continue with the next batch of the data.
+        on_nan: what to do about a nan or inf loss or gradient. "warn": only what `guard` does. "stop": raise
+            DivergedError about a second later. "skip": let the step change nothing. "rewind": restore the weights
+            and optimizer of the newest checkpoint, and continue with the next batch.
         probe: with several workers, first run the model's step on at most five examples, whole and in parts, and
-            refuse a model whose gradients do not add up to those of one worker (a loss that compares examples, for
-            one). This takes four eager steps, less time than tracing the first step.
+            refuse one whose gradients do not add up (a loss that compares examples). Takes less time than the tracing.
 
     Raises:
         UsageError: arguments that cannot work.
@@ -230,11 +227,9 @@ class Trainer:
             steps_per_epoch: global batches per epoch; required if the data never ends.
             class_weight: weight of each class of integer or one-hot labels; a class that is missing has weight 1.
             shuffle: shuffle by seed and epoch, in the same order for any number of workers.
-            sharded: `x` is this rank's own part of the data, which your script has divided (its own list of files,
-                Dataset.shard), not the whole data. Each rank draws its share of global_batch_size from its part. Steps
-                are weighted by the number of examples on each rank, and a rank whose part has ended idles until the
-                longest one ends. Batches then depend on the number of workers. The Trainer still divides
-                `validation_data`.
+            sharded: `x` is this rank's own part of the data (its own list of files, Dataset.shard), from which it draws
+                its share of every global batch. Steps are weighted by the number of examples on each rank; a rank whose
+                part has ended idles until all have. The Trainer still divides `validation_data`.
             callbacks: a Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
                 of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
