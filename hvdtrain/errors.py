@@ -58,7 +58,7 @@ class ReplicaError(HvdtrainError):
 
 
 class DivergedError(HvdtrainError):
-    """The loss or a weight became nan or inf, and Trainer(on_nan="stop") stopped the training."""
+    """The loss or a weight became nan or inf, and the training ended as Trainer(on_nan=...) asks."""
 
 
 class EngineError(HvdtrainError):

@@ -239,7 +239,7 @@ class Trainer:
         Raises:
             UsageError: arguments or data that cannot work.
             ReplicaError: the ranks disagree on the model, the data or the arguments, or have drifted apart.
-            DivergedError: the loss became nan or inf, with on_nan="stop".
+            DivergedError: the loss became nan or inf, and on_nan ends the training.
             Preempted: the job was asked to stop, and the training has saved, with checkpoints.
             EngineError: Horovod stopped because another rank failed or did not arrive in time.
         """
