@@ -6,6 +6,7 @@ other exception is a bug in the user's script or in hvdtrain, and keeps its trac
 
 import sys
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_PREEMPTED
@@ -83,6 +84,12 @@ def exit_code_of(program: Callable[[], int]) -> int:
         for line in str(error).splitlines():
             print(f"hvdtrain: {line}", file=sys.stderr)
         return error.exit_code
+
+
+def require_integer(name: str, value: object, least: int = 1) -> None:
+    """Raise UsageError, calling it `name`, unless `value` is an integer (NumPy's too) of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.checkpoint.lock import this_process
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.models import is_built, optimizers_of
 from hvdtrain.keras_internals.optimizers import optimizer_slots
@@ -43,11 +43,8 @@ class CheckpointCallback(keras.callbacks.Callback):
 
     def __init__(self, folder: str | Path, *, every_epochs: int = 1, keep: int = 2) -> None:
         super().__init__()
-        for name, number, least in (("every_epochs", every_epochs, 1), ("keep", keep, 2)):
-            if not isinstance(number, int) or number < least:
-                raise UsageError(
-                    f"CheckpointCallback: {name}={number!r}: pass an integer, {least} or more"
-                )
+        require_integer("CheckpointCallback: every_epochs", every_epochs)
+        require_integer("CheckpointCallback: keep", keep, 2)
         self._folder = Path(folder)
         self._every_epochs = every_epochs
         self._keep = keep

@@ -26,7 +26,7 @@ from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.optimizer_state import is_in_parts
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
@@ -57,10 +57,7 @@ class CheckpointManager:
     """
 
     def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
-        if keep < 2:
-            raise UsageError(
-                f"CheckpointManager: keep={keep}: keep at least 2, in case one is damaged"
-            )
+        require_integer("CheckpointManager: keep", keep, 2)
         for one in tracked:
             if not isinstance(one, (tf.Variable, keras.Variable)) and not hasattr(one, "variables"):
                 raise UsageError(

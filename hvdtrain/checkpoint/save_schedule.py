@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 
 
 @dataclass(frozen=True)
@@ -38,22 +39,10 @@ class Checkpoints:
     mirror: str | None = None
 
     def __post_init__(self) -> None:
-        if self.every_steps is not None and self.every_steps < 1:
-            raise UsageError(
-                f"Checkpoints(every_steps={self.every_steps}): pass a number of steps, or leave it out "
-                "to save after each epoch"
-            )
-        if self.every_minutes is not None and not self.every_minutes > 0:
-            raise UsageError(
-                f"Checkpoints(every_minutes={self.every_minutes}): pass a positive number of minutes, or leave it out "
-                "to save after each epoch"
-            )
-        if self.keep < 2:
-            raise UsageError(
-                f"Checkpoints(keep={self.keep}): keep at least 2, in case one is damaged"
-            )
-        if self.max_failures is not None and self.max_failures < 1:
-            raise UsageError(
-                f"Checkpoints(max_failures={self.max_failures}): pass a positive number, or leave it out to train on "
-                "without new checkpoints"
-            )
+        require_integer("Checkpoints: keep", self.keep, 2)
+        for name in ("every_steps", "max_failures"):
+            if getattr(self, name) is not None:
+                require_integer(f"Checkpoints: {name}", getattr(self, name))
+        minutes = self.every_minutes
+        if minutes is not None and not (isinstance(minutes, Real) and minutes > 0):
+            raise UsageError(f"Checkpoints: every_minutes={minutes!r}: pass a positive number")

@@ -39,7 +39,7 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
     if path is None and not (follow and is_running(folder)):
         have = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_dir())) or "nothing yet"
         raise UsageError(
-            f"rank {rank} has written nothing to {stream} in {folder}; available: {have}"
+            f"--rank {rank}: nothing was written to {stream} in {folder}; available: {have}"
         )
     for data in _new(path or folder / f"rank.{rank}" / stream, folder, follow):
         click.echo(data, nl=False)

@@ -22,7 +22,7 @@ import horovod.tensorflow as hvd
 from horovod.common import process_sets
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, HorovodRanks, LoneRank
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.shards import shard_of
 
 
@@ -57,9 +57,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         for name, least in (("data", 0), ("tensor", 1), ("pipeline", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"Mesh: {name}={value!r}: pass an integer, {least} or more")
+            require_integer(f"Mesh: {name}", getattr(self, name), least)
 
     @property
     def size(self) -> int:

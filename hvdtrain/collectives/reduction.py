@@ -73,12 +73,17 @@ class Reduction:
             raise UsageError("op: use Average, Sum or Adasum of hvdtrain.keras")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise UsageError("gradient_predivide_factor needs op=Average")
-        if isinstance(self.groups, int) and self.groups < 1:
+        if not hasattr(self.compression, "compress"):
             raise UsageError(
-                f"groups={self.groups}: pass a positive number, a list of lists or None"
+                f"compression={self.compression!r}: pass hvdtrain.keras.Compression.none, .fp16 or .bf16"
             )
-        if self.groups is not None and not isinstance(self.groups, int | list):
-            raise UsageError("groups: pass a positive number or a list of lists of variables")
+        groups = self.groups
+        if not (
+            groups is None or isinstance(groups, list) or (isinstance(groups, int) and groups > 0)
+        ):
+            raise UsageError(
+                f"groups={groups!r}: pass a positive number or a list of lists of variables"
+            )
         if self.op == Adasum:
             self._check_adasum()
 

@@ -7,6 +7,7 @@ Only the rank's own examples are copied, or none where there is no shuffling. Ar
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -145,8 +146,8 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
     Raises:
         UsageError: either would be empty.
     """
-    if not 0 < fraction < 1:
-        raise UsageError(f"validation_split is {fraction}; it must lie between 0 and 1.")
+    if not (isinstance(fraction, Real) and 0 < fraction < 1):
+        raise UsageError(f"validation_split is {fraction!r}; it must lie between 0 and 1.")
     if not is_arrays(x):
         raise UsageError(
             f"validation_split works with arrays only; x is a {type(x).__name__}. "

@@ -1,6 +1,7 @@
 """Class weights as sample weights."""
 
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ def apply_class_weight(
             f"class_weight is a {type(class_weight).__name__}; it must be a dict from class "
             "number to weight, such as {0: 1.0, 1: 5.0}."
         )
+    others = [key for key in class_weight if not isinstance(key, Integral)]
+    if others:
+        raise UsageError(f"class_weight has the key {others[0]!r}; classes are integers.")
     if len(data) < 2:
         raise UsageError(f"{where}: class_weight needs labels, but there is no y.")
     weights = sample_weights(data[1], class_weight, dtype, where)

@@ -1,7 +1,6 @@
 """From what the user passed to fit to a `Source`."""
 
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any
 
 from hvdtrain.data import arrays, iterables, tf_dataset
@@ -9,7 +8,7 @@ from hvdtrain.data.files import Files, file_source
 from hvdtrain.data.py_dataset import Items, is_py_dataset, py_dataset_source, py_dataset_stream
 from hvdtrain.data.share import Reading, Source
 from hvdtrain.data.streams import Stream, StreamSource
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 
 ACCEPTED = (
     "NumPy arrays, tensors, DataFrames or lists of numbers (alone, or nested in lists and dicts), "
@@ -69,9 +68,9 @@ def make_source(
     Raises:
         UsageError: the data or an argument cannot work; where possible, before anything is read.
     """
-    check_positive("global_batch_size", global_batch_size)
+    require_integer("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:
-        check_positive("steps_per_epoch", steps_per_epoch)
+        require_integer("steps_per_epoch", steps_per_epoch)
     steps = steps_per_epoch and int(steps_per_epoch)
     reading = Reading(
         int(global_batch_size), shuffle, seed, steps, class_weight, training, _floatx()
@@ -111,12 +110,6 @@ def _refuse_beside(what: str, y: Any, sample_weight: Any) -> None:
                 f"{name} was passed together with {what}, which provides its own: (x, y) or (x, y, "
                 "sample_weight)."
             )
-
-
-def check_positive(name: str, value: Any) -> None:
-    """Raise UsageError unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise UsageError(f"{name} is {value!r}; it must be an integer of at least 1.")
 
 
 def _floatx() -> str:

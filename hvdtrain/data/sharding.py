@@ -34,6 +34,10 @@ def shard(dataset: Any) -> Any:
     """
     import tensorflow as tf
 
+    if not isinstance(dataset, tf.data.Dataset):
+        raise UsageError(
+            f"hvdtrain.data.shard: expected a tf.data.Dataset, not {type(dataset).__name__}"
+        )
     if batched_by_pipeline(dataset):
         raise UsageError(
             "hvdtrain.data.shard divides examples, but the elements of this tf.data.Dataset are "

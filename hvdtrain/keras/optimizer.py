@@ -28,7 +28,7 @@ from hvdtrain.collectives.communicator import Average, Communicator, Max, ranks_
 from hvdtrain.collectives.compression import Compression
 from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighed
 from hvdtrain.collectives.step_context import current_step
-from hvdtrain.errors import EngineError, UsageError
+from hvdtrain.errors import EngineError, UsageError, require_integer
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
 from hvdtrain.keras.writers import prepare_fit
 from hvdtrain.keras_internals.corrections import prepare_keras
@@ -284,6 +284,7 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    require_integer("backward_passes_per_step", backward_passes_per_step)
     summed = backward_passes_per_step > 1 and not average_aggregated_gradients
     reduction = Reduction(
         name=name,
@@ -304,8 +305,6 @@ def DistributedOptimizer(
 
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras accumulate the gradients of `passes` batches."""
-    if passes < 1:
-        raise UsageError(f"backward_passes_per_step={passes}: must be at least 1")
     if passes == 1:
         return
     if optimizer.gradient_accumulation_steps == passes:

@@ -106,6 +106,8 @@ def DistributedGradientTape(
         UsageError: arguments exclude each other; from the `jacobian` and `batch_jacobian` methods, whose results
             cannot be averaged.
     """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise UsageError(f"Expected a tf.GradientTape, not {type(gradtape).__name__}")
     if num_groups:
         warnings.warn("num_groups has been renamed to groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups

@@ -98,6 +98,12 @@ def may_have_loss(model: keras.Model) -> bool:
     return own or layers_own or model._compile_loss is not None or bool(model.losses)
 
 
+def compares_with_labels(model: keras.Model) -> bool:
+    """Whether Keras's own steps pass labels to a loss of compile."""
+    own = overridden(model, "train_step", "test_step", "compute_loss")
+    return own is None and model._compile_loss is not None
+
+
 def keeps_rows(model: keras.Model) -> bool:
     """Whether a layer keeps the state of each row of a batch for the next one (a stateful RNN), whose size is fixed."""
     return any(getattr(layer, "stateful", False) for layer in model._flatten_layers())

@@ -124,7 +124,7 @@ def mpi_words(option: str, text: str) -> list[str]:
     found = sorted(_SHELL_SYNTAX.intersection(text))
     if found:
         raise UsageError(
-            f"{option} {text!r}: {' '.join(map(repr, found))} has a special meaning to the shell; "
+            f"{option} {text!r}: the shell would interpret {' '.join(map(repr, found))}; "
             "pass only options of mpirun, with their values written out"
         )
     return words
@@ -148,7 +148,7 @@ def _range(option: Option) -> str:
     if most is not None:
         return f"a number from {least} to {most}"
     unit = f" {metavar.lower()}" if metavar in {"SECONDS", "MILLISECONDS"} else ""
-    return f"at least {least}{unit}"
+    return f"at least {least}{unit.removesuffix('s') if least == 1 else unit}"
 
 
 def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:

@@ -69,8 +69,8 @@ def the_job(name: str, jobs: Sequence[Job]) -> Job:
     ]
     if len(found) == 1:
         return found[0]
-    have = ", ".join(job.name for job in found or jobs) or "nothing"
-    problem = "several jobs have this name" if found else "no such job"
+    have = ", ".join(job.name for job in found or jobs) or "none"
+    problem = "several jobs match" if found else "no such job"
     raise UsageError(f"{name}: {problem}; running: {have}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.collectives.mesh import Mesh
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 
 WAYS = ("column", "row", "heads", "vocabulary")
 """How a layer's weights are split; see hvdtrain.parallel.tensor."""
@@ -42,6 +42,10 @@ class Layout:
         self._check_stages()
 
     def _check_split(self) -> None:
+        if not isinstance(self.split, Mapping):
+            raise UsageError(
+                f"Layout: split={self.split!r}: pass a dict from layers to ways to split"
+            )
         for pattern, way in self.split.items():
             if way not in WAYS:
                 raise UsageError(
@@ -60,8 +64,9 @@ class Layout:
             )
 
     def _check_stages(self) -> None:
-        if self.micro_batches < 1:
-            raise UsageError(f"Layout: micro_batches={self.micro_batches}: must be at least 1")
+        require_integer("Layout: micro_batches", self.micro_batches)
+        if isinstance(self.stages, str):
+            raise UsageError(f"Layout: stages={self.stages!r}: pass a list, [{self.stages!r}]")
         if self.stages is not None and len(self.stages) != self.mesh.pipeline - 1:
             raise UsageError(
                 f"Layout: stages names {len(self.stages)} layers; mesh has pipeline={self.mesh.pipeline}, so name "

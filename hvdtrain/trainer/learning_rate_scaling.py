@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import keras
@@ -46,11 +47,13 @@ class WarmUp(keras.callbacks.Callback):
     Afterwards they are left to others.
     """
 
-    def __init__(self, ramps: Sequence[Ramp], epochs: float, steps_per_epoch: int) -> None:
+    def __init__(self, ramps: Sequence[Ramp], epochs: Any, steps_per_epoch: int) -> None:
+        if not isinstance(epochs, Real) or not float(epochs) >= 0:
+            raise UsageError(f"warmup_epochs={epochs!r}: pass a number of epochs, 0 or more")
         super().__init__()
         self._ramps = ramps
         self._steps_per_epoch = steps_per_epoch
-        self._steps = max(1, round(epochs * steps_per_epoch))
+        self._steps = max(1, round(float(epochs) * steps_per_epoch))
         self._before = 0
         self._rising = False
 

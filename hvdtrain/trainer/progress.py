@@ -11,11 +11,14 @@ import keras
 import numpy as np
 
 from hvdtrain.environment import TERMINAL
+from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank
 
 
 def resolve_verbose(verbose: str | int, rank: Rank) -> int:
     """Return 0 (silent), 1 (bar) or 2 (one line an epoch); "auto" is a bar on a terminal."""
+    if verbose not in ("auto", 0, 1, 2):
+        raise UsageError(f"verbose={verbose!r}: choose 'auto', 0, 1 or 2")
     if not rank.is_first:
         return 0
     if verbose == "auto":

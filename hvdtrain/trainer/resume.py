@@ -406,6 +406,8 @@ def saved_fit(
         if wanted == "must":
             raise UsageError("resume='must' needs checkpoints=Checkpoints() and run_dir")
         return None
+    if not isinstance(schedule, Checkpoints):
+        raise UsageError(f"checkpoints={schedule!r}: pass hvdtrain.Checkpoints(...)")
     if run_dir is None:
         raise UsageError("checkpoints needs run_dir, the folder to write them to")
     if not isinstance(strategy, HorovodStrategy):

@@ -10,10 +10,11 @@ from typing import Any
 import keras
 
 from hvdtrain.data import Source, Spec, validation_split
-from hvdtrain.data.make import check_positive
-from hvdtrain.errors import UsageError
+from hvdtrain.data.structures import is_bare
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import (
+    compares_with_labels,
     compile_config,
     may_have_loss,
     optimizers_of,
@@ -158,10 +159,36 @@ def refuse_batch_size(name: str, value: Any, workers: int) -> None:
         )
 
 
-def check_validation_freq(value: int | Collection[int]) -> None:
-    """Raise UsageError for a validation_freq that is neither a number of epochs nor a list of epochs."""
+def as_callbacks(given: Any) -> list[keras.callbacks.Callback]:
+    """Return the callbacks in what a user passes as such; UsageError for anything else."""
+    found = keras.tree.flatten(given or [])
+    for one in found:
+        if isinstance(one, type):
+            raise UsageError(f"callbacks: pass an object, {one.__name__}(...), not the class")
+        if not hasattr(one, "set_model"):
+            raise UsageError(
+                f"callbacks: expected a keras.callbacks.Callback, not {type(one).__name__}"
+            )
+    return found
+
+
+def require_labels(model: keras.Model, *sources: Source | None) -> None:
+    """Raise UsageError for data without labels, if Keras's own steps would pass them to the loss of compile."""
+    if not compares_with_labels(model):
+        return
+    for source in sources:
+        if source is not None and (is_bare(source.element) or len(source.element) < 2):
+            raise UsageError(
+                "The data has no labels, which the model's loss needs: pass y, or data of (x, y)"
+            )
+
+
+def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) -> None:
+    """Raise UsageError for epochs that are no numbers, or a validation_freq that is neither one nor a list of them."""
+    require_integer("epochs", epochs, 0)
+    require_integer("initial_epoch", initial_epoch, 0)
     if isinstance(value, int):
-        check_positive("validation_freq", value)
+        require_integer("validation_freq", value)
     elif not isinstance(value, Collection) or not all(isinstance(epoch, int) for epoch in value):
         raise UsageError(
             f"validation_freq={value!r}: pass a number, to evaluate every so many epochs, or the epochs to evaluate "

@@ -22,9 +22,8 @@ import tensorflow as tf
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.consistency import require_alike, require_equal
 from hvdtrain.data import KnownSource, OwnSource, Source, is_batched, make_source, split
-from hvdtrain.data.make import check_positive
 from hvdtrain.data.share import check_workers
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras.learning_rate import require_settable
 from hvdtrain.keras_internals.models import keeps_rows, values_in_order
 from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
@@ -40,14 +39,16 @@ from hvdtrain.trainer.resume import in_job, saved_fit
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     Compiled,
+    as_callbacks,
     build_model,
+    check_epochs,
     check_fixed_batch,
-    check_validation_freq,
     compile_model,
     compiled_as,
     keras_file,
     one_or_all,
     refuse_batch_size,
+    require_labels,
     source_facts,
     split_arrays,
     symbolic_data,
@@ -135,8 +136,8 @@ class Trainer:
     ) -> None:
         self.strategy = make_strategy(strategy, layout, shard_optimizer)
         self.rank = self.strategy.start(seed)
-        check_positive("global_batch_size", global_batch_size)
-        check_positive("steps_per_execution", steps_per_execution)
+        require_integer("global_batch_size", global_batch_size)
+        require_integer("steps_per_execution", steps_per_execution)
         check_workers(global_batch_size, self.strategy.workers)
         self._on_nan = checked_policy(on_nan, self.strategy, saves=checkpoints is not None)
         self.global_batch_size = global_batch_size
@@ -245,8 +246,8 @@ class Trainer:
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         refuse_batch_size("validation_batch_size", validation_batch_size, self.strategy.workers)
-        check_validation_freq(validation_freq)
-        callbacks = keras.tree.flatten(callbacks or [])
+        check_epochs(epochs, initial_epoch, validation_freq)
+        callbacks = as_callbacks(callbacks)
         if validation_split:
             if validation_data is not None:
                 raise UsageError("Pass validation_data or validation_split, not both")
@@ -268,6 +269,7 @@ class Trainer:
                 # As in Keras; elsewhere a list is several inputs.
                 validation_data = tuple(validation_data)
             validation = self._source(validation_data, None, None, validation_steps)
+        require_labels(self.model, train, validation)
         if self._warmup_epochs:
             if train.steps_per_epoch is None:
                 raise UsageError("warmup_epochs needs data of known length: pass steps_per_epoch")
@@ -275,9 +277,8 @@ class Trainer:
             callbacks = [warm_up, *callbacks]
         shown = resolve_verbose(verbose, self.rank)
         plan = FitPlan(train, validation, initial_epoch, epochs, validation_freq, callbacks, shown)
-        names = [type(c).__name__ for c in callbacks]
-        given = self._run_dir is not None
-        facts = {"epochs": epochs, "callbacks": names, "run_dir is given": given}
+        facts = {"epochs": epochs, "callbacks": [type(c).__name__ for c in callbacks]}
+        facts["run_dir is given"] = self._run_dir is not None
         if validation is not None:
             facts |= {f"validation {key}": value for key, value in source_facts(validation).items()}
         with in_job(self.rank, self._saved):
@@ -320,9 +321,9 @@ class Trainer:
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, y, sample_weight, steps, sharded)
-        callbacks = keras.tree.flatten(callbacks or [])
-        plan = EvaluatePlan(source, callbacks, resolve_verbose(verbose, self.rank))
-        facts = {"callbacks": [type(c).__name__ for c in callbacks]}
+        require_labels(self.model, source)
+        plan = EvaluatePlan(source, as_callbacks(callbacks), resolve_verbose(verbose, self.rank))
+        facts = {"callbacks": [type(c).__name__ for c in plan.callbacks]}
         with in_job(self.rank, self._saved):
             logs = self._prepare(source, "evaluation", facts).evaluate(plan)
         return logs if return_dict else values_in_order(self.model, logs)

@@ -118,7 +118,7 @@ def test_a_host_that_is_well(over_hosts: Found) -> None:
         ("locked", "ssh", "it refuses your ssh key", "ssh-copy-id locked"),
         ("bare", "Python", "there is no ", "same path"),
         ("nowhere", "ssh", "it cannot be reached", "is it up"),
-        ("nobody", "name", "nobody is not known here", "/etc/hosts"),
+        ("nobody", "name", "the name nobody cannot be resolved here", "/etc/hosts"),
     ],
 )
 def test_a_host_that_is_not(host: str, name: str, seen: str, fix: str, over_hosts: Found) -> None:

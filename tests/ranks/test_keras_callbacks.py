@@ -73,7 +73,7 @@ def test_a_drift_in_the_middle_is_found_at_the_end_of_the_epoch(results: Results
         ),
         ("case_other_accumulation", ["gradient_accumulation_steps", "2 on rank 1"]),
         ("case_missing_metric", ["metric 'accuracy'", "missing on rank 1", "epoch 1"]),
-        ("case_one_rank_stops_early", ["rank 0 begins epoch 2, rank 1 ends the training"]),
+        ("case_one_rank_stops_early", ["rank 0 begins epoch 2, rank 1 stops training"]),
         ("case_frozen_layer_that_differs", ["bias' of rank 1", "after epoch 1"]),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_step_whose_worker_dies_is_applied_once(equal: Any) -> None:
     found = equal[0]["interrupted"]
     assert found["difference"] < 1e-6
     assert found["count"] == [BATCH]
-    assert equal[2].log("chief").count("Worker 0 is gone") == 2
+    assert equal[2].log("chief").count("Worker 0 is lost") == 2
 
 
 def test_what_workers_cannot_do_is_refused(equal: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_lost_worker_comes_back_and_a_lost_server_ends_the_run(tmp_path: Path)
         job.start("worker", 0, SERVE)
         job.wait_for("FIT second")
         found = json.loads((tmp_path / "found.json").read_text())
-        assert "Worker 0 is gone" in job.log("chief")
+        assert "Worker 0 is lost" in job.log("chief")
         assert found["history"]["count"] == [FAULT_ROWS] * FAULT_EPOCHS
         assert found["iterations"] == -(-FAULT_ROWS // FAULT_BATCH) * FAULT_EPOCHS
         job.wait_for("FIT second(.|\n)*BEGIN 2")
@@ -194,7 +194,7 @@ def test_a_lost_worker_comes_back_and_a_lost_server_ends_the_run(tmp_path: Path)
         assert job.end(seconds=90) == 1
         print(f"ended {time.monotonic() - begin:.1f} s after the server")
         log = job.log("chief")
-        assert log.count(f"Parameter server 1 ({job.cluster['ps'][1]}) is gone") == 1, log
+        assert log.count(f"Parameter server 1 ({job.cluster['ps'][1]}) is lost") == 1, log
         assert "Traceback" not in log
         assert [job.end(*key, seconds=60) for key in (("worker", 0), ("worker", 1), ("ps", 0))] == [
             *(0, 0, 0)

@@ -112,13 +112,14 @@ def test_one_point_is_not_read_twice_at_once():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda d: shard(np.ones(3)), "expected a tf.data.Dataset, not ndarray"),
         (lambda d: d.batch(4).apply(shard), r"are batches: put it before .batch\(\)"),
-        (lambda d: d.apply(shard).shuffle(4).batch(4), "Shuffle follows hvdtrain.data.shard"),
-        (lambda d: d.apply(shard).filter(lambda x, y: True), "Filter follows"),
-        (lambda d: d.apply(shard).repeat(), "Repeat follows"),
-        (lambda d: d.apply(shard).cache(), "Cache follows"),
-        (lambda d: d.apply(shard).enumerate(), "Zip follows"),
-        (lambda d: d.apply(shard).batch(4, drop_remainder=True), "drop_remainder=True follows"),
+        (lambda d: d.apply(shard).shuffle(4).batch(4), "Shuffle comes after hvdtrain.data.shard"),
+        (lambda d: d.apply(shard).filter(lambda x, y: True), "Filter comes after"),
+        (lambda d: d.apply(shard).repeat(), "Repeat comes after"),
+        (lambda d: d.apply(shard).cache(), "Cache comes after"),
+        (lambda d: d.apply(shard).enumerate(), "Zip comes after"),
+        (lambda d: d.apply(shard).batch(4, drop_remainder=True), "drop_remainder=True comes after"),
         (lambda d: d.repeat().apply(shard), "never ends: pass steps_per_epoch"),
     ],
 )

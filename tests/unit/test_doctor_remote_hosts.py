@@ -183,7 +183,7 @@ def test_an_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     (finding,) = check_host("nodd1", Options({}), 1)
     assert (finding.name, finding.status) == ("name", "fail")
-    assert "nodd1 is not known here" in finding.seen
+    assert "nodd1 cannot be resolved here" in finding.seen
     assert "/etc/hosts" in finding.fix
 
 
@@ -202,7 +202,7 @@ def test_no_python_there(look: Callable[..., dict[str, Result]]) -> None:
     found = look(f"echo 'sh: 1: exec: {sys.executable}: not found' >&2; exit 127")
     assert found["ssh"].status == "ok"
     assert found["Python"].status == "fail"
-    assert found["Python"].seen == f"there is no {sys.executable}"
+    assert found["Python"].seen == f"there is no {sys.executable} on this host"
     assert "at the same path" in found["Python"].fix
 
 

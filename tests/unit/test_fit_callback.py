@@ -55,7 +55,7 @@ def test_it_goes_on_and_says_so(
     monkeypatch.setattr(fit_callback, "this_process", lambda: "another one")
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
     told = "this run has finished after 5 of 5 epochs: nothing to train"
-    assert f"{tmp_path}: {told}" in capsys.readouterr().out
+    assert f"folder '{tmp_path}': {told}" in capsys.readouterr().out
 
 
 def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("horovod.tensorflow")
 
+import keras
 import tensorflow as tf
 
 import hvdtrain
@@ -23,3 +24,8 @@ def test_a_jacobian_is_refused(method: str) -> None:
         UsageError, match=rf"Tape\.{method}: .* plain tf\.GradientTape, .*allreduce"
     ):
         getattr(tape, method)(y, x)
+
+
+def test_what_is_no_tape_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"Expected a tf\.GradientTape, not Sequential"):
+        hvd.DistributedGradientTape(keras.Sequential())  # type: ignore[arg-type]

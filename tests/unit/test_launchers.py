@@ -106,7 +106,7 @@ def test_what_is_brought_is_loaded_when_it_is_asked_for(site: Path) -> None:
         ("broken", r"broken_launcher:prepare cannot be loaded \(ModuleNotFoundError: .*\): repair broken,"),
         ("none", r"launcher_without:prepare is not a function prepare\(plan, site\): repair none,"),
         ("brokn", r"there is no such launcher here. Did you mean 'broken'\?"),
-        ("xyz", r"there is no such launcher here. There are horovodrun, srun, broken, none"),
+        ("xyz", r"there is no such launcher here. Choose from horovodrun, srun, broken, none"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=f"^--launcher {name}: {message}"):
             find_launcher(name)

@@ -88,8 +88,13 @@ def test_sizes_that_are_none(sizes: dict[str, int]) -> None:
         ({"mesh": Mesh(tensor=2), "split": {"up": "diagonal"}}, "use one of column, row"),
         ({"mesh": Mesh(tensor=2), "split": {"up(": "column"}}, "is not a regular expression"),
         ({"mesh": Mesh(tensor=2)}, "split names no layer"),
-        ({"mesh": Mesh(pipeline=2), "micro_batches": 0}, "micro_batches=0: must be at least 1"),
+        (
+            {"mesh": Mesh(pipeline=2), "micro_batches": 0},
+            "micro_batches=0: pass an integer, 1 or more",
+        ),
         ({"mesh": Mesh(pipeline=3), "stages": ["a"]}, "pipeline=3"),
+        ({"mesh": Mesh(pipeline=2), "stages": "b"}, r"stages='b': pass a list, \['b'\]"),
+        ({"mesh": Mesh(tensor=2), "split": ["up"]}, "pass a dict"),
     ],
 )
 def test_layouts_that_cannot_be(arguments: dict, message: str) -> None:

@@ -117,7 +117,7 @@ def test_the_chief_names_who_is_missing() -> None:
         asked.append(address)
         return address != "d:4"
 
-    with pytest.raises(EngineError, match=r"No answer for 3 s from server 1 at d:4: did it start"):
+    with pytest.raises(EngineError, match=r"No answer for 3 s from server 1 at d:4: check that it"):
         wait_for_all(CONFIG, answers, seconds=3, sleep=lambda seconds: None)
     assert asked.count("d:4") == 3
     assert asked.count("c:3") == 1, "who answered is not asked again"
@@ -125,7 +125,7 @@ def test_the_chief_names_who_is_missing() -> None:
 
 @pytest.mark.parametrize(
     ("silent", "message"),
-    [("d:4", r"Parameter server 1 \(d:4\) is gone"), ("b:2", "No worker has answered")],
+    [("d:4", r"Parameter server 1 \(d:4\) is lost"), ("b:2", "No worker has answered")],
 )
 def test_the_watch_ends_a_job_that_cannot_go_on(silent: str, message: str) -> None:
     ended = threading.Event()

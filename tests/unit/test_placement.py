@@ -128,7 +128,7 @@ def test_variables_and_their_state_are_there_too(found: Any) -> None:
 
 def test_what_cannot_work_is_said(found: Any) -> None:
     device, pattern, expression, two, late = found["refused"]
-    assert "this process has CPU:0, CPU:1, CPU:2" in device
+    assert "this process sees CPU:0, CPU:1, CPU:2" in device
     assert "Paths: first, outer, block, block/up, block/inner, last" in pattern
     assert "not a regular expression" in expression
     assert "'first' is placed on" in two

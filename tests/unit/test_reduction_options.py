@@ -34,11 +34,12 @@ def one_rank() -> None:
     [
         ({"op": hvd.Max}, "op: use Average, Sum or Adasum"),
         ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
+        ({"compression": "fp16"}, "compression='fp16': pass hvdtrain.keras.Compression.none"),
         ({"groups": 0}, "groups=0"),
         ({"groups": "all"}, "a positive number or a list of lists"),
         ({"op": hvd.Adasum, "groups": 2}, "groups do not work with op=Adasum"),
         ({"op": hvd.Adasum, "compression": hvd.Compression.bf16}, "bf16 does not work"),
-        ({"backward_passes_per_step": 0}, "must be at least 1"),
+        ({"backward_passes_per_step": 0}, "pass an integer, 1 or more"),
     ],
 )
 def test_options_that_exclude_each_other(arguments: dict[str, Any], says: str) -> None:

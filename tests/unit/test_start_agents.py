@@ -178,7 +178,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     ) as agents:
         agents.order("here", **asdict(Greeting(str(tmp_path / "no"), processes=1, ports=1)))
         problem = news_until(agents, "problem")["problem"]
-        assert str(problem).startswith(f"no folder {tmp_path / 'no'} there (No such file")
+        assert str(problem).startswith(f"no working folder {tmp_path / 'no'} there (No such file")
 
 
 def test_ports_are_free_and_no_connection_takes_them() -> None:

@@ -73,5 +73,5 @@ def test_variables_that_do_not_fit_into_a_command_are_named(
     assert _too_long(arguments, ()) == ""
     monkeypatch.setenv("PYTHON_A", "a" * 50_000)
     monkeypatch.setenv("PYTHON_B", "b" * 60_000)
-    assert "or shorten PYTHON_B, the longest (60008)" in _too_long(arguments, ())
+    assert "or shorten PYTHON_B, the longest (60008 bytes)" in _too_long(arguments, ())
     assert _too_long(Namespace(use_gloo=False), ()) == "", "mpirun sends the values itself"

@@ -68,7 +68,7 @@ def test_which_server_was_lost() -> None:
     assert config is not None
     lost = lost_server("error from /job:ps/replica:0/task:1 while calling", config)
     assert lost is not None
-    assert lost.startswith("Parameter server 1 (d:5) is gone")
+    assert lost.startswith("Parameter server 1 (d:5) is lost")
     assert lost_server("error from /job:worker/replica:0/task:1", config) is None
 
 

@@ -40,7 +40,8 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: 
 @pytest.mark.parametrize(
     "given, message",
     [
-        ((Checkpoints(), "auto", None), "needs a run_dir"),
+        ((Checkpoints(), "auto", None), "needs run_dir"),
+        ((True, "auto", RunDir("a")), r"checkpoints=True: pass hvdtrain.Checkpoints\(\.\.\.\)"),
         ((None, "must", RunDir("a")), "needs checkpoints="),
         ((Checkpoints(), "yes", RunDir("a")), "'auto', 'never' or 'must'"),
         ((Checkpoints(), "auto", RunDir("a")), "strategy='horovod'"),
@@ -218,8 +219,9 @@ def test_a_warning_that_is_an_error_keeps_no_lock(saving: Any, tmp_path: Path) -
 
 
 def test_a_schedule_that_cannot_work() -> None:
-    with pytest.raises(UsageError, match="every_steps=0"):
-        Checkpoints(every_steps=0)
+    for steps in (0, 2.5, "5"):
+        with pytest.raises(UsageError, match=f"every_steps={steps!r}: pass an integer"):
+            Checkpoints(every_steps=steps)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="max_failures=0"):
         Checkpoints(max_failures=0)
     for minutes in (0, -1.0, float("nan")):

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.metrics import check_additive
 from hvdtrain.data import Share
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras_internals.building import build_model, symbolic_call
 from hvdtrain.keras_internals.optimizers import is_distributed
 from hvdtrain.keras_internals.remote_variables import look_up_rows
@@ -54,10 +54,8 @@ class ParameterServer(Strategy):
 
     def __init__(self, in_flight: int = 2, min_part_bytes: int = MIN_PART_BYTES) -> None:
         super().__init__()
-        if in_flight < 1:
-            raise UsageError(f"in_flight={in_flight}: must be at least 1")
-        if min_part_bytes < 1:
-            raise UsageError(f"min_part_bytes={min_part_bytes}: must be at least 1")
+        require_integer("in_flight", in_flight)
+        require_integer("min_part_bytes", min_part_bytes)
         self._in_flight = in_flight
         self._min_part_bytes = min_part_bytes
         self._config: TfConfig | None = None
