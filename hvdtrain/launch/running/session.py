@@ -284,12 +284,6 @@ class _ShownRun:
             self._hear(self.monitor.look())
         if self.output.is_behind:
             return False  # The ranks may wait for its reader, as this run does.
-<<<<<<< HEAD
-        reason = self.hung or self.watchdog.verdict(self.stopped.look([command]))
-        if reason and not self.hung:
-            self.hung = reason
-            self.output.say("\nthis run hangs: printing the stacks of its ranks, then ending them")
-=======
         if self.hung:
             return True
         verdict = self.watchdog.verdict(self.stopped.look([command]))
@@ -297,8 +291,7 @@ class _ShownRun:
             self._end_ranks(verdict)
         elif verdict:
             self.hung = verdict.text
-            self.output.say("\nthis run hangs: its ranks print their stacks and are ended")
->>>>>>> da857fe (Elastic: a rank that hangs is named, ended and started again; ps knows ranks on other hosts)
+            self.output.say("\nthis run hangs: printing the stacks of its ranks, then ending them")
         return bool(self.hung)
 
     def _end_ranks(self, verdict: Verdict) -> None:

@@ -276,14 +276,10 @@ def _awaited(
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
     waiting = [one for one in waiting if one.idle >= limit]
     if late and any(_meeting(one) == INIT for one in waiting):
-<<<<<<< HEAD
         missing = f"missing: others have waited {limit:g} s for THEM in {INIT}"
-=======
-        missing = f"not there: for {limit:g} s others have waited for THEM in {INIT}"
         if limits.elastic:
             # Those that wait may have met another failure, while this one is at work.
             late = [one for one in late if one.idle >= limit]
->>>>>>> da857fe (Elastic: a rank that hangs is named, ended and started again; ps knows ranks on other hosts)
         return _frozen(late) or _sentence(late, missing, "")
     if limits.elastic:
         # Until there are as many hosts as the job needs.
