@@ -8,7 +8,6 @@ is done when the states are merged.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -197,10 +196,13 @@ class SummedMetrics:
             if id(metric) in self._tried or is_known_to_add_up(metric):
                 continue
             self._tried.add(id(metric))
-            with contextlib.suppress(Exception):  # One that cannot be tried out is taken for exact.
+            try:
                 found = [self._try(metric, calls, examples, adds_up) for adds_up in (False, True)]
-                if not any(np.allclose(f.one, f.several, 1e-3, equal_nan=True) for f in found):
-                    warnings.warn(_complaint(metric, found[0]), stacklevel=2)
+                exact = any(np.allclose(f.one, f.several, 1e-3, equal_nan=True) for f in found)
+            except Exception:
+                continue  # One that cannot be tried out is taken for exact.
+            if not exact:
+                warnings.warn(_complaint(metric, found[0]), stacklevel=2)
 
     def _try(
         self, metric: keras.metrics.Metric, calls: Calls, examples: int, adds_up: bool

@@ -192,17 +192,18 @@ class LossWatch:
         steps = self._rewind(self._epoch, epoch_ends)
         if steps is None:
             raise DivergedError(
-                f"{what}, and there is no checkpoint to go back to (on_nan='rewind'): {ADVICE}"
+                f"{what}, and there is no checkpoint to go back to (on_nan='rewind'): training has stopped. "
+                f"{ADVICE.capitalize()}"
             )
         self._rewound.append(steps)
         if self._rewound.count(steps) > MOST_REWINDS:
             raise DivergedError(
-                f"{what}, and so it did after each of {MOST_REWINDS} returns to the checkpoint of step {steps}: "
-                f"{ADVICE}"
+                f"{what}, again after {MOST_REWINDS} returns to the checkpoint of step {steps} (on_nan='rewind'): "
+                f"training has stopped. {ADVICE.capitalize()}"
             )
         self._warn(
-            f"{what}. The weights are those of the checkpoint of step {steps} again, and training continues with the "
-            "batch that is next (on_nan='rewind')"
+            f"{what}. The checkpoint of step {steps} was restored, and training continues with the next batch "
+            "(on_nan='rewind')"
         )
 
     def _after_skipping(self, skipped: SkippedSteps, found: Divergence | None) -> None:
@@ -218,7 +219,7 @@ class LossWatch:
         if new and (found is not None or not skipped.are_usual):
             steps = "One step was" if new == 1 else f"{new} steps were"
             self._warn(
-                f"{what}. {steps} skipped since the last such message, and changed nothing (on_nan='skip')"
+                f"{what}. {steps} skipped since the last warning, without changing the model (on_nan='skip')"
             )
 
     def _warn(self, text: str) -> None:

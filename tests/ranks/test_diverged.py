@@ -58,4 +58,4 @@ def test_rewound(results: Results) -> None:
 def test_rewound_in_vain(results: Results) -> None:
     for without, again in results.of("case_rewound_in_vain"):
         assert "there is no checkpoint to go back to (on_nan='rewind')" in without
-        assert "after each of 3 returns to the checkpoint of step 5" in again
+        assert "again after 3 returns to the checkpoint of step 5" in again

@@ -259,7 +259,7 @@ def test_no_rank_is_left_that_was_training(
         assert job.told() == {("a", 0): 0, ("a", 1): 1}
         assert "no rank is left that was training: the job continues from the newest check" in said
     else:
-        assert "the job ends: no rank is left that had the state of the training" in said
+        assert "the job ends: no rank is left that holds the state of the training" in said
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -306,6 +306,13 @@ def test_where_states_can_only_be_added_up(
     assert not any(np.any(v.numpy()) for v in metric.variables)
 
 
+def test_a_warning_that_is_made_an_error_is_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="does not combine"):
+            SummedMetrics(EVEN_PARTS).learn([(Latest(), [(FLOATS, {})])], ROWS)
+
+
 class InVariable(keras.metrics.Metric):
     """Counts in a variable that Keras does not track."""
 

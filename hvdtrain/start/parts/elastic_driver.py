@@ -199,7 +199,7 @@ class PatientDriver(ElasticDriver):
         if had_state and not self._have_state:
             # New ones alone would begin from scratch, without a word.
             if not self.has_checkpoint:
-                self.stop("no rank is left that had the state of the training")
+                self.stop("no rank is left that holds the state of the training")
                 return
             say("no rank is left that was training: the job continues from the newest checkpoint")
         super().resume()
