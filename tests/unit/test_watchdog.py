@@ -299,7 +299,7 @@ def test_ranks_that_are_given_new_numbers() -> None:
         (
             [placed(0, phase="init", waiting=True, idle=301), placed(1, idle=301, quiet=301)],
             [101],
-            "rank 1 (process 101) is not there: for 300 s others have waited for it in hvdtrain.init()",
+            "rank 1 (process 101) is missing: others have waited 300 s for it in hvdtrain.init()",
         ),
         # It makes progress: those that wait have met another failure.
         ([placed(0, phase="init", waiting=True, idle=301), placed(1, quiet=301)], [], ""),
