@@ -90,7 +90,7 @@ def _follow_loops(module: ModuleType) -> None:
 _LOOP_PHASES: dict[str, tuple[Phase, Phase]] = {
     "on_train_begin": ("callbacks", "input"),
     "on_epoch_begin": ("callbacks", "input"),
-    "on_train_batch_begin": ("training", "training"),
+    "on_train_batch_begin": ("callbacks", "training"),
     "on_train_batch_end": ("callbacks", "input"),
     "on_epoch_end": ("callbacks", "input"),
     "on_train_end": ("callbacks", "script"),

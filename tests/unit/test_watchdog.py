@@ -315,6 +315,28 @@ def test_ranks_that_are_given_new_numbers() -> None:
             [],
             "no rank has made progress for 1800 s (--hang-timeout)",
         ),
+        (
+            [placed(0, idle=1800), placed(1, phase="callbacks", idle=1800)],
+            [101],
+            "rank 1 (process 101) is not there: for 1800 s others have waited for it in training",
+        ),
+        (
+            [
+                placed(0, phase="script", waiting=True, detail="grad", idle=1800),
+                placed(1, phase="script", idle=1800, quiet=1800),
+            ],
+            [101],
+            "rank 1 (process 101) is not there: for 1800 s others have waited for it in the collective grad",
+        ),
+        # Computes, in a loop of its own.
+        (
+            [
+                placed(0, phase="script", waiting=True, detail="grad", idle=1800),
+                placed(1, phase="script", idle=1800),
+            ],
+            [],
+            "",
+        ),
         # Horovod's driver has seen that, and starts another one.
         ([placed(0), placed(1, state="gone", held=900)], [], ""),
     ],

@@ -223,7 +223,7 @@ def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
     """Why a run with these ranks cannot go on, and what each of them does."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
-    for held_up in (_stopped, _lost, _awaited, _idle, _over):
+    for held_up in (_stopped, _lost, _awaited, _apart, _idle, _over):
         if found := held_up(ranks, there, limits, patience):
             several = len(ranks) > 1
             return replace(found, text=f"{found.text}\n{picture(ranks)}") if several else found
@@ -301,6 +301,23 @@ def _awaited(
     return Verdict()
 
 
+def _apart(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> Verdict:
+    """In an elastic job: who does not come to where the others wait."""
+    limit = limits.hang + patience
+    late = [one for one in there if not (one.has_ended or _meets_others(one))]
+    others = [one for one in there if _meets_others(one)]
+    hang = all(
+        one.idle >= limit and (one.phase in WITH_BEATS or one.quiet >= limit) for one in late
+    )
+    if not (limits.elastic and others and hang and all(one.idle >= limit for one in others)):
+        return Verdict()
+    where = " and ".join(sorted({_meeting(one) or one.phase for one in others}))
+    missing = f"not there: for {limit:g} s others have waited for THEM in {where}"
+    return _frozen(late) or _sentence(late, missing, "")
+
+
 def _idle(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
@@ -344,6 +361,13 @@ def _meeting(one: RankStatus) -> str:
     if one.heartbeat is None or not one.heartbeat.waiting:
         return ""
     return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else INIT
+
+
+def _meets_others(one: RankStatus) -> bool:
+    """Whether it is in a collective, or in a step, whose collectives are not seen."""
+    if one.heartbeat is not None and one.heartbeat.waiting:
+        return one.heartbeat.detail != "join"
+    return one.phase in ("training", "evaluating", "predicting")
 
 
 def picture(ranks: Sequence[RankStatus]) -> str:
