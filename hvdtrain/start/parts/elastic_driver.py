@@ -69,9 +69,8 @@ class PatientRegistry(WorkerStateRegistry):
                 self._workers[FAILURE].add((host, slot))
             self._workers[SUCCESS].clear()
         if self.count(FAILURE) == self._size and self._driver.has_checkpoint:
-            self._size += (
-                1  # Until the next round: Horovod's ends the job when as many have failed.
-            )
+            # Until the next round: Horovod's ends the job when as many have failed.
+            self._size += 1
         super()._on_workers_recorded()
 
 
