@@ -203,7 +203,9 @@ def test_a_rank_that_hangs_on_another_host(start: Start, tmp_path: Path) -> None
             seen = (status.ranks, status.step) if status else seen
     stdout, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 0, stderr
-    waited = r"on host node2 \(process \d+\) is not there: for 6 s others have waited for it in hvdtrain.init"
+    waited = (
+        r"on host node2 \(process \d+\) is missing: others have waited 6 s for it in hvdtrain.init"
+    )
     assert re.search(rf"rank \d {waited}", stderr)
     assert "local rank 0 of host node2 failed and is being restarted" in stderr
     ended = {line.partition(" ")[2] for line in stdout.splitlines()}

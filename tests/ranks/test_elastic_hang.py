@@ -42,7 +42,9 @@ def test_ranks_that_hang(tmp_path: Path) -> None:
     ranks = {one["rank"]: one["pid"] for one in events[:2]}
     assert [one["rank"] for one in sorted(events[2:], key=lambda one: one["rank"])] == [0, 1]
     assert {ranks[0]} == {one["pid"] for one in events[2:]} & {*ranks.values()}, "rank 0 lived on"
-    named = f"rank 1 (process {ranks[1]}) is not there: for 4 s others have waited for it in hvdtrain.init()"
+    named = (
+        f"rank 1 (process {ranks[1]}) is missing: others have waited 4 s for it in hvdtrain.init()"
+    )
     assert (
         f"\n{named}\n  rank 0: in hvdtrain.init()\n  rank 1: in callbacks\nended, to be restarted: rank 1"
         in (ended.output)

@@ -318,7 +318,7 @@ def test_ranks_that_are_given_new_numbers() -> None:
         (
             [placed(0, idle=1800), placed(1, phase="callbacks", idle=1800)],
             [101],
-            "rank 1 (process 101) is not there: for 1800 s others have waited for it in training",
+            "rank 1 (process 101) is missing: others have waited 1800 s for it in training",
         ),
         (
             [
@@ -326,7 +326,7 @@ def test_ranks_that_are_given_new_numbers() -> None:
                 placed(1, phase="script", idle=1800, quiet=1800),
             ],
             [101],
-            "rank 1 (process 101) is not there: for 1800 s others have waited for it in the collective grad",
+            "rank 1 (process 101) is missing: others have waited 1800 s for it in the collective grad",
         ),
         # Computes, in a loop of its own.
         (

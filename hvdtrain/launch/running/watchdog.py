@@ -314,7 +314,7 @@ def _apart(
     if not (limits.elastic and others and hang and all(one.idle >= limit for one in others)):
         return Verdict()
     where = " and ".join(sorted({_meeting(one) or one.phase for one in others}))
-    missing = f"not there: for {limit:g} s others have waited for THEM in {where}"
+    missing = f"missing: others have waited {limit:g} s for THEM in {where}"
     return _frozen(late) or _sentence(late, missing, "")
 
 
