@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hvdtrain.environment import LAUNCH_ID, TERMINAL
@@ -23,6 +23,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.addresses import interface_towards
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.running.rank_monitor import RankMonitor, as_json
+from hvdtrain.launch.running.srun_tasks import NEWS_SECONDS
 from hvdtrain.launch.slurm.task_variables import task_environment
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import outlive_signals, shell_code
@@ -31,8 +32,6 @@ from hvdtrain.start.parts.output_tags import marked, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 from hvdtrain.worker.rank_environment import available_cores
 
-NEWS_SECONDS = 5.0
-"""Interval of the news on a rank whose phase and state do not change."""
 INTERFACE = "HOROVOD_GLOO_IFACE"
 TICK_SECONDS = 0.1
 
@@ -55,9 +54,10 @@ def main() -> None:
 
 def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
     """Run the command and forward its output with marks; return its exit code."""
+    told = _RankNews(rank, environment)
+    told.tick()
     # srun does not end what has lost its place below the task.
     process = start(argv, environment, stdin=None, session=False, dies_with_us=True)
-    told = _RankNews(rank, environment)
     pipes = Pipes()
     pipes.add_output(process, 1, 2)
     while process.poll() is None:
@@ -69,12 +69,13 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
     for descriptor, data in pipes.rest(1, 2):
         write_all(descriptor, marked(data, rank, descriptor))
     code = process.wait()
-    told.tick(at_once=True)
+    told.tick(ended=True)
     return shell_code(code)
 
 
 class _RankNews:
-    """Tells `hvdtrain run`, if it is the launcher, what the rank does: changes at once, else every few seconds."""
+    """Tells `hvdtrain run`, if it is the launcher, that the task is there and what its rank does: changes at once, else
+    every few seconds."""
 
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         self._rank = rank
@@ -82,19 +83,20 @@ class _RankNews:
         wanted = TERMINAL in environment and LAUNCH_ID in environment
         self._monitor = RankMonitor(environment[LAUNCH_ID]) if wanted else None
         self._looked = self._told = float("-inf")
-        self._before: tuple[str, str] | None = None
+        self._before: Sequence[tuple[str, str]] = ()
 
-    def tick(self, *, at_once: bool = False) -> None:
+    def tick(self, *, ended: bool = False) -> None:
         now = time.monotonic()
-        if self._monitor is None or (now - self._looked < LOOK_SECONDS and not at_once):
+        if self._monitor is None or (now - self._looked < LOOK_SECONDS and not ended):
             return
         self._looked = now
-        for one in self._monitor.look():
-            new = self._before != (one.state, one.phase) or now - self._told >= NEWS_SECONDS
-            if one.rank == self._rank and new:
-                self._told, self._before = now, (one.state, one.phase)
-                news = json.dumps({"ranks": as_json([replace(one, host=self._host)])})
-                write_all(1, marked_news(news, self._rank))
+        ranks = [one for one in self._monitor.look() if one.rank == self._rank]
+        found = [(one.state, one.phase) for one in ranks]
+        if ended or found != self._before or now - self._told >= NEWS_SECONDS:
+            self._told, self._before = now, found
+            here = as_json(replace(one, host=self._host) for one in ranks)
+            news = {"task": self._rank, "ended": ended, "ranks": here}
+            write_all(1, marked_news(json.dumps(news), self._rank))
 
 
 if __name__ == "__main__":

@@ -259,6 +259,45 @@ def test_a_frozen_rank(slurm: SlurmCluster, folder: Path, stopped: int, phase: s
     assert slurm.left(seconds=5) == []
 
 
+TASK, STEP_DAEMON = r"\S+ -P -m hvdtrain\.start\.slurm_task", "slurmstepd: "
+SILENT = [
+    (line, number, after)
+    for line, number in ((TASK, signal.SIGSTOP), (STEP_DAEMON, signal.SIGKILL))
+    for after in (0.0, 0.3, 3.0)
+]
+"""What srun does not notice: the program, what befalls it, and after how many seconds."""
+
+
+@pytest.mark.parametrize(
+    ("line", "number", "after"), SILENT if hanging.ALL_CASES else [(TASK, signal.SIGSTOP, 3.0)]
+)
+def test_a_task_that_falls_silent(
+    slurm: SlurmCluster, folder: Path, line: str, number: signal.Signals, after: float
+) -> None:
+    """srun notices neither."""
+    (folder / "train.py").write_text(RANK + "time.sleep(600)\n")
+    job = slurm.start("salloc", "--quiet", "--nodes=2", *HVDTRAIN, "run", "train.py", cwd=folder)
+    there = slurm.hosts[1]
+    found: list[int] = []
+    while not found:
+        assert job.poll() is None
+        found = [
+            pid
+            for pid, words in there.processes().items()
+            if re.match(line, words) and pid not in there.quiet
+        ]
+    time.sleep(after)
+    os.kill(found[-1], number)
+    begun = time.monotonic()
+    _, stderr = job.communicate(timeout=SECONDS)
+    print(f"{line} {after} {number!r}: {time.monotonic() - begun:.1f} s: {stderr}")
+    assert job.returncode == hanging.EXIT_HANG, stderr
+    assert re.search(r"^no news from rank 1 on host n2 for (30|60) s: ", stderr, re.MULTILINE), (
+        stderr
+    )
+    assert slurm.left(seconds=10) == []
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_signal_from_outside_is_not_blamed_on_a_rank(
     slurm: SlurmCluster, folder: Path, number: signal.Signals

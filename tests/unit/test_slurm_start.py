@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.errors import EngineError
-from hvdtrain.start.parts.srun_launcher import rendezvous_address
+from hvdtrain.start.parts.srun_launcher import awaited_tasks, rendezvous_address
 
 SRUN = """\
 #!{python}
@@ -36,7 +36,9 @@ sys.exit(4)
 Started = subprocess.Popen[str]
 
 
-def start(folder: Path, options: str, ticks: int, **environment: str) -> Started:
+def start(
+    folder: Path, options: str, ticks: int, pass_fds: tuple[int, ...] = (), **environment: str
+) -> Started:
     program = folder / "srun"
     program.write_text(SRUN.format(python=sys.executable))
     program.chmod(0o755)
@@ -48,6 +50,7 @@ def start(folder: Path, options: str, ticks: int, **environment: str) -> Started
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        pass_fds=pass_fds,
     )
 
 
@@ -92,6 +95,19 @@ def test_where_the_rendezvous_is(hosts: str, interfaces: set[str], expected: str
     assert rendezvous_address(options, {"SLURMD_NODENAME": "n1"}) == expected
 
 
+@pytest.mark.parametrize(
+    ("command", "seconds", "begin"),
+    [
+        (["srun", "python"], 32, 60),
+        (["srun", "python"], 400, 400),
+        (["srun", "--container-image=tf", "python"], None, 300),
+    ],
+)
+def test_which_tasks_are_awaited(command: list[str], seconds: int | None, begin: int) -> None:
+    options = Namespace(hosts="n1:1,n2:2", num_proc=3, command=command, start_timeout=seconds)
+    assert awaited_tasks(options) == {"tasks": ["n1", "n2", "n2"], "begin": begin}
+
+
 def test_a_machine_whose_network_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "also-unknown.invalid")
     with pytest.raises(EngineError, match=r"neither node unknown\.invalid .* --network-interfaces"):
@@ -99,8 +115,12 @@ def test_a_machine_whose_network_does_not_tell(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_over_mpi_there_is_no_rendezvous(tmp_path: Path) -> None:
-    process = start(tmp_path, "-np 2 --mpi -H n1:1,n2:1 --network-interfaces eth7", 0)
+    news = os.open(tmp_path / "news", os.O_CREAT | os.O_WRONLY)
+    options = "-np 2 --mpi -H n1:1,n2:1 --network-interfaces eth7"
+    process = start(tmp_path, options, 0, HVDTRAIN_NEWS=str(news), pass_fds=(news,))
+    os.close(news)
     _, environment = seen(tmp_path)
+    assert json.loads((tmp_path / "news").read_text())["tasks"] == ["n1", "n2"]
     assert process.wait(60) == 4
     assert environment["OMPI_MCA_btl_tcp_if_include"] == "eth7"
     assert "HOROVOD_GLOO_RENDEZVOUS_PORT" not in environment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -155,6 +156,13 @@ def test_a_task_runs_its_command() -> None:
     assert done.returncode == 5
     assert done.stdout == b"[3]<stdout>:3 of 4\n"
     assert done.stderr == b"[3]<stderr+>:%s\n[3]<stderr+>:z\n" % (b"z" * LONGEST_PIECE)
+
+
+def test_a_task_tells_that_it_is_there_and_that_it_has_ended() -> None:
+    """Also of a command that is no Python script."""
+    lines = run_task("pass", HVDTRAIN_TERMINAL="0", HVDTRAIN_LAUNCH_ID="x").stdout.splitlines()
+    told = [json.loads(line.removeprefix(b"[3]<news>:")) for line in lines]
+    assert [(one["task"], one["ended"]) for one in (told[0], told[-1])] == [(3, False), (3, True)]
 
 
 def test_a_killed_command_is_told_as_shells_do() -> None:

@@ -19,6 +19,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
 from hvdtrain.launch.running.run_status import RunStatus
+from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS, SILENT_SECONDS
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.launch.running.watchdog import Limits, Watchdog, limits_of, verdict
 from hvdtrain.worker.heartbeat import (
@@ -226,6 +227,47 @@ def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> No
     dog.hear([rank(0), rank(1, host="b")])
     dog.hear_host("b")
     assert dog.verdict().text.startswith("no news from host c for 300 s: have hvdtrain")
+
+
+@pytest.mark.parametrize(
+    ("tells", "silent", "goes_on", "after"),
+    [
+        ([0, 1], 1, [0], SILENT_SECONDS),  # Stopped: it has told, and another goes on telling.
+        ([0], 1, [0], BEGIN_SECONDS),  # Stopped before it told anything.
+        ([0, 1], 0, [], LIMITS.waiting),  # No one tells: the network may be slow.
+        ([1], 0, [], LIMITS.waiting),
+        ([], None, [], LIMITS.waiting),  # srun still waits for its nodes.
+    ],
+)
+def test_a_task_of_srun_of_which_nothing_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+    tells: list[int],
+    silent: int | None,
+    goes_on: list[int],
+    after: float,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    for module in ("watchdog", "srun_tasks"):
+        monkeypatch.setattr(f"hvdtrain.launch.running.{module}.time", clock)
+    now = 1000.0
+    dog = Watchdog(LIMITS)
+    dog.tasks.expect(["a", "b", "c"], BEGIN_SECONDS)
+    for one in tells:
+        dog.tasks.hear(one, ended=False)
+    if tells:
+        dog.tasks.hear(2, ended=True)
+    for _ in range(int(after)):
+        assert dog.verdict() == ""
+        now += 1
+        for one in goes_on:
+            dog.tasks.hear(one, ended=False)
+    said = dog.verdict()
+    if silent is None:
+        assert said == ""
+    else:
+        assert f"rank {silent} on host {'abc'[silent]}" in said
+        assert f" for {after:g} s: have hvdtrain" in said
+        assert "rank 2" not in said and not any(f"rank {one} " in said for one in goes_on)
 
 
 @pytest.mark.parametrize(

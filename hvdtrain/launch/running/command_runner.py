@@ -32,6 +32,8 @@ FAILURE_SECONDS = 3.0
 """How long the launcher may take to end the job after a rank reported a failure."""
 PASSING_SECONDS = 2.0
 """How much longer than the grace a launcher may take to pass a signal on, and to end its ranks."""
+LONGEST_NEWS = 1 << 20
+"""Bytes: the nodes of all tasks are one line."""
 STACKS_SECONDS = 2.0
 """For the ranks' stacks to arrive, before a run that hangs is ended."""
 
@@ -150,7 +152,7 @@ def run_process(
 
 def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
     """Pass on what the command writes, until it is over and all is shown. A signal then ends the wait for a reader."""
-    news = Lines()
+    news = Lines(longest=LONGEST_NEWS)
 
     def take(came: Iterable[tuple[Any, bytes]]) -> bool:
         """Returns whether any of it was output."""

@@ -243,6 +243,10 @@ class _ShownRun:
             if "without" in news:
                 self.watchdog.forget_host(news["without"])
                 self.stopped.hear(news["without"], [])
+            if "tasks" in news:
+                self.watchdog.tasks.expect(news["tasks"], news["begin"])
+            if "task" in news:
+                self.watchdog.tasks.hear(news["task"], ended=news["ended"])
             if "left" in news:
                 self.output.say(f"\nended processes that the script left behind: {news['left']}")
 

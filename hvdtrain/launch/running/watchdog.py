@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from hvdtrain.environment import HANG_SECONDS, STOPPED_SECONDS
 from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
+from hvdtrain.launch.running.srun_tasks import SrunTasks
 from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.worker.heartbeat import INIT, WITH_BEATS
 
@@ -78,6 +79,7 @@ class Watchdog:
         statuses: of each rank that was ever seen, the last one, by host and place there (numbers may change).
         steps: the most that a rank has finished in an epoch.
         working_since: when the first rank was past init (time.monotonic()); 0 before.
+        tasks: what srun's tasks tell, if it has started the ranks.
     """
 
     limits: Limits | None
@@ -85,6 +87,7 @@ class Watchdog:
     statuses: dict[tuple[str, str], RankStatus] = field(default_factory=dict)
     steps: int = 0
     working_since: float = 0.0
+    tasks: SrunTasks = field(default_factory=SrunTasks)
     _heard: dict[tuple[str, str], float] = field(default_factory=dict)
     _hosts: dict[str, float] = field(default_factory=dict)
     _dismissed: set[tuple[str, int]] = field(default_factory=set)
@@ -158,18 +161,19 @@ class Watchdog:
         return self._unheard(now, awake, self.limits) or verdict(ranks, self.limits)
 
     def _unheard(self, now: float, awake: float, limits: Limits) -> Verdict:
-        """Their hosts tell of ranks every few seconds, whatever these do."""
+        """Their hosts or tasks tell of ranks every few seconds, whatever these do."""
         limit = max(limits.waiting, UNHEARD_SECONDS)
         heard = {f"host {name}": at for name, at in self._hosts.items()} | {
             _name(one): self._heard[place]
             for place, one in self.statuses.items()
-            if one.state != "gone" and one.host not in self._hosts
+            if one.state != "gone" and one.host not in self._hosts and not self.tasks.hosts
         }
-        found = [name for name, at in heard.items() if min(awake, now - at) >= limit]
+        found = {name: limit for name, at in heard.items() if min(awake, now - at) >= limit}
+        found.update(self.tasks.silent(awake, limit))
         if not found:
             return Verdict()
         return Verdict(
-            f"no news from {', '.join(found)} for {limit:g} s: "
+            f"no news from {', '.join(found)} for {min(found.values()):g} s: "
             "have hvdtrain's processes there been stopped (`ps -eo pid,stat,args`)?"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,14 +17,17 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import HASH_SEED
+from hvdtrain.environment import HASH_SEED, NEWS
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.launch.addresses import address_towards
 from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
+from hvdtrain.launch.launchers.srun import STEP_SECONDS
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import start
+from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
+from hvdtrain.standard_streams import write_all
 from hvdtrain.start.agent import own_report
 from hvdtrain.start.parts.rendezvous import Rendezvous
 from hvdtrain.start.slurm_task import INTERFACE
@@ -49,7 +53,19 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     if options.use_gloo:
         environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         environment |= _start_rendezvous(options)
+    if NEWS in os.environ:
+        write_all(int(os.environ[NEWS]), json.dumps(awaited_tasks(options)).encode() + b"\n")
     return _run(options.command, environment)
+
+
+def awaited_tasks(options: Namespace) -> dict[str, object]:
+    """News for `hvdtrain run`: the node of each task, and how many seconds after the first one the others may begin."""
+    places = get_host_assignments(parse_hosts(options.hosts), options.num_proc)
+    # Each node may have to fetch the image, before anything of it runs.
+    fetches = any(word.startswith("--container-image=") for word in options.command)
+    least = STEP_SECONDS if fetches else BEGIN_SECONDS
+    begin = max(least, options.start_timeout or 0)
+    return {"tasks": [one.hostname for one in places], "begin": begin}
 
 
 def interfaces(options: Namespace) -> dict[str, str]:
