@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvdtrain.bench.measurement import Comparison
 from hvdtrain.errors import EngineError
+from hvdtrain.launch.running.processes import start
 
 LINE = "the first line"
 SCRIPT = f"print('{LINE}', flush=True)\n"
@@ -40,20 +41,12 @@ def measure_startup(np: int, controller: str, passes: int) -> Iterator[Compariso
 def seconds_to_line(argv: Sequence[str], environment: Mapping[str, str]) -> float:
     """Seconds until the command prints LINE; waits for its end. Raises EngineError if it fails."""
     started = time.perf_counter()
-    with subprocess.Popen(
-        argv,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    with start(argv, environment, stdin=subprocess.DEVNULL, merge=True) as process:
         assert process.stdout is not None
         said = ""
         found = 0.0
-        for line in process.stdout:
+        for data in process.stdout:
+            line = data.decode(errors="replace")
             said += line
             if LINE in line and not found:
                 found = time.perf_counter() - started

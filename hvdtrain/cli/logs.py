@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -13,8 +14,10 @@ import click
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.log_folder import is_running
+from hvdtrain.launch.running.processes import start
 from hvdtrain.launch.running_jobs import LOGS, Job, find_jobs, the_job
 from hvdtrain.launch.slurm.job_queue import follow_job
+from hvdtrain.signals import shell_code
 
 POLL_SECONDS = 0.2
 
@@ -51,7 +54,11 @@ def _show(job: Job, follow: bool) -> int:
         return follow_job(job.name, sys.stdout.buffer, partial(click.echo, err=True))
     *command, name = job.show
     more = ["--follow"] if follow else []  # In front of the name: podman takes no option behind it.
-    return subprocess.run([*command, *more, name], stdin=subprocess.DEVNULL).returncode
+    shown = [*command, *more, name]
+    with start(
+        shown, os.environ, stdin=subprocess.DEVNULL, output=None, session=False, dies_with_us=True
+    ) as process:
+        return shell_code(process.wait())
 
 
 def _folder(job: str | None) -> Path | Job:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 
 import click
 
 from hvdtrain.cli.launch_options import Seconds
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.running.timed_command import ANSWER_SECONDS, ask
 from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 
 POLL_SECONDS = 0.2
@@ -28,10 +28,10 @@ def stop(job: str, timeout: float) -> None:
     A run is sent SIGTERM, a Slurm job is cancelled (scancel), a container is stopped (docker stop).
     """
     found = the_job(job, find_jobs())
-    done = subprocess.run(found.stop, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise HvdtrainError(f"cannot end {found.name}: {done.stderr.strip()}")
     deadline = time.monotonic() + timeout
+    done = ask(found.stop, limit=max(timeout, ANSWER_SECONDS))  # `docker stop` waits for the end.
+    if done.returncode:
+        raise HvdtrainError(f"cannot end {found.name}: {done.last_line}")
     while _is_there(found):
         if time.monotonic() > deadline:
             raise HvdtrainError(

@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from hvdtrain.errors import HvdtrainError
-from hvdtrain.launch.running.processes import COMMAND_SECONDS, end_groups
+from hvdtrain.launch.running.ending import COMMAND_SECONDS
+from hvdtrain.launch.running.processes import end_groups, start
 
 _PERCENT = re.compile(rb"\[ *(\d{1,3})%\]")
 """What make prints before each source file."""
@@ -51,16 +52,8 @@ def run(
     with log.open("ab") as output, click.progressbar(length=100, label=label) as bar:
         output.write(f"\n$ {shlex.join(argv)}\n".encode())
         output.flush()
-        start = output.tell()
-        # A session of its own, so that the whole tree (pip, cmake, make, compilers) can be ended at once.
-        process = subprocess.Popen(
-            argv,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        begun = output.tell()
+        process = start(argv, environment, stdin=subprocess.DEVNULL, merge=True)
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -74,5 +67,5 @@ def run(
         if process.returncode == 0:
             bar.update(100 - bar.pos)
     if process.returncode != 0:
-        printed = log.read_bytes()[start:].decode(errors="replace")
+        printed = log.read_bytes()[begun:].decode(errors="replace")
         raise CommandFailed(label, f"failed with exit code {process.returncode}", printed, log)

@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
+from hvdtrain.launch.running import ending
 from hvdtrain.launch.running.command_runner import Ending, run_process
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import processes_of
+from hvdtrain.start import agent
 
 
 class Seen:
@@ -223,3 +225,12 @@ def test_signals_are_as_before(seen: Seen) -> None:
     before = signal.getsignal(signal.SIGINT)
     seen.run("true")
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_whoever_ends_a_run_waits_longer_than_those_below() -> None:
+    assert ending.DEAF_SECONDS <= ending.PASSING_SECONDS, (
+        "the launcher may be deaf to the first signal"
+    )
+    assert ending.RUN_SECONDS <= 5, "of Ctrl-C, where scripts handle no signals"
+    assert ending.END_SECONDS < ending.RUN_SECONDS < ending.COMMAND_SECONDS < ending.ENDING_SECONDS
+    assert ending.COMMAND_SECONDS < agent.SILENCE_SECONDS

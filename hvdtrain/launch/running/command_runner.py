@@ -14,10 +14,10 @@ from types import FrameType
 from typing import Any, Protocol
 
 from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS, ORDERS
+from hvdtrain.launch.running.ending import FAILURE_SECONDS, PASSING_SECONDS, TERM_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import (
-    TERM_SECONDS,
     Pipes,
     end_launch,
     signal_launch,
@@ -28,10 +28,6 @@ from hvdtrain.launch.running.stdin import InputRelay
 from hvdtrain.signals import ending_signals
 
 TICK_SECONDS = 0.1
-FAILURE_SECONDS = 3.0
-"""How long the launcher may take to end the job after a rank reported a failure."""
-PASSING_SECONDS = 2.0
-"""How much longer than the grace a launcher may take to pass a signal on, and to end its ranks."""
 LONGEST_NEWS = 1 << 20
 """Bytes: the nodes of all tasks are one line."""
 STACKS_SECONDS = 2.0
@@ -261,7 +257,8 @@ class _Watch:
 def _guarded(launch_id: str) -> Iterator[None]:
     """End the launch even if this process is killed by SIGKILL.
 
-    A forked guard reads from a pipe that ends with this process, however it ends, and then ends the launch.
+    A guard reads from a pipe that ends with this process, however it ends, and then ends the launch. It is forked: a
+    program would have to be started first, and this process may be killed before it is there.
     """
     reading, writing = os.pipe()
     guard = os.fork()

@@ -21,12 +21,9 @@ from typing import Any, BinaryIO
 
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
+from hvdtrain.launch.running.ending import TERM_SECONDS
 from hvdtrain.worker.heartbeat import has_page_of
 
-TERM_SECONDS = 2.5
-"""From SIGTERM to SIGKILL. A run whose script handles no signals is gone within 5 s of Ctrl-C."""
-COMMAND_SECONDS = 6.0
-"""The same for a command that may be `hvdtrain run`, which needs up to 5 s to end its ranks on all hosts itself."""
 DRAIN_SECONDS = 1.0
 """How long to wait for more output after a process has ended: others may still hold its pipes."""
 _POLL_SECONDS = 0.02
@@ -45,6 +42,7 @@ def start(
     *,
     stdin: int | None = subprocess.PIPE,
     output: int | None = subprocess.PIPE,
+    merge: bool = False,
     session: bool = True,
     pass_fds: Collection[int] = (),
     dies_with_us: bool = False,
@@ -55,6 +53,7 @@ def start(
         argv: the program and its arguments.
         environ: its complete environment.
         stdin, output: as in subprocess; None: inherited.
+        merge: what it writes to standard error goes where its standard output goes.
         session: start it in a new session, where Ctrl-C in the terminal does not reach it.
         pass_fds: descriptors that it inherits.
         dies_with_us: have the kernel kill it when this process ends. Call from a process without threads.
@@ -68,7 +67,7 @@ def start(
             env=environ,
             stdin=stdin,
             stdout=output,
-            stderr=output,
+            stderr=subprocess.STDOUT if merge else output,
             start_new_session=session,
             pass_fds=pass_fds,
             preexec_fn=at_parents_end(signal.SIGKILL) if dies_with_us else None,

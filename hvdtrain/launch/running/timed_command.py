@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hvdtrain.environment import EXIT_FAILURE, LAUNCH_ID
+from hvdtrain.launch.running.ending import COMMAND_SECONDS
 from hvdtrain.launch.running.processes import (
-    COMMAND_SECONDS,
     CannotStart,
     Pipes,
     end_groups,

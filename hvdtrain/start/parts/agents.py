@@ -13,15 +13,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvdtrain.launch.host_report import HostReport, differences, late, report_of, ssh_problem
+from hvdtrain.launch.running.ending import END_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.launch.running.processes import TERM_SECONDS, Pipes, start
+from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
 from hvdtrain.start.agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
 
 CONNECT_SECONDS = 10
 BEAT_SECONDS = SILENCE_SECONDS / 6
-END_SECONDS = TERM_SECONDS + 1.5
-"""Time for agents to end the launch on their hosts; a host that takes longer is left behind."""
 _LONGEST_WORDS = 4096
 _LONGEST_NEWS = 1 << 20
 """Bytes. A process's output comes in pieces of up to 64 kB, which JSON can make six times as long."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdtrain.environment import EXIT_SIGNAL_BASE
+from hvdtrain.launch.running.ending import TERM_SECONDS
 from hvdtrain.launch.running.processes import (
     DRAIN_SECONDS,
-    TERM_SECONDS,
     CannotStart,
     Pipes,
     end_groups,

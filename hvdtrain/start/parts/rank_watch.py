@@ -10,8 +10,8 @@ from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from hvdtrain.launch.running.ending import TERM_SECONDS
 from hvdtrain.launch.running.processes import (
-    TERM_SECONDS,
     signal_launch,
     state_of,
 )

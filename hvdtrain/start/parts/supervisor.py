@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS, ORDERS
+from hvdtrain.launch.running.ending import DEAF_SECONDS, ENDING_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import name_of
@@ -26,15 +27,10 @@ from hvdtrain.start.parts.agents import BEAT_SECONDS, Agents
 from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankWatch
 
 TICK_SECONDS = 0.5
-ENDING_SECONDS = 10.0
-"""Time for a launcher to end its ranks. mpirun would wait forever for a host that is cut off."""
 TOGETHER_SECONDS = 0.2
 """Whoever ends all processes of a launch signals this one soon after the launcher."""
 _BY_KERNEL = 0x80
 """si_code (siginfo.h) of a signal that no process has sent."""
-DEAF_SECONDS = 2.0
-"""After which the signal is repeated. The first one has no effect while mpirun starts its ranks, and Horovod's helpers
-over Gloo may miss a rank that they have just started."""
 
 
 def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
@@ -47,6 +43,8 @@ def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
     ending = ending_signals()
     watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    # The launcher is Horovod's own code, patched for this launch and with what the agents have reported: a program of
+    # its own would have to load and learn all that again.
     child = os.fork()
     if child == 0:
         _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2}, agents)
