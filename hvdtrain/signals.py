@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_SIGNAL_BASE
+
+_PR_SET_PDEATHSIG = 1
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
@@ -64,6 +66,14 @@ def listen_for_warnings() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         signal.signal(number, lambda number, frame: None)
+
+
+def at_parents_end(number: signal.Signals) -> Callable[[], object]:
+    """A function after which the kernel sends this signal to its caller when the caller's parent ends."""
+    import ctypes  # Programs that call nothing here start sooner.
+
+    libc = ctypes.CDLL(None)
+    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def outlive_signals() -> None:

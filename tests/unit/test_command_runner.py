@@ -14,7 +14,7 @@ from hvdtrain.launch.running import ending
 from hvdtrain.launch.running.command_runner import Ending, run_process
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import processes_of
-from hvdtrain.start import agent
+from hvdtrain.start.parts import host_agent
 
 
 class Seen:
@@ -233,4 +233,4 @@ def test_whoever_ends_a_run_waits_longer_than_those_below() -> None:
     )
     assert ending.RUN_SECONDS <= 5, "of Ctrl-C, where scripts handle no signals"
     assert ending.END_SECONDS < ending.RUN_SECONDS < ending.COMMAND_SECONDS < ending.ENDING_SECONDS
-    assert ending.COMMAND_SECONDS < agent.SILENCE_SECONDS
+    assert ending.COMMAND_SECONDS < host_agent.SILENCE_SECONDS

@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.start.agent import Greeting, free_ports
 from hvdtrain.start.parts import agents as agents_module
 from hvdtrain.start.parts.agents import Agents
+from hvdtrain.start.parts.host_agent import Greeting, free_ports
 
 REPOSITORY = Path(__file__).parents[2]
 # One that takes a second of silence for the supervisor's end.
 IMPATIENT = (
-    "import hvdtrain.start.agent as agent\nagent.SILENCE_SECONDS = 1.0\nagent.main()\n",
+    "from hvdtrain.start import agent\nfrom hvdtrain.start.parts import host_agent\n"
+    "host_agent.SILENCE_SECONDS = 1.0\nagent.main()\n",
     "launch",
 )
 ENDLESS = [sys.executable, "-c", "import os\nwhile True: os.write(1, bytes(4096))"]

@@ -13,8 +13,8 @@ import pytest
 
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.processes import processes_of
-from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.parts.agents import Agents, Answers, Reach, agent_argv, greet
+from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.worker.secret_files import delivered
 
 # The last argument is the remote command; the one before it the host.
@@ -126,10 +126,11 @@ def test_other_versions_are_refused(launch_id: str, own: HostReport) -> None:
 
 OTHER_VERSION = """
 from hvdtrain.start import agent
-tell = agent._tell
+from hvdtrain.start.parts import host_agent
+tell = host_agent._tell
 def tell_more(report=None, **news):
     tell(**news, **({"report": report | {"hvdtrain": "9.9", "news": 1}} if report else {}))
-agent._tell = tell_more
+host_agent._tell = tell_more
 agent.main()
 """
 
@@ -149,9 +150,9 @@ def test_secrets_that_cannot_be_kept_are_a_problem_of_the_host(
     own: HostReport, tmp_path: Path
 ) -> None:
     code = (
-        "from hvdtrain.start import agent\n"
-        "deliver = agent.deliver\n"
-        f"agent.deliver = lambda *a: deliver(*a, parent=agent.Path({str(tmp_path / 'no')!r}))\n"
+        "from hvdtrain.start import agent\nfrom hvdtrain.start.parts import host_agent\n"
+        "deliver = host_agent.deliver\n"
+        f"host_agent.deliver = lambda *a: deliver(*a, parent=host_agent.Path({str(tmp_path / 'no')!r}))\n"
         "agent.main()\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -192,8 +193,8 @@ def test_a_broken_connection_is_noticed(launch_id: str) -> None:
 
 def test_an_agent_that_hears_nothing_ends(launch_id: str) -> None:
     code = (
-        "import sys\nfrom hvdtrain.start import agent\n"
-        "agent.SILENCE_SECONDS = 1.0\nsys.argv = ['agent', sys.argv[1]]\nagent.main()\n"
+        "import sys\nfrom hvdtrain.start import agent\nfrom hvdtrain.start.parts import host_agent\n"
+        "host_agent.SILENCE_SECONDS = 1.0\nsys.argv = ['agent', sys.argv[1]]\nagent.main()\n"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code, launch_id], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -8,13 +8,12 @@ its own process group. Processes on other hosts have an agent there, which does 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,12 +21,12 @@ from typing import Any, BinaryIO
 from hvdtrain.environment import LAUNCH_ID
 from hvdtrain.errors import HvdtrainError
 from hvdtrain.launch.running.ending import TERM_SECONDS
+from hvdtrain.signals import at_parents_end
 from hvdtrain.worker.heartbeat import has_page_of
 
 DRAIN_SECONDS = 1.0
 """How long to wait for more output after a process has ended: others may still hold its pipes."""
 _POLL_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1
 
 
 class CannotStart(HvdtrainError):
@@ -74,12 +73,6 @@ def start(
         )
     except OSError as error:
         raise CannotStart(f"cannot start {argv[0]}: {error.strerror}") from error
-
-
-def at_parents_end(number: signal.Signals) -> Callable[[], object]:
-    """A function after which the kernel sends this signal to its caller when the caller's parent ends."""
-    libc = ctypes.CDLL(None)
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 class Pipes:

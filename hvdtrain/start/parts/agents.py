@@ -17,7 +17,7 @@ from hvdtrain.launch.running.ending import END_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.processes import Pipes, start
 from hvdtrain.launch.ssh import ALIVE, BATCH, unseen_keys, where
-from hvdtrain.start.agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
+from hvdtrain.start.parts.host_agent import SILENCE_SECONDS, TICK_SECONDS, Greeting
 
 CONNECT_SECONDS = 10
 BEAT_SECONDS = SILENCE_SECONDS / 6

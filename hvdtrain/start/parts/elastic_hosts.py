@@ -26,9 +26,9 @@ from hvdtrain.launch.host_report import (
 )
 from hvdtrain.launch.hosts import is_host_name
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.parts.agents import Agents, News, Reach, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
+from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.rendezvous import say
 
 AGAIN_SECONDS = 30.0

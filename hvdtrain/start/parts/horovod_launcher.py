@@ -27,7 +27,6 @@ from hvdtrain.launch.host_report import (
 from hvdtrain.launch.installed_horovod import installed_controllers
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.ssh import path_variables
-from hvdtrain.start.agent import Greeting, own_report
 from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.parts.horovod_patches import (
@@ -42,6 +41,7 @@ from hvdtrain.start.parts.horovod_patches import (
     start_elastic_ranks,
     start_ranks,
 )
+from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.supervisor import supervise
 
 _INTERFACES = "NCCL_SOCKET_IFNAME"

@@ -33,8 +33,8 @@ from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.launch.ssh import path_variables
 from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.agent import Greeting
 from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
+from hvdtrain.start.parts.host_agent import Greeting
 from hvdtrain.start.parts.host_ranks import STOPPED
 from hvdtrain.start.parts.output_tags import marked, marked_news
 

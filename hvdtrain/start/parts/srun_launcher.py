@@ -28,7 +28,7 @@ from hvdtrain.launch.running.srun_tasks import BEGIN_SECONDS
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import ending_signals, shell_code
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.agent import own_report
+from hvdtrain.start.parts.host_agent import own_report
 from hvdtrain.start.parts.rendezvous import Rendezvous
 from hvdtrain.start.slurm_task import INTERFACE
 
