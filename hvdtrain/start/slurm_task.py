@@ -5,7 +5,7 @@
 sets Horovod's variables for COMMAND from Slurm's, and marks its output with the rank, as horovodrun and mpirun do.
 srun's own --label breaks unfinished lines (progress bars) and lines that are longer than its messages.
 
-Tags (`hvdtrain.start.parts.output_tags`) stand at line starts, and no tagged line is longer than what srun forwards in
+Marks (`hvdtrain.start.parts.output_tags`) stand at line starts, and no marked line is longer than what srun forwards in
 one piece, so lines of several ranks never mix.
 """
 
@@ -28,7 +28,7 @@ from hvdtrain.launch.slurm.task_variables import task_environment
 from hvdtrain.rank_variables import RENDEZVOUS_ADDRESS
 from hvdtrain.signals import outlive_signals, shell_code
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.output_tags import marked, marked_news
+from hvdtrain.start.parts.output_tags import LONGEST_PIECE, mark_for, marked_news
 from hvdtrain.start.parts.rank_watch import LOOK_SECONDS
 from hvdtrain.worker.rank_environment import available_cores
 
@@ -58,16 +58,16 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
     told.tick()
     # srun does not end what has lost its place below the task.
     process = start(argv, environment, stdin=None, session=False, dies_with_us=True)
-    pipes = Pipes()
+    mark, pipes = mark_for(environment), Pipes()
     pipes.add_output(process, 1, 2)
     while process.poll() is None:
         # A command usually ends right after its output.
         for descriptor, data in pipes.read(TICK_SECONDS if pipes.names else TICK_SECONDS / 10):
-            write_all(descriptor, marked(data, rank, descriptor))
+            write_all(descriptor, mark(data, rank, descriptor, LONGEST_PIECE))
         told.tick()
     # A process that the rank left behind may hold the pipes open.
     for descriptor, data in pipes.rest(1, 2):
-        write_all(descriptor, marked(data, rank, descriptor))
+        write_all(descriptor, mark(data, rank, descriptor, LONGEST_PIECE))
     code = process.wait()
     told.tick(ended=True)
     return shell_code(code)

@@ -1,10 +1,12 @@
-"""How the output of a rank passes through mpirun unharmed.
+"""How the output of a rank passes through a launcher unharmed.
+
+What a rank writes goes in frames, which the launch takes apart (`Unframer`): a frame is one line, so that lines of
+several ranks never mix and a mark in front of it (see `hvdtrain.start.parts.output_tags`) covers all lines in it.
 
 mpirun puts a tag in front of every line and of every piece of 4096 bytes that it reads, and has room for
 8192 bytes with the tags: of many short lines it loses the rest (a fifth of the numbers up to 200,000,
 printed a line each). And the same text as a tag inside of a line cannot be told from one. So a helper of
-each rank writes the output in frames: a frame is one line, no shorter than a tag, in which line ends and
-'<' are escaped. The launcher takes the frames apart (`Unframer`).
+each rank writes the frames there; a frame is no shorter than a tag, and has no '<'.
 """
 
 import contextlib
@@ -21,17 +23,25 @@ from hvdtrain.standard_streams import write_all
 
 HELPER = "hvdtrain-output"
 """The helper's name in /proc/PID/comm: it has a rank's environment, but is not a rank."""
-_ESCAPE, _BEGIN, _NOTHING = b"\x10", b"\x10b", b"\x10p"
-_ESCAPED = ((_ESCAPE, b"\x10d"), (b"\n", b"\x10n"), (b"<", b"\x10l"))
+_ESCAPE, BEGIN, _NOTHING = b"\x10", b"\x10b", b"\x10p"
+# One byte in place of another is as fast for the shortest lines as for the longest.
+_PLAIN, _STAND_INS = b"\n<", b"\x1e\x1f"
+_IN, _OUT = bytes.maketrans(_PLAIN, _STAND_INS), bytes.maketrans(_STAND_INS, _PLAIN)
+_ESCAPED = ((_ESCAPE, b"\x10d"), (b"\x1e", b"\x10n"), (b"\x1f", b"\x10l"))
 _LEAST = 24
 """Bytes of a frame: more than `[1,RANK]<stdout>:` has."""
 
 
 def frame(data: bytes) -> bytes:
     """The frame of what a rank wrote."""
-    for plain, escaped in _ESCAPED:
-        data = data.replace(plain, escaped)
-    return _BEGIN + data + _NOTHING * max(0, (_LEAST - len(data)) // len(_NOTHING)) + b"\n"
+    return BEGIN + escaped(data) + _NOTHING * max(0, (_LEAST - len(data)) // len(_NOTHING)) + b"\n"
+
+
+def escaped(data: bytes) -> bytes:
+    """What stands in a frame: `data` without line ends and '<'. Not to be cut behind \\x10."""
+    for plain, sequence in _ESCAPED:
+        data = data.replace(plain, sequence)
+    return data.translate(_IN)
 
 
 @dataclass
@@ -58,13 +68,16 @@ class Unframer:
         return b"" if self._framed else held
 
     def _take(self, line: bytes, end: bytes) -> bytes:
-        framed = line.startswith(_BEGIN) if self._framed is None else self._framed
+        framed = line.startswith(BEGIN) if self._framed is None else self._framed
+        if framed and self._framed is None:
+            line = line[len(BEGIN) :]
         self._framed = None if end else framed
         if not framed:
             return line + end
-        line = line.replace(_BEGIN, b"").replace(_NOTHING, b"")
-        for plain, escaped in reversed(_ESCAPED):
-            line = line.replace(escaped, plain)
+        line = line.translate(_OUT)
+        if _ESCAPE in line:
+            for plain, sequence in ((b"", _NOTHING), *reversed(_ESCAPED)):
+                line = line.replace(sequence, plain)
         return line
 
 

@@ -182,8 +182,12 @@ def test_the_launchers_own_words(tag: bytes) -> None:
 def test_lines_do_not_depend_on_the_chunks(text: bytes, cuts: list[int], longest: int) -> None:
     def lines(pieces: list[bytes]) -> list[tuple[bytes, bool, bool]]:
         cutter = Lines(longest=longest)
-        found = [line for piece in pieces for line in cutter.feed(piece)]
-        return [tuple(line) for line in [*found, *cutter.finish()]]
+        found = [block for piece in pieces for block in cutter.feed(piece)]
+        return [
+            (line, block.begins, block.ends)
+            for block in [*found, *cutter.finish()]
+            for line in block.data.splitlines(keepends=True)
+        ]
 
     whole = lines([text])
     assert lines(chunks(text, cuts)) == whole

@@ -117,9 +117,7 @@ def test_marked_output_is_taken_apart_again(
     queues: dict[int, list[bytes]] = defaultdict(list)
     for rank, descriptor, data in written:
         expected[rank, "stdout" if descriptor == 1 else "stderr"] += data
-        lines = marked(data, rank, descriptor).splitlines(keepends=True) if data else []
-        # A carriage return does not end a line for srun.
-        whole = b"".join(lines).split(b"\n")[:-1]
+        whole = marked(data, rank, descriptor, LONGEST_PIECE).split(b"\n")[:-1]
         queues[rank] += [line + b"\n" for line in whole]
     assert all(len(line) <= 1000 for lines in queues.values() for line in lines)
     stream = b""
@@ -155,7 +153,7 @@ def test_a_task_runs_its_command() -> None:
     done = run_task(code)
     assert done.returncode == 5
     assert done.stdout == b"[3]<stdout>:3 of 4\n"
-    assert done.stderr == b"[3]<stderr+>:%s\n[3]<stderr+>:z\n" % (b"z" * LONGEST_PIECE)
+    assert done.stderr == b"[3]<stderr>:%s\n[3]<stderr>:z\n" % (b"z" * LONGEST_PIECE)
 
 
 def test_a_task_tells_that_it_is_there_and_that_it_has_ended() -> None:

@@ -248,7 +248,7 @@ def test_any_bytes_of_a_rank_come_through() -> None:
     code = """
 raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
 """
-    assert replaced(code) == b"[0]<stdout>:a\xffb\n[0]<stdout+>:c\xc3\n"
+    assert replaced(code) == b"[0]<stdout>:a\xffb\n[0]<stdout>:c\xc3\n"
 
 
 def test_what_every_helper_of_gloo_loads_is_light() -> None:

@@ -155,8 +155,8 @@ def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
         any_output = False
         for name, data in came:
             if name == "news":
-                for line in news.feed(data):
-                    run.take_news(line.data)
+                for line in news.lines(data):
+                    run.take_news(line)
             elif data:
                 run.take_output(name, data)
                 any_output = True

@@ -1,23 +1,24 @@
-"""Cuts what a rank writes into lines, of any length, in bounded memory.
+"""Cuts what a rank writes at the ends of lines, whatever their lengths, in bounded memory.
 
-How the bytes arrive makes no difference to the result.
+Lines that come together stay together, as one block: only few of those who read them need each line. How the bytes
+arrive makes no difference to the lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 LONGEST = 16 * 1024
 """Bytes that are held back for the end of a line. A longer one comes in parts of this size."""
 
 
-class Line(NamedTuple):
-    """A line with its end, or a part of a long one.
+class Block(NamedTuple):
+    """Whole lines with their ends, or a part of a long line.
 
     Attributes:
-        begins, ends: whether the line's beginning and end are in `data`.
+        begins, ends: whether `data` begins, and ends, where a line does. Only then may it be several lines.
     """
 
     data: bytes
@@ -32,57 +33,59 @@ class Lines:
     Attributes:
         longest: of a line that is not cut.
         whole, longest_whole: the same for lines with this beginning.
+        held: what waits for the end of its line.
+        begins: whether what is held is the beginning of a line.
     """
 
     longest: int = LONGEST
     whole: bytes = b""
     longest_whole: int = LONGEST
-    _held: bytearray = field(default_factory=bytearray)
-    _begins: bool = True
+    held: bytes = b""
+    begins: bool = True
 
-    @property
-    def held(self) -> bytes:
-        """What waits for the end of its line."""
-        return bytes(self._held)
-
-    @property
-    def begins(self) -> bool:
-        """Whether what is held is the beginning of a line."""
-        return self._begins
-
-    def feed(self, data: bytes) -> Iterator[Line]:
-        if self._held.endswith(b"\r"):
-            data = b"\r" + data
-            del self._held[-1]
+    def feed(self, data: bytes) -> Iterator[Block]:
+        data = self.held + data
         # A carriage return (a progress bar's) is a line's end as well; at the very end of what has come it may be
         # the first half of one.
-        lines = data.splitlines(keepends=True)
-        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-        for line in lines:
-            if self._held or len(line) > self.longest:
-                self._held += line
-                yield from self._parts()
-                yield Line(self.held, self._begins, ends=True)
-                self._held.clear()
-            else:
-                yield Line(line, self._begins, ends=True)
-            self._begins = True
-        self._held += rest
-        yield from self._parts()
+        end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
+        block = data[:end]
+        if self.begins and not self._may_be_long(block):
+            if block:
+                yield Block(block, begins=True, ends=True)
+        else:
+            for line in block.splitlines(keepends=True):
+                rest = yield from self._parts(line)
+                yield Block(rest, self.begins, ends=True)
+                self.begins = True
+        self.held = yield from self._parts(data[end:])
 
-    def finish(self) -> Iterator[Line]:
-        if self._held:
-            yield Line(self.held, self._begins, ends=False)
-            self._held.clear()
-            self._begins = False
+    def lines(self, data: bytes) -> Iterator[bytes]:
+        """`feed`, line by line."""
+        for block in self.feed(data):
+            yield from block.data.splitlines(keepends=True)
 
-    def _parts(self) -> Iterator[Line]:
-        """What is too long to be held."""
-        while len(self._held) > self._limit():
-            yield Line(bytes(self._held[: self.longest]), self._begins, ends=False)
-            del self._held[: self.longest]
-            self._begins = False
+    def finish(self) -> Iterator[Block]:
+        if self.held:
+            yield Block(self.held, self.begins, ends=False)
+            self.held, self.begins = b"", False
 
-    def _limit(self) -> int:
-        whole = self._begins and self.whole and self._held.startswith(self.whole)
+    def _may_be_long(self, lines: bytes) -> bool:
+        """Whether one of them may be longer than `longest`: not if there are two ends in every such stretch."""
+        half = max(1, self.longest // 2)
+        return any(
+            lines.find(b"\n", at, at + half) < 0 and lines.find(b"\r", at, at + half) < 0
+            for at in range(0, len(lines), half)
+        )
+
+    def _parts(self, line: bytes) -> Generator[Block, None, bytes]:
+        """Parts of a line that is too long to be held; returns the rest."""
+        at = 0
+        while len(line) - at > self._limit(line):
+            yield Block(line[at : at + self.longest], self.begins, ends=False)
+            self.begins = False
+            at += self.longest
+        return line[at:]
+
+    def _limit(self, line: bytes) -> int:
+        whole = self.begins and self.whole and line.startswith(self.whole)
         return self.longest_whole if whole else self.longest

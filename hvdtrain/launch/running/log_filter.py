@@ -8,10 +8,10 @@ the file.
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 
-_STAMP = rb"(?:[IWE]\d{4} [\d:.]+ +\d+ |(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +[IWE] )"
+_STAMP = rb"(?:[IWE]\d{4} [\d:.]++ +\d++ |(?:\d{4}-\d\d-\d\d )?+[\d:.]++ +[IWE] )"
 # Files of TensorFlow, XLA and gRPC that say in information messages (I) what they found or did.
 _CHATTY = (
     rb"cpu_feature_guard|cudart_stub|cuda_(?:dnn|blas|fft|executor|diagnostics|platform|solvers)"
@@ -27,9 +27,9 @@ _GREETINGS = re.compile(
     rb"|".join(
         (
             rb"WARNING: All log messages before absl::InitializeLog\(\) is called",
-            rb"I\d{4} [\d:.]+ +\d+ (?:%s)\.(?:cu\.)?(?:cc|h):\d+\]" % _CHATTY,
+            rb"I\d{4} [\d:.]++ +\d++ (?:%s)\.(?:cu\.)?(?:cc|h):\d+\]" % _CHATTY,
             # Older logging: 2025-01-01 00:00:00.000000: I tensorflow/core/util/port.cc:153] ...
-            rb"(?:\d{4}-\d\d-\d\d )?[\d:.]+:? +I %s:\d+\]" % _OF_TENSORFLOW,
+            rb"(?:\d{4}-\d\d-\d\d )?+[\d:.]++ +I %s:\d+\]" % _OF_TENSORFLOW,
             _STAMP + rb".*(?:"
             rb"XLA service 0x[0-9a-f]+ initialized"
             rb"|StreamExecutor (?:device )?[\[(]\d+[\])]: "
@@ -51,7 +51,7 @@ _GREETINGS = re.compile(
             rb"Skipping registering GPU devices",
             # A shell of horovodrun's, here and on another host; the run's outcome says it.
             rb"(?:Terminated|Killed)\Z",
-            rb"\w*sh: line \d+: +\d+ [A-Z][a-z]+.* -m hvdtrain\.worker ",
+            rb"(?:a|ba|da|k|z)?sh: line \d+: +\d+ [A-Z][a-z]+.* -m hvdtrain\.worker ",
         )
     )
 )
@@ -61,16 +61,30 @@ _BEGUN = re.compile(
 )
 # What differs between two ranks' copies of one message: time stamps, process and thread numbers.
 _VARYING = re.compile(
-    rb"\A(?:([IWEF])\d{4} [\d:.]+ +\d+ |\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? ?)"
+    rb"\A(?:([IWEF])\d{4} [\d:.]++ +\d++ |\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? ?)"
 )
 
 
+# How each line begins that is noise or has a time stamp. One search over many lines finds in most of them none.
+_REMARKABLE = re.compile(
+    rb"\n(?:[IWEF]\d{4} |\[?\d{4}-\d\d-\d\d |[\d:.]++ +[IWE] |WARNING: All|Additional GRPC|:UNKNOWN:|This could"
+    rb"|To enable|Skipping reg|Terminated|Killed|(?:a|ba|da|k|z)?sh: line )"
+)
 _LARGEST_MEMORY = 10_000
 
 
 def is_noise(line: bytes) -> bool:
     """Whether `line` (one line of standard error) is start-up noise."""
     return _GREETINGS.match(line) is not None
+
+
+def without_noise(lines: bytes) -> tuple[list[bytes], list[bytes]]:
+    """Those of these lines that are no start-up noise, and the same as `without_stamp`."""
+    kept = lines.splitlines(keepends=True)
+    if _REMARKABLE.search(b"\n" + lines.replace(b"\r", b"\n")) is None:
+        return kept, kept
+    kept = [line for line in kept if not is_noise(line.rstrip(b"\r\n"))]
+    return kept, list(map(without_stamp, kept))
 
 
 def may_be_noise(begin: bytes) -> bool:
@@ -80,26 +94,28 @@ def may_be_noise(begin: bytes) -> bool:
 
 def without_stamp(line: bytes) -> bytes:
     """`line` without its time stamp and process number, to compare the lines of two ranks."""
-    return _VARYING.sub(rb"\1 ", line)
+    stamp = _VARYING.match(line)
+    return b"%s %s" % (stamp[1] or b"", line[stamp.end() :]) if stamp else line
 
 
 @dataclass
 class Echoes:
     """Remembers the lines of a run, by their hashes: lines may be long."""
 
-    _said: defaultdict[int, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
-    _shown: Counter[int] = field(default_factory=Counter)
+    _said: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    _shown: dict[int, int] = field(default_factory=dict)
 
-    def is_echo(self, rank: int, line: bytes) -> bool:
-        """Whether another rank's copy of what `rank` says has been shown: the k-th time that any
+    def without_echoes(self, rank: int, lines: list[bytes], texts: list[bytes]) -> list[bytes]:
+        """Those lines of `rank` of whose texts no other rank's copy has been shown: the k-th time that any
         rank prints something is no echo, the k-th times of the others are."""
-        text = hash(without_stamp(line))
-        said = self._said[rank]
-        said[text] += 1
-        if said[text] <= self._shown[text]:
-            return True
-        self._shown[text] += 1
-        if len(self._shown) > _LARGEST_MEMORY:
-            self._shown.clear()
-            self._said.clear()
-        return False
+        said, shown, kept = self._said[rank], self._shown, []
+        for line, text in zip(lines, map(hash, texts), strict=True):
+            count = said[text] = said.get(text, 0) + 1
+            if count > shown.get(text, 0):
+                shown[text] = count
+                kept.append(line)
+                if len(shown) > _LARGEST_MEMORY:
+                    shown.clear()
+                    for one in self._said.values():
+                        one.clear()
+        return kept

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from hvdtrain.launch.running.line_splitter import LONGEST, Line, Lines
-from hvdtrain.launch.running.log_filter import Echoes, is_noise, may_be_noise
+from hvdtrain.launch.running.line_splitter import LONGEST, Block, Lines
+from hvdtrain.launch.running.log_filter import Echoes, may_be_noise, without_noise
 from hvdtrain.launch.running.log_folder import running_in
 from hvdtrain.launch.running.output_parser import Piece, PlainReader, Stream, TagReader
 from hvdtrain.launch.running.output_writers import FAREWELL_SECONDS, LogFiles, Screen
@@ -25,6 +25,9 @@ from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encode
 
 _MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024
+LINES_AT_ONCE = 1000
+"""So many lines of standard error in one reading of the launch's pipe (64 kB) are looked at, each for itself, for noise
+and echoes. A pipe that fills with more of them is a flood, which looking would hold up: the rest is shown as it is."""
 
 
 @dataclass
@@ -34,7 +37,7 @@ class _Source:
     Attributes:
         logged, shown: how many bytes of the line that is held are in the file and on the screen.
         hidden: whether the line that has begun is not shown.
-        stamp: of the line that has begun.
+        stamp: of the line that has begun, or of those that came with it.
     """
 
     rank: int
@@ -80,6 +83,7 @@ class Output:
     _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
     _news: dict[int, bytes] = field(default_factory=dict)
     _echoes: Echoes = field(default_factory=Echoes)
+    _looked_at: int = 0
     _running: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -103,6 +107,7 @@ class Output:
 
     def feed(self, stream: Stream, data: bytes) -> None:
         """Take what horovodrun wrote to `stream`."""
+        self._looked_at = 0
         for piece in self._readers[stream].feed(data):
             self._take(piece)
         self._flush()
@@ -115,7 +120,7 @@ class Output:
         for source in self._sources.values():
             held = source.lines.held
             if held and not (source.lines.begins and _may_be_failure(source, held)):
-                self._keep(source, Line(held, source.lines.begins, ends=False))
+                self._keep(source, Block(held, source.lines.begins, ends=False))
                 source.logged = len(held)
                 self._show_held(source, held)
         self._flush()
@@ -127,8 +132,8 @@ class Output:
                 self._take(piece)
         self.settle()
         for _, source in sorted(self._sources.items()):
-            for line in source.lines.finish():
-                self._take_line(source, line)
+            for block in source.lines.finish():
+                self._take_block(source, block)
         self._flush()
 
     def say(self, text: str) -> None:
@@ -166,8 +171,8 @@ class Output:
                 self._write("stdout", piece.data)
         else:
             source = self._source(piece.rank, piece.stream)
-            for line in source.lines.feed(piece.data):
-                self._take_line(source, line)
+            for block in source.lines.feed(piece.data):
+                self._take_block(source, block)
 
     def _source(self, rank: int, stream: Stream) -> _Source:
         if (rank, stream) not in self._sources:
@@ -177,15 +182,19 @@ class Output:
             self._sources[rank, stream] = _Source(rank, stream, lines)
         return self._sources[rank, stream]
 
-    def _take_line(self, source: _Source, line: Line) -> None:
-        if line.begins and _may_be_failure(source, line.data):
-            failure = from_line(line.data.decode(errors="replace").rstrip("\r\n"))
+    def _take_block(self, source: _Source, block: Block) -> None:
+        may_tell = source.stream == "stderr" and block.begins and _MARKER in block.data
+        # Each for itself where one may be a failure, or has been passed on in part.
+        apart = may_tell or source.logged
+        for data in block.data.splitlines(keepends=True) if apart else [block.data]:
+            failure = from_line(data.decode(errors="replace").rstrip("\r\n")) if may_tell else None
             if failure is not None:
                 self._take_failure(source.rank, failure)
-                return
-        self._keep(source, line)
-        self._show(source, line)
-        source.logged = source.shown = 0
+                continue
+            lines = block._replace(data=data)
+            self._keep(source, lines)
+            self._show(source, lines)
+            source.logged = source.shown = 0
 
     def _take_failure(self, rank: int, failure: Failure) -> None:
         text = encoded(f"{failure.text}\n")
@@ -198,27 +207,29 @@ class Output:
             self._write("stderr", self._labelled(rank, text))
         self._log(rank, "stderr", text)
 
-    def _keep(self, source: _Source, line: Line) -> None:
-        """Log what of the line is not in the file yet."""
-        data = line.data[source.logged :]
-        if line.begins and not source.logged:
+    def _keep(self, source: _Source, block: Block) -> None:
+        """Log what of the block is not in the file yet."""
+        data = block.data[source.logged :]
+        if block.begins and not source.logged:
             source.stamp = self.stamp() if self.stamp else b""
-            data = source.stamp + data
+            data = _prefixed(source.stamp, data)
         self._log(source.rank, source.stream, data)
 
-    def _show(self, source: _Source, line: Line) -> None:
-        """Show what of the line is not on the screen yet, if it is worth it."""
-        if line.begins:
+    def _show(self, source: _Source, block: Block) -> None:
+        """Show what of the block is not on the screen yet, if it is worth it."""
+        data = block.data
+        if block.begins:
+            data = self._worth_showing(source, block.data)
             # What has begun to be shown goes on, and is no echo for the others either.
-            hidden = self._hides(source, line)
-            source.hidden = hidden and not source.shown
+            source.hidden = not data and not source.shown
+            data = block.data[source.shown :] if source.shown else data
         if source.hidden:
             return
-        data = line.data[source.shown :]
-        if line.begins and not source.shown:
-            data = source.stamp + data
+        stamp = source.stamp if block.begins and not source.shown else b""
         if self.all_ranks or source.rank != 0:
-            data = self._labelled(source.rank, data.rstrip(b"\r\n")) + b"\n"
+            data = self._labelled(source.rank, data, stamp)
+        else:
+            data = _prefixed(stamp, data)
         self._write(source.stream, data)
 
     def _show_held(self, source: _Source, held: bytes) -> None:
@@ -231,22 +242,29 @@ class Output:
             self._write(source.stream, lead + held[source.shown :])
             source.shown = len(held)
 
-    def _hides(self, source: _Source, line: Line) -> bool:
-        text = line.data.rstrip(b"\r\n")
-        if self.all_ranks and not text:
-            return True
+    def _worth_showing(self, source: _Source, lines: bytes) -> bytes:
+        others = source.rank != 0 and not self.all_ranks
         if source.stream == "stdout":
-            return not self.all_ranks and source.rank != 0
-        if is_noise(text):
-            return True
-        if self.all_ranks:
-            return False
-        if source.rank != 0 and not line.data.endswith(b"\n") and len(line.data) < LONGEST:
-            return True  # A progress bar's, or never ended.
-        return self._echoes.is_echo(source.rank, text) or not (text or source.rank == 0)
+            return b"" if others else lines
+        if others and (b"\r" in lines or not lines.endswith(b"\n")):
+            # A progress bar's, or never ended.
+            each = lines.splitlines(keepends=True)
+            lines = b"".join(one for one in each if one.endswith(b"\n") or len(one) >= LONGEST)
+        self._looked_at += lines.count(b"\n") + lines.count(b"\r")
+        if self._looked_at > LINES_AT_ONCE:
+            return lines
+        wanted, texts = without_noise(lines)
+        if not self.all_ranks:
+            wanted = self._echoes.without_echoes(source.rank, wanted, texts)
+        return b"".join(wanted)
 
-    def _labelled(self, rank: int, line: bytes) -> bytes:
-        return b"[%s] %s" % (self.process_names.label(rank).encode(), line)
+    def _labelled(self, rank: int, lines: bytes, stamp: bytes = b"") -> bytes:
+        """Those that are not empty, as lines of their own."""
+        lines = lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip(b"\n")
+        while b"\n\n" in lines:
+            lines = lines.replace(b"\n\n", b"\n")
+        label = b"[%s] %s" % (self.process_names.label(rank).encode(), stamp)
+        return _prefixed(label, lines + b"\n") if lines else b""
 
     def _take_launcher(self, piece: Piece) -> None:
         self.launcher_text = (self.launcher_text + piece.data)[-_LAUNCHER_TAIL:]
@@ -281,6 +299,17 @@ class Output:
                 f"\ncannot write standard output: {error.strerror}; the run continues, and its "
                 f"output is in {self.log_dir}"
             )
+
+
+def _prefixed(prefix: bytes, lines: bytes) -> bytes:
+    """`lines` with `prefix` in front of each."""
+    if not prefix:
+        return lines
+    # Replacing costs the least for each line.
+    each = lines.replace(b"\n", b"\n" + prefix).replace(b"\r", b"\r" + prefix)
+    each = each.replace(b"\r%s\n" % prefix, b"\r\n")
+    ended = lines.endswith((b"\n", b"\r"))
+    return prefix + (each[: -len(prefix)] if ended else each)
 
 
 def _may_be_failure(source: _Source, line: bytes) -> bool:

@@ -2,15 +2,15 @@
 
 There are two kinds of tags, and the first one in a stream tells which it is.
 
-- Our own marks, `[RANK]<stdout>:` (see `hvdtrain.start.parts.output_tags`), over Gloo and srun. They stand at the
-  beginning of a line and nowhere else, so the same text in a rank's output is never taken for one. A
-  line that the rank has not ended is marked `[RANK]<stdout+>:`, and its end is taken away too.
+- Our own marks, `[RANK]<stdout>:` (see `hvdtrain.start.parts.output_tags`), over Gloo and srun, and those of other
+  launchers. They stand at the beginning of a line and nowhere else. Behind ours is a frame (see
+  `hvdtrain.worker.output_frames`), so the same text in a rank's output is never taken for one.
 - mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads, so also inside lines, and
-  lines of several ranks interleave. Python scripts write in frames, in which there is nothing like a tag
-  (see `hvdtrain.worker.output_frames`). Of other programs, text like a tag inside of a line is taken for one; right
-  behind a tag it is not, for mpirun passes on no empty piece.
+  lines of several ranks interleave. Python scripts write in frames, in which there is nothing like a tag. Of other
+  programs, text like a tag inside of a line is taken for one; right behind a tag it is not, for mpirun passes on no
+  empty piece.
 
-What follows a line's end without a tag is the launcher's own. Nothing but the tags is taken away, and
+What follows a line's end without a tag is the launcher's own. Nothing but tags and frames is taken away, and
 bytes stay bytes: a piece may end inside a character.
 """
 
@@ -21,7 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hvdtrain.worker.output_frames import Unframer
 
@@ -29,20 +29,19 @@ Stream = Literal["stdout", "stderr", "news"]
 """news: not of the rank, but of what stands above it and tells what it does; only among our own marks."""
 Attributed = tuple[tuple[int | None, Stream], bytes]
 
-# Groups: rank, stream, and what else is told: whether the line goes on; the rank's own text.
-_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr|news)(\+?)>:")
+# Groups: rank, stream; of mpirun's also the rank's own text behind it.
+_MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr|news)>:")
 _MPI_TAG = rb"\[\d{1,9},\d{1,9}\]<(?:stdout|stderr|stddiag)>:"
 _MPI = re.compile(rb"\[\d{1,9},(\d{1,9})\]<(stdout|stderr|stddiag)>:((?:%s)*)" % _MPI_TAG)
 _MPI_TEXT = re.compile(rb"(?:%s)+" % _MPI_TAG)
-_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag|news)\+?>:")
+_FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag|news)>:")
 _STREAMS: dict[bytes, Stream] = {b"stdout": "stdout", b"stderr": "stderr", b"news": "news"}
 # The beginning of a tag at the end of what has been read so far.
-_BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}\+?>?)?)\Z")
+_BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}>?)?)\Z")
 _LONGEST_TAG = len(b"[123456789,123456789]<stddiag>:")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Some bytes that rank `rank` wrote to `stream`; the launcher's own if `rank` is None."""
 
     rank: int | None
@@ -80,7 +79,6 @@ class TagReader:
     _frames: defaultdict[tuple[int | None, Stream], Unframer] = field(
         default_factory=lambda: defaultdict(Unframer)
     )
-    _end: bytes = b"\n"  # What the end of the current line is to the rank.
 
     def __post_init__(self) -> None:
         self._source = (None, self.stream)
@@ -107,7 +105,7 @@ class TagReader:
         """The pieces of `data`; those of one source that follow each other are one."""
         for source, parts in itertools.groupby(self._split(data), key=lambda one: one[0]):
             joined = b"".join(part for _, part in parts)
-            if self._tags is _MPI and source[0] is not None:
+            if source[0] is not None:
                 joined = self._frames[source].feed(joined)
             if joined:
                 rank, stream = source
@@ -131,11 +129,10 @@ class TagReader:
         if found:
             before += b"\n"
         yield from self._attribute(before[1:])
-        for at in range(0, len(found), 4):
-            rank, name, more, text = found[at : at + 4]
+        for at in range(0, len(found), 3):
+            rank, name, text = found[at : at + 3]
             self._source = (int(rank), _STREAMS[name])
-            self._end = b"" if more else b"\n"
-            yield from self._attribute(text if at + 4 == len(found) else text + b"\n")
+            yield from self._attribute(text if at + 3 == len(found) else text + b"\n")
 
     def _split_mpi(self, data: bytes) -> Iterator[Attributed]:
         own = _MPI_TEXT.match(data) if self._tagged else None
@@ -153,7 +150,7 @@ class TagReader:
         if self._source[0] is not None:
             end = data.find(b"\n")
             if end >= 0:
-                yield self._source, data[:end] + self._end
+                yield self._source, data[: end + 1]
                 self._source, data = (None, self.stream), data[end + 1 :]
         if data:
             yield self._source, data

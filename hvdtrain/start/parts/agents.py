@@ -132,10 +132,10 @@ class Agents:
             if what == "words":
                 self._words[host] = (self._words[host] + data)[-_LONGEST_WORDS:]
                 continue
-            for line in self._lines[host].feed(data):
+            for line in self._lines[host].lines(data):
                 # A login shell may print a greeting, too.
                 with contextlib.suppress(ValueError):
-                    news = json.loads(line.data)
+                    news = json.loads(line)
                     if isinstance(news, dict):
                         yield host, news
 

@@ -73,9 +73,9 @@ class ElasticAgents(Agents):
         """(host, news) of what was told until now; {"without": true} of a host that has left."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._told, 65536):
-                for line in self._split.feed(data):
+                for line in self._split.lines(data):
                     with contextlib.suppress(ValueError):
-                        host, news = json.loads(line.data)
+                        host, news = json.loads(line)
                         yield host, news
 
     def tell(self, host: str, news: Mapping[str, Any]) -> None:

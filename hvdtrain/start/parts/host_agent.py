@@ -103,8 +103,8 @@ class Agent:
                 if not data:
                     return
                 heard = time.monotonic()
-                for line in self._orders.feed(data):
-                    if order := line.data.strip():
+                for line in self._orders.lines(data):
+                    if order := line.strip():
                         self._obey(json.loads(order))
             self._processes.tick()
             if self._is_alone:

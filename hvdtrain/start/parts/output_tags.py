@@ -1,11 +1,11 @@
 """Marks what a rank writes with its number, so that one stream carries the output of all:
 
-    [0]<stdout>:a line
-    [1]<stderr+>:a line, or part of one, that the rank has not ended here
+    [0]<stdout>:a frame, with many lines or a part of one (see `hvdtrain.worker.output_frames`)
     [1]<news>:what the rank does, told by what stands above it
 
-Marks stand at the beginning of a line and every line has one, so nothing that a rank writes is ever taken
-for a mark. `hvdtrain.launch.running.output_parser` takes them off.
+Each stands in a line of its own, so nothing that a rank writes is ever taken for a mark.
+`hvdtrain.launch.running.output_parser` takes them off. Where a user runs such a command by hand, marks stand in front
+of plain lines, as horovodrun writes them.
 """
 
 from __future__ import annotations
@@ -13,26 +13,43 @@ from __future__ import annotations
 import os
 import re
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import TextIO
 
+from hvdtrain.environment import TERMINAL
 from hvdtrain.standard_streams import write_all
+from hvdtrain.worker.output_frames import BEGIN, escaped
 
 LONGEST_PIECE = 900
 """Bytes; srun sends lines of up to 1024 as they are."""
-_PIECE = re.compile(rb"[^\n]{0,%d}\n|[^\n]{1,%d}" % (LONGEST_PIECE - 1, LONGEST_PIECE))
+LONGEST_ATOM = select.PIPE_BUF - 64
+"""Bytes that the system writes to a pipe together with their mark, without mixing them with other writers'."""
+Mark = Callable[[bytes, int, int, int], bytes]
 
 
-def marked(data: bytes, rank: int, descriptor: int) -> bytes:
-    """`data`, which `rank` wrote to standard output (1) or error (2), as marked lines of which none
-    is too long."""
-    name = b"stdout" if descriptor == 1 else b"stderr"
-    ended, cut = b"[%d]<%s>:" % (rank, name), b"[%d]<%s+>:" % (rank, name)
-    return b"".join(
-        ended + piece if piece.endswith(b"\n") else b"%s%s\n" % (cut, piece)
-        for piece in _PIECE.findall(data)
-    )
+def mark_for(environ: Mapping[str, str]) -> Mark:
+    """The one of the two functions below that is for whoever reads the output."""
+    return marked if TERMINAL in environ else marked_lines
+
+
+def marked(data: bytes, rank: int, descriptor: int, longest: int = LONGEST_PIECE) -> bytes:
+    """For `hvdtrain run`: what `rank` wrote to standard output (1) or error (2), in marked frames of at most `longest`
+    bytes."""
+    mark = _mark(rank, descriptor) + BEGIN
+    pieces = re.findall(rb"(?s).{1,%d}(?<!\x10)" % longest, escaped(data))
+    return b"".join([b"%s%s\n" % (mark, piece) for piece in pieces])
+
+
+def marked_lines(data: bytes, rank: int, descriptor: int, longest: int = LONGEST_PIECE) -> bytes:
+    """The same for people: in marked lines."""
+    mark = _mark(rank, descriptor)
+    pieces = re.findall(rb"[^\n]{1,%d}\n?|\n" % longest, data)
+    return b"".join([b"%s%s\n" % (mark, piece.rstrip(b"\n")) for piece in pieces])
+
+
+def _mark(rank: int, descriptor: int) -> bytes:
+    return b"[%d]<%s>:" % (rank, b"stdout" if descriptor == 1 else b"stderr")
 
 
 class CurrentRank(int):
@@ -72,12 +89,12 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
     Takes the place of Horovod's `prefix_connection`. Its target may be several: where horovodrun's
     `--output-filename` says, the rank's bytes go as they are.
     """
-    descriptor = 1 if name == "stdout" else 2
+    descriptor, mark = 1 if name == "stdout" else 2, mark_for(os.environ)
     screen, *files = getattr(target, "_files", [target])
     while data := os.read(source.fileno(), 65536):
         # Other threads write there too, for other ranks; a buffer would mix what is larger than itself.
         number = rank.now() if isinstance(rank, CurrentRank) else rank
-        for lines in atoms(marked(data, number, descriptor)):
+        for lines in atoms(mark(data, number, descriptor, LONGEST_ATOM)):
             write_all(screen.fileno(), lines)
         for file in files:
             file.buffer.write(data)

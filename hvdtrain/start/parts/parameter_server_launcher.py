@@ -36,7 +36,7 @@ from hvdtrain.standard_streams import write_all
 from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
 from hvdtrain.start.parts.host_agent import Greeting
 from hvdtrain.start.parts.host_ranks import STOPPED
-from hvdtrain.start.parts.output_tags import marked, marked_news
+from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
 
 START_SECONDS = 30
 RESTARTS = 10
@@ -207,7 +207,8 @@ class Launch:
     def _hear(self, host: str, news: Mapping[str, list[object]]) -> None:
         match news:
             case {"output": [int(number), int(descriptor), str(text)]}:
-                _write(descriptor, marked(text.encode("latin-1"), number, descriptor))
+                data = text.encode("latin-1")
+                _write(descriptor, mark_for(os.environ)(data, number, descriptor, LONGEST_ATOM))
             case {"ended": [int(number), int(code)]}:
                 self._take_end(self.layout.roles[number], code)
             case {"ranks": [*chief]} if chief and TERMINAL in os.environ:
@@ -247,7 +248,7 @@ class Launch:
         for role, (when, text) in list(self._due.items()):
             if when <= time.monotonic() and not self.received:
                 del self._due[role]
-                _write(2, marked(f"{text}\n".encode(), 0, 2))
+                _write(2, marked_lines(f"{text}\n".encode(), 0, 2))
                 self._start(role)
 
     def _look_after_agents(self) -> None:

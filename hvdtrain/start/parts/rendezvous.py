@@ -37,7 +37,7 @@ from horovod.runner.http.http_server import (
 )
 from horovod.runner.util.threads import in_thread
 
-from hvdtrain.start.parts.output_tags import marked
+from hvdtrain.start.parts.output_tags import marked_lines
 from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
@@ -260,7 +260,7 @@ def _is_interface(name: object, several: object) -> bool:
 
 def say(text: str) -> None:
     """Tell the user now: what a launcher prints unmarked is shown only when the job has failed."""
-    mark = marked(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
+    mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
     sys.stderr.buffer.write(mark)
     sys.stderr.buffer.flush()
 

@@ -149,8 +149,8 @@ class _AllRanks:
     def _obey(self) -> None:
         """End the ranks that `hvdtrain run` says."""
         with suppress(BlockingIOError):
-            for line in self._lines.feed(os.read(self._orders, 65536) if self._orders else b""):
-                match json.loads(line.data):
+            for line in self._lines.lines(os.read(self._orders, 65536) if self._orders else b""):
+                match json.loads(line):
                     case {"end": int(pid), "host": ""}:
                         self._here.end(pid)
                     case {"end": int(pid), "host": str(host)}:
