@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,9 +17,11 @@ from terminal import Terminal
 
 from hvdtrain.environment import TERMINAL
 from hvdtrain.launch.running.line_splitter import LONGEST, Lines
+from hvdtrain.launch.running.log_filter import is_noise, may_be_noise, without_stamp
+from hvdtrain.launch.running.output import LINES_AT_ONCE
 from hvdtrain.launch.running.output_parser import TagReader
 from hvdtrain.start.parts.output_tags import atoms, marked
-from hvdtrain.worker.failure_report import LONGEST_LINE
+from hvdtrain.worker.failure_report import LONGEST_LINE, Failure
 from hvdtrain.worker.output_frames import Unframer, frame
 
 REPOSITORY = Path(__file__).parents[2]
@@ -222,6 +225,100 @@ def test_what_comes_out_does_not_depend_on_the_chunks(
         for name, wrote in (("stdout", written), ("stderr", errors)):
             for rank, text in together(wrote).items():
                 assert terminal.logged(f"rank.{rank}/{name}") == text
+
+
+SAID = st.lists(
+    st.sampled_from(
+        [
+            *(
+                b"one\n",
+                b"two\r\n",
+                b"10%\r",
+                b"begun ",
+                b"\n",
+                b"\r",
+                b"I",
+                b"Killed\n",
+                b"To enable ",
+            ),
+            *(b"W0000 00:00:%d.2 3 a.cc:1] careful\n" % second for second in (1, 2)),
+            b"I0000 00:00:1.2 3 port.cc:1] oneDNN custom operations are on\n",
+            *(b"2026-01-01 00:00:0%d,123 INFO step\n" % second for second in (1, 2)),
+        ]
+    )
+    | st.binary(max_size=5),
+    max_size=6,
+).map(b"".join)
+
+
+def line_by_line(written: Iterable[tuple[int, bytes]], all_ranks: bool) -> bytes:
+    """What is shown of standard error, in the plainest way."""
+    held: dict[int, bytes] = defaultdict(bytes)
+    said: dict[int, Counter[bytes]] = defaultdict(Counter)
+    most, seen = Counter[bytes](), []
+
+    def take(rank: int, line: bytes, seen_already: bool = False) -> None:
+        text = line.rstrip(b"\r\n")
+        if is_noise(text) or (rank and not all_ranks and not line.endswith(b"\n")):
+            return
+        if not all_ranks:
+            alike = without_stamp(line)
+            said[rank][alike] += 1
+            echo = said[rank][alike] <= most[alike]
+            most[alike] = max(most[alike], said[rank][alike])
+            if echo or seen_already:
+                return
+        if rank == 0 and not all_ranks:
+            seen.append(line)
+        elif text:
+            seen.append(b"[%d] %s\n" % (rank, text))
+
+    for rank, text in written:
+        *lines, rest = [*(held[rank] + text).splitlines(keepends=True), b""]
+        if lines and not lines[-1].endswith(b"\n"):
+            rest = lines.pop()
+        held[rank] = rest
+        for line in lines:
+            take(rank, line)
+    if early := bool(held[0]) and not all_ranks and not may_be_noise(held[0]):
+        seen.append(held[0])
+    for rank, rest in sorted(held.items()):
+        if rest:
+            take(rank, rest, seen_already=early and rank == 0)
+    return b"".join(seen)
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+@settings(deadline=None)
+@given(written=st.lists(st.tuples(st.integers(0, 2), SAID), max_size=12), cuts=CUTS)
+def test_blocks_are_shown_as_each_line_of_them_would_be(
+    tmp_path_factory: pytest.TempPathFactory,
+    all_ranks: bool,
+    written: list[tuple[int, bytes]],
+    cuts: list[int],
+) -> None:
+    terminal = Terminal(tmp_path_factory.mktemp("log"), all_ranks=all_ranks)
+    with terminal.output as output:
+        for data in chunks(b"".join(marked(text, rank, 2) for rank, text in written), cuts):
+            output.feed("stderr", data)
+        output.finish()
+    assert terminal.err.getvalue() == line_by_line(written, all_ranks)
+    for rank, text in together(written).items():
+        assert terminal.logged(f"rank.{rank}/stderr") == text
+
+
+def test_a_flood_is_shown_as_it_is(tmp_path: Path) -> None:
+    """With its noise and echoes, but for failures and other ranks' progress bars."""
+    flood = b"again\nKilled\n10%\r20%\r\n" * LINES_AT_ONCE
+    failure = Failure(1, 1, False, "no disk")
+    told = failure.to_line().encode() + b"\n"
+    stderr = marked(flood, 0, 2) + marked(flood + told + flood, 1, 2)
+    terminal = Terminal(tmp_path).run(stderr=stderr)
+    shown = b"[1] again\n[1] Killed\n[1] 20%\n" * LINES_AT_ONCE
+    assert terminal.err.getvalue() == flood + shown * 2
+    assert terminal.output.failures == [failure]
+    assert terminal.logged("rank.0/stderr") == flood
+    assert terminal.logged("rank.1/stderr") == flood + b"no disk\n" + flood
 
 
 @pytest.mark.parametrize("view", [{}, {"all_ranks": True}, {"stamp": lambda: b"12:00 "}])
