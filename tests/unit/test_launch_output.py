@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from terminal import Terminal
 
-from hvdtrain.launch.running.log_filter import is_noise, without_stamp
+from hvdtrain.launch.running.log_filter import is_noise, without_noise, without_stamp
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_writers import LogFiles, write_all
 from hvdtrain.launch.running.process_names import ALONE, ProcessNames
@@ -103,6 +103,8 @@ def test_the_launchers_words_are_kept_apart(tmp_path: Path) -> None:
 )
 def test_greetings_are_noise(line: bytes) -> None:
     assert is_noise(line)
+    for end in (b"\n", b"\r\n", b"\r"):
+        assert without_noise(b"one\n" + line + end + b"two\n")[0] == [b"one\n", b"two\n"]
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,7 @@ def test_what_tensorflow_says_of_a_worker_that_has_gone_is_noise() -> None:
         b"This could happen if the remote target has been disconnected from the client.\n"
     )
     assert all(map(is_noise, said.splitlines()))
+    assert not any(without_noise(line)[0] for line in said.splitlines(keepends=True))
     assert not is_noise(
         b"Worker 1 is lost: another worker takes over its step. The worker may return"
     )
