@@ -257,11 +257,11 @@ def test_a_task_of_srun_of_which_nothing_is_heard(
     if tells:
         dog.tasks.hear(2, ended=True)
     for _ in range(int(after)):
-        assert dog.verdict() == ""
+        assert dog.verdict().text == ""
         now += 1
         for one in goes_on:
             dog.tasks.hear(one, ended=False)
-    said = dog.verdict()
+    said = dog.verdict().text
     if silent is None:
         assert said == ""
     else:

@@ -53,7 +53,7 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     if options.use_gloo:
         environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         environment |= _start_rendezvous(options)
-    if NEWS in os.environ:
+    if NEWS in os.environ and options.hosts:  # A launcher of somebody else's may name none.
         write_all(int(os.environ[NEWS]), json.dumps(awaited_tasks(options)).encode() + b"\n")
     return _run(options.command, environment)
 
