@@ -200,6 +200,8 @@ def run(
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
     plan = plan_of(values, site, partial(click.echo, err=True), from_behind(ctx))
+    if hang_timeout:
+        patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
 
 

@@ -93,7 +93,7 @@ def launch(
                 all_ranks,
                 command=f"hvdtrain.launch({_name(function)}, np={np})",
             ),
-            Patience(_GRACE_SECONDS, limits_of(hang_timeout) if hang_timeout else None),
+            Patience(_GRACE_SECONDS, limits_of(hang_timeout, plan) if hang_timeout else None),
             environ=prepared.environment({**os.environ, **server.caller.variables()}),
             on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -12,10 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hvdtrain.errors import UsageError
+from hvdtrain.launch.plan import LaunchPlan
+from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.running.processes import processes_of, signal_launch
 from hvdtrain.launch.running.rank_monitor import RankMonitor, RankStatus, as_json, from_json
 from hvdtrain.launch.running.run_status import RunStatus
@@ -406,6 +410,45 @@ def test_whom_an_elastic_job_waits_for(
     dog.hear([replace(ranks[-1], pid=999, state="running", idle=0.0)])
     now += 200
     assert not dog.verdict(), "and for it from when it came"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([rank(0, idle=80), rank(1, "callbacks", idle=80)], "in training"),
+        (
+            [rank(0, "callbacks", waiting=True, detail="stop", idle=80), rank(1, "input", idle=80)],
+            "in the collective stop",
+        ),
+        ([rank(0, idle=79), rank(1, "callbacks", idle=80)], ""),
+        ([rank(0, idle=80), rank(1, "callbacks", idle=79)], ""),
+        ([rank(0, idle=80), rank(1, "callbacks", idle=80, allowed=1.0)], ""),
+        ([rank(0, idle=80), rank(1, idle=80)], ""),  # Nobody knows which of them.
+        ([rank(0, "callbacks", idle=80), rank(1, "callbacks", idle=80)], ""),
+        # Computes, in a loop of its own.
+        ([rank(0, idle=80), rank(1, "script", idle=80)], ""),
+    ],
+)
+def test_who_stays_outside_a_step(ranks: list[RankStatus], says: str) -> None:
+    """Over Gloo Horovod's stall check does not see it."""
+    found = verdict(ranks, replace(LIMITS, apart=80.0)).text
+    said = f"rank 1 (process 101) is missing: others have waited 80 s for it {says}"
+    assert found.startswith(said) if says else not found
+    assert not verdict(ranks, LIMITS).text
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ({"stall_warning_seconds": 5, "stall_shutdown_seconds": 8}, 23.0),
+        ({"stall_shutdown_seconds": 0}, math.inf),
+        ({"stall_check": False}, math.inf),
+    ],
+)
+def test_the_users_limits_of_a_stall_count(options: dict[str, Any], apart: float) -> None:
+    plan = LaunchPlan(program=Program(Path(__file__)), np=2, controller="gloo", **options)
+    assert limits_of(1800, plan).apart == apart
+    assert limits_of(1800).apart == math.inf
 
 
 def test_a_host_that_has_left_tells_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,19 @@
 """Decides from what the ranks do whether their run can still go on, and who is in its way. Pure but for its memory.
 
 Horovod's own stall check runs inside rank 0. It sees a rank that does not come to a collective, and no rank that is
-frozen, never called init or has gone: over MPI it waits for such a rank itself.
+frozen, never called init or has gone: over MPI it waits for such a rank itself. Over Gloo it says nothing and ends
+nothing, whatever its limits are.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hvdtrain.environment import HANG_SECONDS, STOPPED_SECONDS
+from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.running.process_names import ranks_in_words
 from hvdtrain.launch.running.rank_monitor import RankStatus
 from hvdtrain.launch.running.srun_tasks import SrunTasks
@@ -25,6 +28,8 @@ UNHEARD_SECONDS = 60.0
 """Nothing is told of a rank: at least so long, even with a short `--hang-timeout`; on slow networks news come late."""
 PAUSE_SECONDS = 5.0
 """Without being asked: the launcher has waited for a reader of its output (Ctrl-S in a terminal), and so have ranks."""
+STALL_MARGIN_SECONDS = 10.0
+"""Beyond the time in which Horovod's stall check notices a rank and ends the job."""
 PROGRESS_SECONDS = 60.0
 """Of work after init count as progress in a script whose steps are not seen."""
 
@@ -33,6 +38,7 @@ PROGRESS_SECONDS = 60.0
 class Limits:
     """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute.
 
+    apart: some ranks are in a step or a collective, and others stay outside; where it is longer, hang counts.
     elastic: ranks come and go, and one that is ended is started again.
     """
 
@@ -40,6 +46,7 @@ class Limits:
     waiting: float = WAITING_SECONDS
     busy: float = HANG_SECONDS
     hang: float = HANG_SECONDS
+    apart: float = math.inf
     elastic: bool = False
 
 
@@ -59,13 +66,23 @@ def stopped_seconds(environ: Mapping[str, str]) -> float:
     return float(environ.get(STOPPED_SECONDS, STILL_SECONDS))
 
 
-def limits_of(hang: float) -> Limits:
-    """None is longer than the user's `--hang-timeout`, but for ranks that compute while others wait for them."""
+def limits_of(hang: float, plan: LaunchPlan | None = None) -> Limits:
+    """None is longer than the user's `--hang-timeout`, but for ranks that compute while others wait for them.
+
+    Args:
+        hang: that time-out, in seconds.
+        plan: of Horovod's ranks; None: other processes are started.
+    """
+    apart = math.inf
+    if plan is not None and plan.stall_check and plan.stall_shutdown_seconds and not plan.elastic:
+        # Where Horovod's own check works, it names the collective, and comes first.
+        apart = plan.stall_warning_seconds + plan.stall_shutdown_seconds + STALL_MARGIN_SECONDS
     return Limits(
         still=min(STILL_SECONDS, hang),
         waiting=min(WAITING_SECONDS, hang),
         busy=max(WAITING_SECONDS, hang),
         hang=hang,
+        apart=apart,
     )
 
 
@@ -308,14 +325,15 @@ def _awaited(
 def _apart(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    """In an elastic job: who does not come to where the others wait."""
-    limit = limits.hang + patience
+    """Who does not come to where the others wait."""
+    limit = min(limits.hang, limits.apart) + patience
     late = [one for one in there if not (one.has_ended or _meets_others(one))]
     others = [one for one in there if _meets_others(one)]
     hang = all(
         one.idle >= limit and (one.phase in WITH_BEATS or one.quiet >= limit) for one in late
     )
-    if not (limits.elastic and others and hang and all(one.idle >= limit for one in others)):
+    heeded = limits.elastic or limits.apart < math.inf
+    if not (heeded and late and others and hang and all(one.idle >= limit for one in others)):
         return Verdict()
     where = " and ".join(sorted({_meeting(one) or one.phase for one in others}))
     missing = f"missing: others have waited {limit:g} s for THEM in {where}"
