@@ -86,10 +86,11 @@ def exit_code_of(program: Callable[[], int]) -> int:
         return error.exit_code
 
 
-def require_integer(name: str, value: object, least: int = 1) -> None:
-    """Raise UsageError, calling it `name`, unless `value` is an integer (NumPy's too) of at least `least`."""
+def require_integer(name: str, value: object, least: int = 1) -> int:
+    """Return an integer (NumPy's too) as Python's; UsageError, calling it `name`, unless it is one of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
+    return int(value)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,9 +169,14 @@ def warn_unsaved(step: int, why: object) -> None:
     )
 
 
-def is_worth_saving(step: int, arrays: Iterable[tuple[str, np.ndarray]]) -> bool:
-    """Whether none of these weights, by name, holds nan or inf, from which no training recovers; warns if one does."""
-    broken = next((name for name, array in arrays if not is_finite(array)), None)
+def is_worth_saving(
+    step: int, arrays: Iterable[tuple[str, np.ndarray]], untrained: Collection[str] = ()
+) -> bool:
+    """Whether none of these weights, by name, holds nan or inf, from which no training recovers; warns if one does.
+
+    The `untrained` may hold inf: masks, and bounds that have seen no data yet.
+    """
+    broken = next((name for name, a in arrays if not is_finite(a, name in untrained)), None)
     if broken is not None:
         warn_unsaved(step, f"{broken!r} holds nan or inf")
     return broken is None

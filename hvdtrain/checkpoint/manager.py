@@ -34,6 +34,7 @@ from hvdtrain.keras_internals.variables import (
     tf_variable,
     unique,
     untracked_variables,
+    untrained,
     without,
 )
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
@@ -107,7 +108,9 @@ class CheckpointManager:
         arrays = gather(self._pieces())
         if ALL_RANKS.rank() != 0:
             return
-        if not is_worth_saving(step, self._trained(arrays)):
+        models = [one for one in self._tracked if isinstance(one, keras.Model)]
+        constant = untrained(v for model in models for v in model.variables)
+        if not is_worth_saving(step, self._trained(arrays), constant):
             return
         try:
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)

@@ -32,9 +32,10 @@ from hvdtrain.keras_internals.variables import (
     tf_variable,
     unique,
     untracked_variables,
+    untrained,
 )
 from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
-from hvdtrain.parallel.whole_file import DividedState
+from hvdtrain.parallel.whole_file import DividedState, whole_variables
 from hvdtrain.strategies.horovod import HorovodStrategy
 
 Own = dict[str, Any]
@@ -70,6 +71,11 @@ class TrainingState:
         self._strategy = strategy
         self._ranks = strategy.position.everyone
         self._parts: _Parts | None = None
+
+    @property
+    def untrained(self) -> set[str]:
+        """Names, as in the state, of weights that no gradient changes."""
+        return untrained(whole_variables(self._model))
 
     def take(self, of_process: Any, rules: Mapping[int, str]) -> tuple[State, list[Own]]:
         """Return the variables, on rank 0, and what each rank has of its own, on all. A collective.

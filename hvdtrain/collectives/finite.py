@@ -49,11 +49,13 @@ def not_finite(variables: Iterable[Any]) -> list[str]:
     return [variable_name(v) for v in unique(variables) if not _variable_is_finite(v)]
 
 
-def is_finite(array: np.ndarray) -> bool:
-    """Whether an array, of any dtype that a variable has, holds neither nan nor inf."""
+def is_finite(array: np.ndarray, or_inf: bool = False) -> bool:
+    """Whether an array, of any dtype that a variable has, holds neither nan nor inf; `or_inf`: no nan."""
     if array.dtype.kind == "V":  # bfloat16 and its like
         array = array.astype(np.float32)
-    return array.dtype.kind not in "fc" or bool(np.isfinite(array).all())
+    if array.dtype.kind not in "fc":
+        return True
+    return not np.isnan(array).any() if or_inf else bool(np.isfinite(array).all())
 
 
 def _variable_is_finite(variable: Any) -> bool:

@@ -18,7 +18,7 @@ import h5py
 import keras
 from keras.src.saving import saving_lib
 
-from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.optimizers import inner_of, is_scaled
 
 OPTIMIZER = "optimizer"
 _VALUES = "vars"
@@ -146,6 +146,8 @@ def plain_class(optimizer: Any) -> type:
 def plain_optimizer(optimizer: Any) -> Any:
     """Return a new optimizer of the same configuration, without state, neither distributed nor sharded."""
     inner = inner_of(optimizer)
+    if not is_scaled(optimizer):
+        optimizer = inner
     classes = [plain_class(inner), plain_class(optimizer), type(inner._learning_rate)]
     config = keras.saving.serialize_keras_object(optimizer)
     return _made(config, {c.__name__: c for c in classes})

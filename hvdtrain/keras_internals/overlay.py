@@ -20,18 +20,20 @@ def adopt_names(subclass: type, parent: type) -> None:
         object_registration.GLOBAL_CUSTOM_NAMES[subclass] = registered
 
 
-def overlay(instance: Any, mixin: type, **attributes: Any) -> None:
+def overlay(instance: Any, mixin: type, named: type | None = None, **attributes: Any) -> None:
     """Make `instance` one of a subclass of its class, in which the methods of `mixin` come first.
 
     One that has `mixin` already is left as it is. In place, so that `isinstance`, state and references stay; files
     name the original class.
 
     Args:
+        named: class that files name instead.
         attributes: of the new class.
     """
     if isinstance(instance, mixin):
         return
     plain = type(instance)
-    subclass = type(plain.__name__, (mixin, plain), {"__doc__": plain.__doc__} | attributes)
-    adopt_names(subclass, plain)
+    named = named or plain
+    subclass = type(named.__name__, (mixin, plain), {"__doc__": plain.__doc__} | attributes)
+    adopt_names(subclass, named)
     instance.__class__ = subclass

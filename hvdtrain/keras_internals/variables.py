@@ -25,6 +25,11 @@ def variable_name(variable: Any) -> str:
     return getattr(variable, "path", None) or variable.name
 
 
+def untrained(variables: Iterable[Any]) -> set[str]:
+    """Return the names of those of `variables` that no gradient changes: statistics, constants."""
+    return {variable_name(v) for v in variables if not v.trainable}
+
+
 def unique(variables: Iterable[Any]) -> list[Any]:
     """Return the variables without repetitions, in their first order."""
     return list({id(tf_variable(v)): v for v in variables}.values())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import keras
 import tensorflow as tf
@@ -50,8 +50,7 @@ class DividedState:
 
     def pieces(self, model: keras.Model) -> list[Piece]:
         """Return what this rank holds of the training's state: see parallel.state."""
-        unsplit = unsplit_of(model)
-        variables = model.variables if unsplit is None else unsplit.variables
+        variables = whole_variables(model)
         optimizer = model.optimizer if model.optimizer.built else None
         return pieces_of(variables, optimizer, self._sender())
 
@@ -63,6 +62,12 @@ class DividedState:
         here = self._position
         first_copy = here.data_index == 0
         return Sender(first_copy and here.tensor_index == 0, first_copy, self._is_first)
+
+
+def whole_variables(model: keras.Model) -> Sequence[Any]:
+    """Return the variables of the unsplit model, those that only other ranks have included."""
+    unsplit = unsplit_of(model)
+    return model.variables if unsplit is None else unsplit.variables
 
 
 def _write(model: keras.Model, path: Path, state: State) -> None:

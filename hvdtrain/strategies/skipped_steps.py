@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.metrics import state_variables
@@ -28,18 +29,44 @@ _NEVER = 2**31 - 1
 
 
 class _UnitScale:
-    """Laid over a LossScaleOptimizer whose scale is 1: it stays 1."""
+    """Laid over a LossScaleOptimizer whose scale is 1: it stays 1.
+
+    Files and checkpoints know of the optimizer inside it alone: they are those of every other policy.
+    """
 
     hvdtrain_unit_scale = True
+    inner_optimizer: Any
 
     def _stateful_handle_non_finite_grads(self) -> None:
         pass
 
+    @property
+    def variables(self) -> list[Any]:
+        return self.inner_optimizer.variables
+
+    def save_own_variables(self, store: Any) -> None:
+        self.inner_optimizer.save_own_variables(store)
+
+    def load_own_variables(self, store: Any) -> None:
+        self.inner_optimizer.load_own_variables(store)
+
+    def get_config(self) -> dict[str, Any]:
+        return self.inner_optimizer.get_config()
+
+    def __dir__(self) -> list[str]:
+        # Where Keras looks for what else to save.
+        return [name for name in super().__dir__() if name != "inner_optimizer"]
+
 
 class _Counting:
-    """Laid over a LossScaleOptimizer: counts the updates that it leaves out."""
+    """Laid over a LossScaleOptimizer: counts the updates that it leaves out, those of a loss of nan or inf too."""
 
     hvdtrain_skipped: SkippedSteps
+
+    def scale_loss(self, loss: Any) -> Any:
+        # The gradients of an infinite loss may be finite: nan in all of them is what every rank's test finds.
+        factor = tf.where(tf.reduce_all(tf.math.is_finite(loss)), 1.0, np.nan)
+        return super().scale_loss(loss * tf.cast(factor, loss.dtype))  # type: ignore[misc]
 
     def _stateful_handle_non_finite_grads(self) -> None:
         self.hvdtrain_skipped.add()
@@ -56,7 +83,7 @@ def skipping(optimizer: Any, precision: str) -> Any:
     scaled = keras.optimizers.LossScaleOptimizer(
         optimizer, initial_scale=1.0, dynamic_growth_steps=_NEVER
     )
-    overlay(scaled, _UnitScale)
+    overlay(scaled, _UnitScale, named=type(optimizer))
     return scaled
 
 

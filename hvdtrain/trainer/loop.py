@@ -60,7 +60,7 @@ class FitPlan:
         """Whether it evaluates at the end of `epoch`, counted from 0."""
         if self.validation is None:
             return False
-        if isinstance(self.validation_freq, int):
+        if not isinstance(self.validation_freq, Collection):
             return (epoch + 1) % self.validation_freq == 0
         return epoch + 1 in self.validation_freq
 

@@ -34,6 +34,7 @@ from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, Preempted, UsageError
+from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -203,6 +204,8 @@ class SavedFit:
     def rewind(self, model: keras.Model, epoch: int, epoch_ends: bool) -> int | None:
         """Set the model to the newest checkpoint, while the data goes on; return its number of steps. A collective.
 
+        A learning rate that is a number stays as it is.
+
         Args:
             model: with its optimizer and its metrics. After a checkpoint of an earlier epoch the metrics begin anew.
             epoch: that is being trained, counted from 0.
@@ -229,7 +232,12 @@ class SavedFit:
             return None
         counted = read_state(model.metrics)
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
+        rate = inner_of(model.optimizer)._learning_rate
+        # Callbacks, which go on, have set it for this epoch.
+        kept = rate.numpy() if isinstance(rate, keras.Variable) else None
         self._state_of(model).give_variables(arrays, ranks, position["alike"])
+        if kept is not None:
+            rate.assign(kept)
         within = position["epoch"] == epoch and position["step"] > 0
         if not within and epoch_ends:
             write_state(model.metrics, counted)
@@ -310,10 +318,11 @@ class SavedFit:
             return
         process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
-        arrays, ranks = self._state_of(model).take(process, rules)
+        state = self._state_of(model)
+        arrays, ranks = state.take(process, rules)
         if ALL_RANKS.rank() != 0:
             return
-        if not is_worth_saving(self.steps, arrays.items()):
+        if not is_worth_saving(self.steps, arrays.items(), state.untrained):
             return
         position = Position(epoch, step, self.steps, stopped)
         content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, ranks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,11 @@ def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) 
     """Raise UsageError for epochs that are no numbers, or a validation_freq that is neither one nor a list of them."""
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
-    if isinstance(value, int):
+    if isinstance(value, Integral):
         require_integer("validation_freq", value)
-    elif not isinstance(value, Collection) or not all(isinstance(epoch, int) for epoch in value):
+    elif not isinstance(value, Collection) or not all(
+        isinstance(epoch, Integral) for epoch in value
+    ):
         raise UsageError(
             f"validation_freq={value!r}: pass a number, to evaluate every so many epochs, or the epochs to evaluate "
             "after, such as [1, 3]"

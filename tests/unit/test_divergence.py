@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.data import Part
 from hvdtrain.data.share import Share
+from hvdtrain.trainer import looks
 from hvdtrain.trainer.divergence import LossWatch, checked_policy
 
 EXAMPLES, BATCH, BAD = 40, 8, 21
@@ -120,4 +121,51 @@ def test_training_that_skips_nothing_is_the_same_to_the_bit(tmp_path: Path) -> N
     np.testing.assert_equal(*weights)
     one.save(tmp_path / "model.keras")
     plain = keras.saving.load_model(tmp_path / "model.keras")
-    assert plain.optimizer.initial_scale == 1.0
+    assert not isinstance(plain.optimizer, keras.optimizers.LossScaleOptimizer)
+    assert plain.optimizer.iterations == one.model.optimizer.iterations
+
+
+def test_a_run_goes_on_with_another_policy(tmp_path: Path) -> None:
+    x = np.ones((EXAMPLES, 3), "float32")
+    for epoch, policy in enumerate(("warn", "skip", "stop"), start=1):
+        one = trainer(tmp_path, on_nan=policy, checkpoints=hvdtrain.Checkpoints())
+        one.fit(x, x[:, :1], epochs=epoch, verbose=0)
+        assert one.model.optimizer.iterations == epoch * EXAMPLES // BATCH
+        other = trainer(None, on_nan="warn" if policy == "skip" else "skip")
+        other.fit(x, x[:, :1], verbose=0)
+        one.save(tmp_path / "one.keras")
+        other.load(tmp_path / "one.keras")
+        assert other.model.optimizer.iterations == one.model.optimizer.iterations
+
+
+def test_an_infinite_loss_is_skipped_though_its_gradients_are_finite() -> None:
+    x = np.ones((EXAMPLES, 3), "float32")
+    y = x[:, :1].copy()
+    y[BAD] = 1e25
+    one = trainer(None, on_nan="skip")
+    with pytest.warns(UserWarning, match="The loss became inf in step 3 of epoch 1"):
+        history = one.fit(x, y, shuffle=False, verbose=0).history
+    assert np.isfinite(history["loss"][0]) and one.model.optimizer.iterations == 4
+
+
+def test_a_rate_that_a_callback_has_set_outlasts_a_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+
+    class Spoil(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.model.optimizer.learning_rate = 0.1 / (epoch + 1)
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            rates.append(float(self.model.optimizer.learning_rate))
+            if (self.epoch, batch) == (1, 1):
+                self.model.layers[-1].bias.assign([np.nan])
+
+    monkeypatch.setattr(looks, "LOOK_SECONDS", 0.0)
+    x = np.ones((EXAMPLES, 3), "float32")
+    one = trainer(tmp_path, on_nan="rewind", checkpoints=hvdtrain.Checkpoints())
+    with pytest.warns(UserWarning, match="The checkpoint of step 5 was restored"):
+        one.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=Spoil())
+    np.testing.assert_allclose(rates, [0.1] * 5 + [0.05] * 5)

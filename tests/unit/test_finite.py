@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvdtrain
 import hvdtrain.keras as hvd
+from hvdtrain.checkpoint.folder import is_worth_saving
 from hvdtrain.collectives.finite import FiniteWatch
 
 X = np.ones((8, 2), np.float32)
@@ -74,3 +75,10 @@ def test_what_is_not_finite(value: float, warned: bool) -> None:
         warnings.simplefilter("always")
         FiniteWatch().look([tf.Variable([1]), large], "now")
     assert bool(caught) == warned
+
+
+def test_what_is_not_trained_may_hold_inf_in_a_checkpoint() -> None:
+    arrays = [("mask", np.array([0.0, -np.inf], np.float32)), ("kernel", np.ones(2, np.float32))]
+    assert is_worth_saving(1, arrays, {"mask"})
+    with pytest.warns(UserWarning, match="'mask' holds nan or inf"):
+        assert not is_worth_saving(1, arrays)

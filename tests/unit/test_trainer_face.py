@@ -15,6 +15,7 @@ from keras import callbacks as kc
 
 import hvdtrain
 from hvdtrain.errors import UsageError
+from hvdtrain.trainer.setup import check_epochs
 
 BATCH = 8
 RNG = np.random.default_rng(0)
@@ -148,6 +149,11 @@ def test_what_evaluate_and_predict_show(capsys: pytest.CaptureFixture[str]) -> N
     assert prediction.startswith("Prediction")
     ours.evaluate(X, Y, verbose=1)
     assert "3/3" in capsys.readouterr().out
+
+
+def test_integers_of_numpy() -> None:
+    check_epochs(np.int64(2), np.int32(0), np.int64(1))  # type: ignore[arg-type]
+    check_epochs(2, 0, list(np.arange(1, 3)))
 
 
 @pytest.mark.parametrize("frequency", [2, [1, 3], (2,)])
