@@ -87,7 +87,7 @@ def exit_code_of(program: Callable[[], int]) -> int:
 
 
 def require_integer(name: str, value: object, least: int = 1) -> int:
-    """Return an integer (NumPy's too) as Python's; UsageError, calling it `name`, unless it is one of at least `least`."""
+    """Return an integer (NumPy's too) as Python's; UsageError, naming it `name`, if it is none, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
     return int(value)

@@ -135,14 +135,13 @@ class Trainer:
         probe: bool = True,
     ) -> None:
         self.strategy = make_strategy(strategy, layout, shard_optimizer)
-        seed = require_integer("seed", seed, 0)
+        self.seed = seed = require_integer("seed", seed, 0)
         self.rank = self.strategy.start(seed)
         global_batch_size = require_integer("global_batch_size", global_batch_size)
         steps_per_execution = require_integer("steps_per_execution", steps_per_execution)
         check_workers(global_batch_size, self.strategy.workers)
         self._on_nan = checked_policy(on_nan, self.strategy, saves=checkpoints is not None)
         self.global_batch_size = global_batch_size
-        self.seed = seed
         self._guard = guard
         self._probe = probe
         self._steps_per_execution = steps_per_execution
