@@ -181,7 +181,7 @@ def test_the_launchers_own_words(tag: bytes) -> None:
     assert by_rank(data, []) == {0: b"0 2 [3.]\n", 1: b"x\n", None: words * 2}
 
 
-@given(HOSTILE.map(lambda text: text * 3), CUTS, st.integers(1, 20))
+@given(HOSTILE.map(lambda text: text * 3), CUTS, st.integers(2, 20))
 def test_lines_do_not_depend_on_the_chunks(text: bytes, cuts: list[int], longest: int) -> None:
     def lines(pieces: list[bytes]) -> list[tuple[bytes, bool, bool]]:
         cutter = Lines(longest=longest)

@@ -31,7 +31,7 @@ class Lines:
     """Feed it what arrives; `finish` gives the rest.
 
     Attributes:
-        longest: of a line that is not cut.
+        longest: of a line that is not cut; at least 2, for \\r\\n.
         whole, longest_whole: the same for lines with this beginning.
         held: what waits for the end of its line.
         begins: whether what is held is the beginning of a line.
@@ -71,7 +71,7 @@ class Lines:
 
     def _may_be_long(self, lines: bytes) -> bool:
         """Whether one of them may be longer than `longest`: not if there are two ends in every such stretch."""
-        half = max(1, self.longest // 2)
+        half = self.longest // 2
         return any(
             lines.find(b"\n", at, at + half) < 0 and lines.find(b"\r", at, at + half) < 0
             for at in range(0, len(lines), half)
