@@ -66,6 +66,27 @@ def test_unfinished_lines_come_through(tmp_path: Path) -> None:
     assert terminal.err.getvalue() == b" 10%|===\r 20%"
 
 
+@pytest.mark.parametrize("one_terminal", [False, True])
+def test_what_others_say_is_not_behind_an_unfinished_line(
+    tmp_path: Path, one_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal(tmp_path)
+    for stream in (terminal.out, terminal.err):
+        monkeypatch.setattr(stream, "isatty", lambda: one_terminal, raising=False)
+    terminal.output = Output(tmp_path, terminal.out, terminal.err)
+    with terminal.output as output:
+        output.feed("stderr", b"[1,0]<stderr>: 10%")
+        output.settle()
+        output.feed("stderr", b"[1,1]<stderr>:careful\n[1,0]<stderr>: 20%\n")
+        output.say("rank 1 ended")
+        output.feed("stdout", b"[1,0]<stdout>:1/5 [")
+        output.say("rank 0 ended")
+        output.finish()
+    apart = b"\n" if one_terminal else b""
+    said = b" 10%\n[1] careful\n 20%\nrank 1 ended\n" + apart + b"rank 0 ended\n"
+    assert terminal.err.getvalue() == said
+
+
 def test_a_failure_is_taken_from_the_stream(tmp_path: Path) -> None:
     failure = Failure(1, 1, False, "Traceback\n  [1,0]<stdout>: é\nE: x")
     line = failure.to_line().encode()

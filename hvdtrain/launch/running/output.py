@@ -82,12 +82,15 @@ class Output:
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
     _news: dict[int, bytes] = field(default_factory=dict)
+    _begun: dict[Stream, bool] = field(default_factory=dict)  # Whether a line there has no end yet.
+    _one_terminal: bool = False
     _echoes: Echoes = field(default_factory=Echoes)
     _looked_at: int = 0
     _running: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self._logs = LogFiles(self.log_dir, self._say_logs_lost)
+        self._one_terminal = self.stdout.isatty() and self.stderr.isatty()
         self._screens = {
             "stdout": Screen(self.stdout, lambda error: self._lose("stdout", error)),
             "stderr": Screen(self.stderr, lambda error: self._lose("stderr", error)),
@@ -138,7 +141,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Tell the user something, in lines of their own."""
-        self._write("stderr", encoded(f"{text}\n"))
+        self._write_lines("stderr", encoded(f"{text}\n"))
         self._flush()
 
     @property
@@ -204,7 +207,7 @@ class Output:
                 replace(failure, rank=rank) if self.process_names.tagged else failure
             )
         else:
-            self._write("stderr", self._labelled(rank, text))
+            self._write_lines("stderr", self._labelled(rank, text))
         self._log(rank, "stderr", text)
 
     def _keep(self, source: _Source, block: Block) -> None:
@@ -227,10 +230,9 @@ class Output:
             return
         stamp = source.stamp if block.begins and not source.shown else b""
         if self.all_ranks or source.rank != 0:
-            data = self._labelled(source.rank, data, stamp)
+            self._write_lines(source.stream, self._labelled(source.rank, data, stamp))
         else:
-            data = _prefixed(stamp, data)
-        self._write(source.stream, data)
+            self._write(source.stream, _prefixed(stamp, data))
 
     def _show_held(self, source: _Source, held: bytes) -> None:
         """Show an unfinished line: only of rank 0 that looks as if it ran alone."""
@@ -281,8 +283,16 @@ class Output:
         for screen in self._screens.values():
             screen.flush()
 
+    def _write_lines(self, stream: Stream, lines: bytes) -> None:
+        """Not behind a line of rank 0 that has no end yet."""
+        apart = lines and self._begun.get(stream) and not lines.startswith(b"\n")
+        self._write(stream, b"\n" + lines if apart else lines)
+
     def _write(self, stream: Stream, data: bytes) -> None:
         self._screens[stream].show(data)
+        if data:
+            for name in self._screens if self._one_terminal else (stream,):
+                self._begun[name] = not data.endswith((b"\n", b"\r"))
 
     def _say_logs_lost(self, error: OSError) -> None:
         self.say(
