@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.environment import TERMINAL
 from hvdtrain.errors import exit_code_of
 from hvdtrain.start.parts import horovod_launcher
 from hvdtrain.start.parts.horovod_launcher import code_in, in_command_line, launch_ranks
@@ -249,6 +250,18 @@ def test_any_bytes_of_a_rank_come_through() -> None:
 raise SystemExit(safe_shell_exec.execute(r"printf 'a\\377b\\nc\\303'", index=0))
 """
     assert replaced(code) == b"[0]<stdout>:a\xffb\n[0]<stdout>:c\xc3\n"
+
+
+def test_a_worker_that_takes_anothers_place_begins_a_line() -> None:
+    """In an elastic job, where both write to the same place."""
+    code = """
+from hvdtrain.start.parts.output_tags import CurrentRank
+for write in ("printf abc", "printf ''", "echo d"):
+    safe_shell_exec.execute(write, index=CurrentRank(1, lambda: 0))
+"""
+    frames = (b"abc", b"\x1e", b"d\x1e")
+    wanted = b"".join(b"[0]<stdout>:\x10b%s\n" % frame for frame in frames)
+    assert replaced(code, **{TERMINAL: "0"}) == wanted
 
 
 def test_what_every_helper_of_gloo_loads_is_light() -> None:

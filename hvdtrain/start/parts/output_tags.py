@@ -91,7 +91,8 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
     """
     descriptor, mark = 1 if name == "stdout" else 2, mark_for(os.environ)
     screen, *files = getattr(target, "_files", [target])
-    while data := os.read(source.fileno(), 65536):
+    in_turns = isinstance(rank, CurrentRank) and mark is marked
+    for data in _until_its_end(source, ends_line=in_turns):
         # Other threads write there too, for other ranks; a buffer would mix what is larger than itself.
         number = rank.now() if isinstance(rank, CurrentRank) else rank
         for lines in atoms(mark(data, number, descriptor, LONGEST_ATOM)):
@@ -100,3 +101,12 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
             file.buffer.write(data)
             file.flush()
     source.close()
+
+
+def _until_its_end(source: Connection, *, ends_line: bool) -> Iterator[bytes]:
+    """What comes; at last, if wanted, the end of a line that has none: another worker may write behind it."""
+    data = b"\n"
+    while more := os.read(source.fileno(), 65536):
+        yield (data := more)
+    if ends_line and not data.endswith(b"\n"):
+        yield b"\n"
