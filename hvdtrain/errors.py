@@ -87,7 +87,16 @@ def exit_code_of(program: Callable[[], int]) -> int:
 
 
 def require_integer(name: str, value: object, least: int = 1) -> int:
-    """Return an integer (NumPy's too) as Python's; UsageError, naming it `name`, if it is none, or below `least`."""
+    """Return `value` as a Python integer; NumPy's are integers too, bools are not.
+
+    Args:
+        name: of the argument, for the message.
+        value: what the user passed.
+        least: the smallest that is allowed.
+
+    Raises:
+        UsageError: it is no integer, or below `least`.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
     return int(value)

@@ -451,6 +451,20 @@ def test_the_users_limits_of_a_stall_count(options: dict[str, Any], apart: float
     assert limits_of(1800).apart == math.inf
 
 
+def test_a_rank_that_hangs_when_all_others_have_finished_is_not_replaced() -> None:
+    """Horovod's driver ends the job then."""
+    dog = Watchdog(ELASTIC)
+    ranks = [placed(0, phase="ended", state="gone"), placed(1, state="stopped"), placed(2)]
+    dog.hear(ranks)
+    assert dog.can_replace([ranks[1]]), "rank 2 goes on"
+    assert not dog.can_replace(ranks[1:])
+    dog.dismiss([ranks[2]])
+    assert not dog.can_replace([ranks[1]])
+    dog = Watchdog(ELASTIC)
+    dog.hear(ranks[1:])
+    assert dog.can_replace(ranks[1:]), "there may be a checkpoint"
+
+
 def test_a_host_that_has_left_tells_nothing_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("hvdtrain.launch.running.watchdog.time", clock)

@@ -291,7 +291,7 @@ class _ShownRun:
         if self.hung:
             return True
         verdict = self.watchdog.verdict(self.stopped.look([command]))
-        if verdict.culprits and self.elastic:
+        if verdict.culprits and self.elastic and self.watchdog.can_replace(verdict.culprits):
             self._end_ranks(verdict)
         elif verdict:
             self.hung = verdict.text

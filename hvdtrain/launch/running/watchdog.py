@@ -141,6 +141,14 @@ class Watchdog:
         self._dismissed |= set(map(_process, culprits))
         self._begin_anew()
 
+    def can_replace(self, culprits: Iterable[RankStatus]) -> bool:
+        """Whether these ranks are started again once they are ended: an elastic job that nobody else goes on with ends,
+        where a rank has finished."""
+        known = self.statuses.values()
+        without = self._dismissed | set(map(_process, culprits))
+        others = [one for one in known if one.state != "gone" and _process(one) not in without]
+        return not any(one.has_ended for one in known) or not all(one.has_ended for one in others)
+
     @property
     def _is_elastic(self) -> bool:
         return self.limits is not None and self.limits.elastic
