@@ -51,7 +51,8 @@ def assert_named(stderr: str, stopped: int, phase: str, host: str = "") -> None:
         stderr,
         re.MULTILINE,
     ), stderr
-    word = "hvdtrain.init()" if phase == "init" else phase
+    words = {"init": "hvdtrain.init()", "starting": "start-up", "evaluating": "evaluation"}
+    word = words.get(phase, phase)
     assert re.search(
         rf"^  rank {stopped}: in {re.escape(word)}.*, stopped$", stderr, re.MULTILINE
     ), stderr
