@@ -233,7 +233,7 @@ def test_a_trainer_outlives_its_hosts(start: Start, hosts: Hosts, tmp_path: Path
     events = tmp_path / "events"
 
     def when(what: Callable[[dict[str, int]], bool]) -> None:
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + 2 * SECONDS
         while not events.exists() or not any(
             map(what, map(json.loads, events.read_text().splitlines()))
         ):
