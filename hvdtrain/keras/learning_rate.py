@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizers import inner_of, velocities
+from hvdtrain.keras_internals.optimizers import rate_variable, velocities
 
 Multiplier = Callable[[float], float]
 
@@ -166,8 +166,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 def require_settable(optimizer: Any, what: str) -> None:
     """Raise UsageError, naming what wants to set it, unless the learning rate is a number."""
-    inner = inner_of(optimizer)
-    if not isinstance(inner._learning_rate, keras.Variable):
+    if rate_variable(optimizer) is None:
         raise UsageError(
             f"{what} needs a learning rate that is a number; this optimizer has a schedule: "
             "scale and warm up inside the schedule"

@@ -68,6 +68,12 @@ def inner_of(optimizer: Any) -> Any:
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
+def rate_variable(optimizer: Any) -> Any:
+    """Return the variable that holds the learning rate; None if a schedule gives it."""
+    rate = inner_of(optimizer)._learning_rate
+    return rate if isinstance(rate, keras.Variable) else None
+
+
 def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
     """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
     inner = inner_of(optimizer)

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.elementwise import ELEMENTWISE
-from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots
+from hvdtrain.keras_internals.optimizers import AppliesByKeras, optimizer_slots, rate_variable
 from hvdtrain.keras_internals.overlay import overlay
 
 
@@ -315,10 +315,8 @@ def may_be_split(optimizer: Any) -> bool:
 
 def step_constants(optimizer: Any) -> list[Any]:
     """Return the variables of an optimizer that belong to a step, not to a weight: its number, its rate."""
-    found = [optimizer._iterations]
-    if isinstance(optimizer._learning_rate, keras.Variable):
-        found.append(optimizer._learning_rate)
-    return found
+    rate = rate_variable(optimizer)
+    return [optimizer._iterations, *([] if rate is None else [rate])]
 
 
 class _LooksUpRows:

@@ -34,7 +34,7 @@ from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
 from hvdtrain.errors import EngineError, Preempted, UsageError
-from hvdtrain.keras_internals.optimizers import inner_of
+from hvdtrain.keras_internals.optimizers import rate_variable
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
 from hvdtrain.strategies.horovod import HorovodStrategy
@@ -232,11 +232,11 @@ class SavedFit:
             return None
         counted = read_state(model.metrics)
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
-        rate = inner_of(model.optimizer)._learning_rate
+        rate = rate_variable(model.optimizer)
         # Callbacks, which go on, have set it for this epoch.
-        kept = rate.numpy() if isinstance(rate, keras.Variable) else None
+        kept = None if rate is None else rate.numpy()
         self._state_of(model).give_variables(arrays, ranks, position["alike"])
-        if kept is not None:
+        if rate is not None:
             rate.assign(kept)
         within = position["epoch"] == epoch and position["step"] > 0
         if not within and epoch_ends:
