@@ -30,9 +30,10 @@ OUTSIDE: dict[Phase, tuple[str, str]] = {
 COLUMNS = ["epoch", "rank", "steps", *OUTSIDE, "seconds"]
 """Of rank_times.csv; all but the first two in seconds."""
 LEAST_SHARE = 0.05
-"""Of the epoch, and ..."""
-LEAST_SECONDS = 0.1
-"""... in each of two epochs in a row, before a rank is named: less is noise."""
+"""Of an epoch that a rank must cost the others to be suspected: less is noise."""
+LEAST_SECONDS = 2.0
+"""That a rank must have cost the others in epochs in a row before it is named: nobody mends less, and on a busy
+machine the same rank may be the slower one twice by chance."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Straggler:
         seconds: spent on that.
         typical: seconds that the median rank spent on it.
         epoch_seconds: that the epoch took.
+        lost: seconds that the others waited for it, whatever it did.
     """
 
     rank: int
@@ -52,6 +54,7 @@ class Straggler:
     seconds: float
     typical: float
     epoch_seconds: float
+    lost: float
 
 
 def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | None:
@@ -63,7 +66,7 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
     """
     slowest = int(outside.sum(axis=1).argmax())
     lost = outside[slowest].sum() - _typical(outside.sum(axis=1))
-    if lost < max(LEAST_SECONDS, LEAST_SHARE * epoch_seconds):
+    if lost <= LEAST_SHARE * epoch_seconds:
         return None
     typical = np.array([_typical(column) for column in outside.T])
     phase = int((outside[slowest] - typical).argmax())
@@ -73,6 +76,7 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
         float(outside[slowest, phase]),
         float(typical[phase]),
         epoch_seconds,
+        float(lost),
     )
 
 
@@ -92,6 +96,7 @@ class StragglerWatch:
         self._ranks = ranks
         self._before = _times()
         self._suspect: tuple[int, Phase] | None = None
+        self._lost = 0.0
         self._named: set[int] = set()
 
     def look(self, epoch: int) -> Sequence[dict[str, Any]]:
@@ -103,7 +108,8 @@ class StragglerWatch:
         everyone = self._ranks.allgather(mine[None], "hvdtrain_rank_times").numpy()
         found = find_straggler(everyone[:, 1:-1], float(everyone[:, -1].max()))
         seen = None if found is None else (found.rank, found.phase)
-        if found and seen == self._suspect and found.rank not in self._named:
+        self._lost = 0.0 if found is None else found.lost + (self._lost if seen == self._suspect else 0.0)
+        if found and seen == self._suspect and self._lost >= LEAST_SECONDS and found.rank not in self._named:
             self._named.add(found.rank)
             self._warn(found, epoch)
         self._suspect = seen

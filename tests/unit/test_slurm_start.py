@@ -117,12 +117,15 @@ def test_a_machine_whose_network_does_not_tell(monkeypatch: pytest.MonkeyPatch) 
 def test_over_mpi_there_is_no_rendezvous(tmp_path: Path) -> None:
     news = os.open(tmp_path / "news", os.O_CREAT | os.O_WRONLY)
     options = "-np 2 --mpi -H n1:1,n2:1 --network-interfaces eth7"
-    process = start(tmp_path, options, 0, HVDTRAIN_NEWS=str(news), pass_fds=(news,))
+    settings = {"HVDTRAIN_NEWS": str(news), "OMPI_MCA_btl": "tcp,self"}
+    process = start(tmp_path, options, 0, **settings, pass_fds=(news,))
     os.close(news)
     _, environment = seen(tmp_path)
     assert json.loads((tmp_path / "news").read_text())["tasks"] == ["n1", "n2"]
     assert process.wait(60) == 4
     assert environment["OMPI_MCA_btl_tcp_if_include"] == "eth7"
+    assert environment["OMPI_MCA_pml"] == "ob1", "as under horovodrun"
+    assert environment["OMPI_MCA_btl"] == "tcp,self", "what the user has set stays"
     assert "HOROVOD_GLOO_RENDEZVOUS_PORT" not in environment
     assert "HOROVOD_CONTROLLER" not in environment
 

@@ -33,6 +33,9 @@ from hvdtrain.start.parts.rendezvous import Rendezvous
 from hvdtrain.start.slurm_task import INTERFACE
 
 LOOPBACK = "127.0.0.1"
+OPEN_MPI = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}
+"""What horovodrun gives to mpirun for ranks over Open MPI (`horovod.runner.mpi_run`). Left alone, Open MPI takes UCX
+under srun, in which a rank was seen to die of a segmentation fault."""
 
 
 def launch_tasks(arguments: Sequence[str]) -> int:
@@ -50,6 +53,8 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     environment.setdefault(HASH_SEED, "0")  # Else each rank starts Python twice, to set it.
     set_env_from_args(environment, options)
     environment |= interfaces(options)
+    if not options.use_gloo:
+        environment = OPEN_MPI | environment
     if options.use_gloo:
         environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         environment |= _start_rendezvous(options)

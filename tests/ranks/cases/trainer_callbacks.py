@@ -254,7 +254,7 @@ class Slow(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if hvdtrain.init().rank == 1:
-            time.sleep(0.2)
+            time.sleep(0.6)
 
 
 def case_straggler() -> dict[str, Any]:
