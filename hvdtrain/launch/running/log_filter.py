@@ -8,7 +8,7 @@ the file.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 _STAMP = rb"(?:[IWE]\d{4} [\d:.]++ +\d++ |(?:\d{4}-\d\d-\d\d )?+[\d:.]++ +[IWE] )"
@@ -65,9 +65,11 @@ _VARYING = re.compile(
 )
 
 
-# How each line begins that is noise or has a time stamp. One search over many lines finds in most of them none.
+# How each line begins that is noise or has a time stamp. One search over many lines finds in most of them none; the
+# first letters alone pass over most.
 _REMARKABLE = re.compile(
-    rb"\n(?:[IWEF]\d{4} |\[?\d{4}-\d\d-\d\d |[\d:.]++ +[IWE] |WARNING: All|Additional GRPC|:UNKNOWN:|This could"
+    rb"\n(?=[IWEFASTK:\[\dabdkzs])"
+    rb"(?:[IWEF]\d{4} |\[?\d{4}-\d\d-\d\d |[\d:.]{5,40}+ +[IWE] |WARNING: All|Additional GRPC|:UNKNOWN:|This could"
     rb"|To enable|Skipping reg|Terminated|Killed|(?:a|ba|da|k|z)?sh: line )"
 )
 _LARGEST_MEMORY = 10_000
@@ -108,14 +110,21 @@ class Echoes:
     def without_echoes(self, rank: int, lines: list[bytes], texts: list[bytes]) -> list[bytes]:
         """Those lines of `rank` of whose texts no other rank's copy has been shown: the k-th time that any
         rank prints something is no echo, the k-th times of the others are."""
-        said, shown, kept = self._said[rank], self._shown, []
-        for line, text in zip(lines, map(hash, texts), strict=True):
-            count = said[text] = said.get(text, 0) + 1
-            if count > shown.get(text, 0):
-                shown[text] = count
-                kept.append(line)
-                if len(shown) > _LARGEST_MEMORY:
-                    shown.clear()
-                    for one in self._said.values():
-                        one.clear()
+        said, shown = self._said[rank], self._shown
+        hashes = list(map(hash, texts))
+        if shown.keys().isdisjoint(hashes):  # All new, as a flood mostly is.
+            times = Counter(hashes)
+            said.update(times)
+            shown.update(times)
+            kept = lines
+        else:
+            kept = []
+            for line, text in zip(lines, hashes, strict=True):
+                count = said[text] = said.get(text, 0) + 1
+                if count > shown.get(text, 0):
+                    shown[text] = count
+                    kept.append(line)
+        if len(shown) > _LARGEST_MEMORY:
+            shown.clear()
+            self._said.clear()
         return kept

@@ -25,7 +25,7 @@ from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encode
 
 _MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024
-LINES_AT_ONCE = 1000
+LINES_AT_ONCE = 250
 """So many lines of standard error in one reading of the launch's pipe (64 kB) are looked at, each for itself, for noise
 and echoes. A pipe that fills with more of them is a flood, which looking would hold up: the rest is shown as it is."""
 
@@ -262,7 +262,9 @@ class Output:
 
     def _labelled(self, rank: int, lines: bytes, stamp: bytes = b"") -> bytes:
         """Those that are not empty, as lines of their own."""
-        lines = lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n").strip(b"\n")
+        if b"\r" in lines:
+            lines = lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        lines = lines.strip(b"\n")
         while b"\n\n" in lines:
             lines = lines.replace(b"\n\n", b"\n")
         label = b"[%s] %s" % (self.process_names.label(rank).encode(), stamp)
@@ -316,8 +318,9 @@ def _prefixed(prefix: bytes, lines: bytes) -> bytes:
     if not prefix:
         return lines
     # Replacing costs the least for each line.
-    each = lines.replace(b"\n", b"\n" + prefix).replace(b"\r", b"\r" + prefix)
-    each = each.replace(b"\r%s\n" % prefix, b"\r\n")
+    each = lines.replace(b"\n", b"\n" + prefix)
+    if b"\r" in lines:
+        each = each.replace(b"\r", b"\r" + prefix).replace(b"\r%s\n" % prefix, b"\r\n")
     ended = lines.endswith((b"\n", b"\r"))
     return prefix + (each[: -len(prefix)] if ended else each)
 
