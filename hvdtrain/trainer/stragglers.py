@@ -108,8 +108,15 @@ class StragglerWatch:
         everyone = self._ranks.allgather(mine[None], "hvdtrain_rank_times").numpy()
         found = find_straggler(everyone[:, 1:-1], float(everyone[:, -1].max()))
         seen = None if found is None else (found.rank, found.phase)
-        self._lost = 0.0 if found is None else found.lost + (self._lost if seen == self._suspect else 0.0)
-        if found and seen == self._suspect and self._lost >= LEAST_SECONDS and found.rank not in self._named:
+        self._lost = (
+            0.0 if found is None else found.lost + (self._lost if seen == self._suspect else 0.0)
+        )
+        if (
+            found
+            and seen == self._suspect
+            and self._lost >= LEAST_SECONDS
+            and found.rank not in self._named
+        ):
             self._named.add(found.rank)
             self._warn(found, epoch)
         self._suspect = seen
