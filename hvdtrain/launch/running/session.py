@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvdtrain.environment import (
@@ -156,7 +156,7 @@ def _run_once(
     log_dir = make_log_dir(view.log_dir)
     terminals = () if view.all_ranks else _terminals()
     launch_id = uuid.uuid4().hex
-    limits = patience.limits and replace(patience.limits, elastic=elastic)
+    limits = patience.limits
     still = limits.still if limits else float("inf")
     environment = {
         **_window(terminals),

@@ -38,7 +38,7 @@ PROGRESS_SECONDS = 60.0
 class Limits:
     """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute.
 
-    apart: some ranks are in a step or a collective, and others stay outside; where it is longer, hang counts.
+    apart: some ranks are in a step or a collective, and others stay outside; infinite: somebody else looks to that.
     elastic: ranks come and go, and one that is ended is started again.
     """
 
@@ -73,16 +73,19 @@ def limits_of(hang: float, plan: LaunchPlan | None = None) -> Limits:
         hang: that time-out, in seconds.
         plan: of Horovod's ranks; None: other processes are started.
     """
-    apart = math.inf
-    if plan is not None and plan.stall_check and plan.stall_shutdown_seconds and not plan.elastic:
+    elastic = plan is not None and plan.elastic
+    apart = hang if elastic else math.inf
+    if plan is not None and plan.stall_check and plan.stall_shutdown_seconds and not elastic:
         # Where Horovod's own check works, it names the collective, and comes first.
-        apart = plan.stall_warning_seconds + plan.stall_shutdown_seconds + STALL_MARGIN_SECONDS
+        stall = plan.stall_warning_seconds + plan.stall_shutdown_seconds + STALL_MARGIN_SECONDS
+        apart = min(hang, stall)
     return Limits(
         still=min(STILL_SECONDS, hang),
         waiting=min(WAITING_SECONDS, hang),
         busy=max(WAITING_SECONDS, hang),
         hang=hang,
         apart=apart,
+        elastic=elastic,
     )
 
 
@@ -334,14 +337,13 @@ def _apart(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
     """Who does not come to where the others wait."""
-    limit = min(limits.hang, limits.apart) + patience
+    limit = limits.apart + patience
     late = [one for one in there if not (one.has_ended or _meets_others(one))]
     others = [one for one in there if _meets_others(one)]
     hang = all(
         one.idle >= limit and (one.phase in WITH_BEATS or one.quiet >= limit) for one in late
     )
-    heeded = limits.elastic or limits.apart < math.inf
-    if not (heeded and late and others and hang and all(one.idle >= limit for one in others)):
+    if not (late and others and hang and all(one.idle >= limit for one in others)):
         return Verdict()
     where = " and ".join(sorted({_meeting(one) or one.phase for one in others}))
     missing = f"missing: others have waited {limit:g} s for THEM in {where}"
