@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ class Site:
         mpirun: absolute path of mpirun; None if there is none.
         mpi_prefix: installation folder of mpirun, if it is Open MPI 4; else empty.
         names: names of this machine.
+        home: the user's home folder, or a folder to take for it; empty if the environment names it.
         allocation: the nodes of the surrounding Slurm job, if they are to be used.
         image: container image for the ranks, for a launcher that supports it.
     """
@@ -45,6 +47,7 @@ class Site:
     mpirun: str | None = None
     mpi_prefix: str = ""
     names: frozenset[str] = frozenset({"localhost", "127.0.0.1"})
+    home: str = ""
     allocation: Allocation | None = None
     image: str | None = None
 
@@ -63,9 +66,17 @@ def this_site(allocation: Allocation | None = None, image: str | None = None) ->
         mpirun=mpirun,
         mpi_prefix=str(prefix) if prefix and (prefix / "bin" / "orted").exists() else "",
         names=Site.names | {os.uname().nodename},
+        home="" if "HOME" in os.environ else _home(),
         allocation=allocation,
         image=image,
     )
+
+
+def _home() -> str:
+    try:
+        return str(Path.home())
+    except RuntimeError:  # A user id without an entry in /etc/passwd, as containers have.
+        return tempfile.gettempdir()
 
 
 def check_started_once(environ: Mapping[str, str]) -> None:

@@ -1,6 +1,9 @@
 """A plan that cannot work is refused when it is made; one that can becomes exactly one command."""
 
+import os
+import pwd
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.launch.env_forwarding import EnvVar, parse_variable
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.installed_horovod import built_controllers, choose_controller
-from hvdtrain.launch.launch_command import Site
+from hvdtrain.launch.launch_command import Site, this_site
 from hvdtrain.launch.launchers.horovodrun import prepare
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import Program
@@ -284,6 +287,21 @@ def test_mpirun_is_found_without_activating_its_environment(script: Path) -> Non
     assert outside.settings["PATH"] == "/venv/bin:/usr/bin:/bin"
     assert "PATH" not in inside.settings
     assert not prepare(plan_of(script), Site({}, mpirun=mpirun)).settings
+
+
+def test_mpirun_is_given_a_home(
+    script: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without HOME it crashes, where the user id has no entry in /etc/passwd."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not this_site().home
+    monkeypatch.delenv("HOME")
+    assert this_site().home == pwd.getpwuid(os.getuid()).pw_dir
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    site = this_site()
+    assert site.home == tempfile.gettempdir()
+    assert prepare(plan_of(script, controller="mpi"), site).settings["HOME"] == site.home
+    assert "HOME" not in prepare(plan_of(script, controller="gloo"), site).settings
 
 
 def test_mpirun_is_found_on_other_hosts(script: Path) -> None:

@@ -77,6 +77,8 @@ def _of_mpi(plan: LaunchPlan, site: Site) -> dict[str, str | None]:
     # horovodrun takes mpirun from PATH, which lacks it when the environment is not activated.
     if site.mpirun and str(Path(site.mpirun).parent) not in path.split(os.pathsep):
         settings["PATH"] = f"{Path(site.mpirun).parent}{os.pathsep}{path}"
+    if site.home:  # Open MPI crashes without one.
+        settings["HOME"] = site.home
     return settings
 
 
