@@ -28,9 +28,9 @@ def ancestors(pid: int | None = None) -> tuple[int, int]:
 
 def end_when_orphaned() -> None:
     """From now on, end this process and its group when the processes above it change, or if they have gone by now."""
-    if os.getppid() == INIT:
-        _end_group()
     watch(ancestors, _end_group, POLL_SECONDS)
+    if INIT in ancestors():  # Gone before the watch began.
+        _end_group()
 
 
 def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -> threading.Thread:

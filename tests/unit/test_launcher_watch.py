@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from hvdtrain.worker.launcher_watch import ancestors, watch
 
 REPOSITORY = Path(__file__).parents[2]
@@ -45,10 +47,12 @@ def test_watch_ends_once_something_changes() -> None:
     assert not thread.is_alive()
 
 
-def test_an_orphan_from_birth_does_not_run(tmp_path: Path) -> None:
-    """Its shell was killed while it started."""
+@pytest.mark.parametrize(("begin", "end"), [("exec ", ""), ("", "; true")])
+def test_an_orphan_from_birth_does_not_run(tmp_path: Path, begin: str, end: str) -> None:
+    """While it started, its shell was killed, or what was above its shell, as sshd's part ends."""
     (tmp_path / "train.py").write_text("open('ran', 'w').close()\n")
-    rank = f"(sleep 0.5; exec '{sys.executable}' -P -m hvdtrain.worker train.py) >errors 2>&1 & echo $!"
+    rank = f"{begin}'{sys.executable}' -P -m hvdtrain.worker train.py{end}"
+    rank = f"(sleep 0.5; {rank}) >errors 2>&1 & echo $!"
     done = subprocess.run(
         ["sh", "-c", rank],
         cwd=tmp_path,
