@@ -70,8 +70,8 @@ def _follow_collectives(module: ModuleType) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             if not tf.executing_eagerly():
                 return collective(*args, **kwargs)
-            name = str(kwargs.get("name") or kind.removeprefix("horovod_"))
-            with in_phase(current().phase, name, waiting=True):
+            words = (kind.removeprefix("horovod_").partition("_inplace")[0], kwargs.get("name"))
+            with in_phase(current().phase, " ".join(filter(None, words)), waiting=True):
                 return collective(*args, **kwargs)
 
         return call

@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,8 +19,8 @@ BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
 ROLES = ProcessNames(("chief", "worker-0", "ps-0"))
 
 
-def judge(code: int, *failures: Failure, launcher: str = "", started: bool = False) -> Outcome:
-    return outcome_of(Ending(code, None), list(failures), launcher, Path("logs"), started=started)
+def judge(code: int, *failures: Failure, launcher: str = "", **known: Any) -> Outcome:
+    return outcome_of(Ending(code, None), list(failures), launcher, Path("logs"), **known)
 
 
 def test_success_says_nothing() -> None:
@@ -159,6 +160,19 @@ def test_bare_exit_codes() -> None:
     assert judge(1, Failure(1, 3, False, "")) == Outcome(
         3, "rank 1 ended with exit code 3" + LOGS, 1
     )
+
+
+def test_a_rank_that_waited_for_another_one_to_call_init() -> None:
+    """Gloo aborts it, which is no cause."""
+    missed = "rank 1 is missing"
+    for found in (
+        judge(1, Failure(0, 134, False, ""), missed_init=missed),
+        judge(1, launcher="Process 0 exit with status code 134.", missed_init=missed),
+    ):
+        assert found.exit_code == 134
+        assert found.message == f"{missed}\nas a result, rank 0 was killed by SIGABRT{LOGS}"
+    killed = judge(1, Failure(0, 137, False, ""), missed_init=missed)
+    assert missed not in killed.message
 
 
 def test_the_exit_code_255_is_no_signal() -> None:

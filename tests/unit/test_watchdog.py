@@ -98,14 +98,24 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
             "  rank 1: in start-up",
         ),
         (
+            [
+                rank(0, "init", waiting=True, idle=20),
+                rank(1, "ended", state="gone", held=1),
+                rank(2, "init", waiting=True, idle=3),
+            ],
+            "rank 1 (process 101) is missing: the script has ended there, and others wait for it in hvdtrain.init()\n"
+            "  ranks 0, 2: in hvdtrain.init()\n"
+            "  rank 1: in shutdown, gone",
+        ),
+        (
             [rank(n, "init", waiting=True, idle=301) for n in range(2)],
             "all ranks have waited for 300 s in hvdtrain.init(): can the hosts reach each other?\n"
             "  ranks 0, 1: in hvdtrain.init()",
         ),
         (
             [rank(n, "init", waiting=True, idle=301, size=4) for n in (0, 2)],
-            "ranks 1, 3 have not started, and for 300 s the others have waited in hvdtrain.init(): check the hosts "
-            "where no rank has started\n"
+            "ranks 1, 3 have not started (or ended at once), and for 300 s the others have waited in "
+            "hvdtrain.init(): check the hosts where no rank has started\n"
             "  ranks 0, 2: in hvdtrain.init()",
         ),
         (
@@ -288,6 +298,28 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
     assert dog.absent({0, 1, 2, 3}) == ""
 
 
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([rank(0), rank(1, state="gone")], ""),
+        ([rank(0, "init", waiting=True), rank(1, "init", waiting=True)], ""),
+        ([rank(0, "init", waiting=True), rank(1, state="gone")], ""),  # Perhaps ended with the run.
+        (
+            [rank(0, "init", waiting=True, state="gone"), rank(1, "ended", state="gone")],
+            "rank 1 (process 101) is missing: the script has ended there while others still need it",
+        ),
+        (
+            [rank(0, "init", waiting=True, size=3)],
+            "ranks 1, 2 ended, or did not start, while others waited in hvdtrain.init()",
+        ),
+    ],
+)
+def test_who_has_not_come_to_init(ranks: list[RankStatus], says: str) -> None:
+    dog = Watchdog(LIMITS)
+    dog.hear(ranks)
+    assert dog.missed_init() == says
+
+
 ELASTIC = replace(LIMITS, elastic=True, apart=LIMITS.hang)
 
 
@@ -409,6 +441,7 @@ def test_whom_an_elastic_job_waits_for(
         ([rank(0, idle=80), rank(1, "callbacks", idle=80, allowed=1.0)], ""),
         ([rank(0, idle=80), rank(1, idle=80)], ""),  # Nobody knows which of them.
         ([rank(0, "callbacks", idle=80), rank(1, "callbacks", idle=80)], ""),
+        ([rank(n, waiting=True, detail="allreduce b", idle=80) for n in range(2)], ""),
         # Computes, in a loop of its own.
         ([rank(0, idle=80), rank(1, "script", idle=80)], ""),
     ],
@@ -419,6 +452,18 @@ def test_who_stays_outside_a_step(ranks: list[RankStatus], says: str) -> None:
     said = f"rank 1 (process 101) is missing: others have waited 80 s for it {says}"
     assert found.startswith(said) if says else not found
     assert not verdict(ranks, LIMITS).text
+
+
+def test_who_waits_in_different_collectives() -> None:
+    ranks = [rank(n, waiting=True, detail=name, idle=80) for n, name in enumerate("aba")]
+    limits = replace(LIMITS, apart=80.0)
+    assert verdict(ranks, limits).text.startswith(
+        "the ranks have waited 80 s for each other in different collectives: all ranks must call the same "
+        "collectives, by the same names\n"
+        "  ranks 0, 2: in training, step 8, collective a\n"
+    )
+    assert not verdict(ranks, LIMITS)
+    assert not verdict([*ranks, rank(3)], limits)
 
 
 @pytest.mark.parametrize(

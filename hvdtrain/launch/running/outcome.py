@@ -59,6 +59,7 @@ def outcome_of(
     *,
     hung: str = "",
     absent: str = "",
+    missed_init: str = "",
     started: bool = False,
 ) -> Outcome:
     """The outcome of a run.
@@ -71,6 +72,7 @@ def outcome_of(
         process_names: what the ranks are called.
         hung: why the watchdog ended the run; empty if it did not.
         absent: which ranks the others have missed; empty if that is not known.
+        missed_init: which ranks have not come to init, while others waited there.
         started: whether any rank was seen.
     """
     if ending.received is not None:
@@ -91,19 +93,19 @@ def outcome_of(
     if told and (cause is None or cause.secondary or _was_killed(cause) or process_names.roles):
         has_logs = failures or ended or process_names.roles
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
-    if cause is not None and cause.secondary and absent:
-        said = _describe(cause, failures, process_names)
-        message = f"{absent}\nas a result, {said}\n{logs}"
-        return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if cause is not None:
-        message = f"{_describe(cause, failures, process_names)}\n{logs}"
+        missed = _result_of(
+            absent if cause.secondary else missed_init if _aborted(cause.exit_code) else ""
+        )
+        message = f"{missed}{_describe(cause, failures, process_names)}\n{logs}"
         return Outcome(cause.exit_code, message, cause.rank, cause.text)
     if match := _MPI_LEFT.search(launcher_text):
         left = f"rank {match[1]} exited before the end of the script (os._exit?) while others needed it"
         return Outcome(EXIT_FAILURE, f"{left}\n{logs}", int(match[1]))
     if ended is not None:
         rank, code = ended
-        return Outcome(code, f"rank {rank} {how_it_ended(code)}\n{logs}", rank)
+        missed = _result_of(missed_init if _aborted(code) else "")
+        return Outcome(code, f"{missed}rank {rank} {how_it_ended(code)}\n{logs}", rank)
     if match := _MPI_LOST.search(launcher_text):
         lost = f"host {match[1]} was lost: its orted was killed, or the connection to it broke"
         return Outcome(EXIT_FAILURE, f"{lost}\n{logs}")
@@ -156,6 +158,15 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
 def _was_killed(failure: Failure) -> bool:
     """Whether a signal ended it, by which it could say nothing itself."""
     return failure.exit_code - EXIT_SIGNAL_BASE in signal.valid_signals() and not failure.text
+
+
+def _aborted(code: int) -> bool:
+    """As Gloo aborts a rank that has waited in vain for another one to call init."""
+    return code == EXIT_SIGNAL_BASE + signal.SIGABRT
+
+
+def _result_of(reason: str) -> str:
+    return f"{reason}\nas a result, " if reason else ""
 
 
 def _only(process_names: ProcessNames) -> str:

@@ -200,6 +200,7 @@ def _run_once(
             process_names,
             hung=run.hung,
             absent=run.watchdog.absent({failure.rank for failure in output.failures}),
+            missed_init=run.watchdog.missed_init(),
             started=bool(run.watchdog.statuses),
         )
         if on_outcome is not None:

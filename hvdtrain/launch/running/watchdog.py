@@ -217,11 +217,16 @@ class Watchdog:
 
         For a run that has ended: what has gone meanwhile may have been ended with it, so that counts least.
         """
-        others = [one for one in self.statuses.values() if one.rank not in failed]
-        for is_away, what in _AWAY:
-            if away := [one for one in others if is_away(one)]:
-                return _sentence(away, what, "").text
-        return ""
+        return _away([one for one in self.statuses.values() if one.rank not in failed], _AWAY)
+
+    def missed_init(self) -> str:
+        """Which ranks have not come to init, in which another one waited until it aborted; empty if none has."""
+        known = list(self.statuses.values())
+        if not any(_meeting(one) == INIT for one in known):
+            return ""
+        unseen = set(range(max(one.size for one in known))) - {one.rank for one in known}
+        never = f"{ranks_in_words(sorted(unseen))} ended, or did not start, while others waited in {INIT}"
+        return _away(known, _AWAY[:-1]) or (never if unseen else "")
 
 
 def _process(one: RankStatus) -> tuple[str, int]:
@@ -234,7 +239,8 @@ def _at_most(seconds: float, one: RankStatus) -> RankStatus:
     return replace(one, held=held, idle=idle, quiet=quiet)
 
 
-_AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
+_Way = tuple[Callable[[RankStatus], bool], str]
+_AWAY: tuple[_Way, ...] = (
     (lambda one: one.state == "stopped", "stopped (SIGSTOP) while others waited for THEM"),
     (
         lambda one: one.phase == "starting",
@@ -251,11 +257,18 @@ _AWAY: tuple[tuple[Callable[[RankStatus], bool], str], ...] = (
 )
 
 
+def _away(ranks: Sequence[RankStatus], ways: Sequence[_Way]) -> str:
+    for is_away, what in ways:
+        if away := [one for one in ranks if is_away(one)]:
+            return _sentence(away, what, "").text
+    return ""
+
+
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
     """Why a run with these ranks cannot go on, and what each of them does."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
-    for held_up in (_stopped, _lost, _awaited, _apart, _idle, _over):
+    for held_up in (_stopped, _lost, _left, _awaited, _apart, _idle, _over):
         if found := held_up(ranks, there, limits, patience):
             several = len(ranks) > 1
             return replace(found, text=f"{found.text}\n{picture(ranks)}") if several else found
@@ -296,6 +309,19 @@ def _lost(
     )
 
 
+def _left(
+    ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
+) -> Verdict:
+    # Ends of other waits Horovod sees itself.
+    waiting = any(_meeting(one) == INIT and one.idle >= limits.still for one in there)
+    ended = [one for one in ranks if one.has_ended]
+    if limits.elastic or not waiting:
+        return Verdict()
+    return _sentence(
+        ended, f"missing: the script has ended there, and others wait for THEM in {INIT}", ""
+    )
+
+
 def _awaited(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
@@ -323,8 +349,8 @@ def _awaited(
         if unseen and not limits.elastic:
             have = "has" if len(unseen) == 1 else "have"
             return Verdict(
-                f"{ranks_in_words(unseen)} {have} not started, and for {limit:g} s the others have waited in {where}: "
-                "check the hosts where no rank has started"
+                f"{ranks_in_words(unseen)} {have} not started (or ended at once), and for {limit:g} s the others have "
+                f"waited in {where}: check the hosts where no rank has started"
             )
         waited = (
             f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
@@ -343,11 +369,24 @@ def _apart(
     hang = all(
         one.idle >= limit and (one.phase in WITH_BEATS or one.quiet >= limit) for one in late
     )
-    if not (late and others and hang and all(one.idle >= limit for one in others)):
+    if not (others and hang and all(one.idle >= limit for one in others)):
         return Verdict()
+    if not late:
+        return _frozen(others) or _mismatch(others, limit)
     where = " and ".join(sorted({_meeting(one) or one.phase for one in others}))
     missing = f"missing: others have waited {limit:g} s for THEM in {where}"
     return _frozen(late) or _sentence(late, missing, "")
+
+
+def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
+    """All wait, and in different collectives, of which none can ever end."""
+    different = {_meeting(one) for one in ranks} - {""}
+    if len(different) < 2 or not all(map(_meeting, ranks)):
+        return Verdict()
+    return Verdict(
+        f"the ranks have waited {seconds:g} s for each other in different collectives: all ranks must call the same "
+        "collectives, by the same names"
+    )
 
 
 def _idle(
