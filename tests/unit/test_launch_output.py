@@ -13,6 +13,7 @@ from hvdtrain.launch.running.log_filter import is_noise, without_noise, without_
 from hvdtrain.launch.running.output import Output
 from hvdtrain.launch.running.output_writers import LogFiles, write_all
 from hvdtrain.launch.running.process_names import ALONE, ProcessNames
+from hvdtrain.start.parts.output_tags import marked
 from hvdtrain.worker.failure_report import LONGEST_TEXT, Failure, from_line
 
 
@@ -44,6 +45,14 @@ def test_warnings_of_several_ranks_are_shown_once(tmp_path: Path) -> None:
         b"[1] x.py:3: UserWarning: slow\n[1]   warn()\n[2] mine only\n"
     )
     assert terminal.logged("rank.2/stderr") == line + b"mine only\n"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_empty_lines_go_with_the_text(tmp_path: Path, first: int) -> None:
+    text = b"careful:\n\n    do this\n\n"
+    stderr = marked(text, first, 2) + marked(text, 1 - first, 2)
+    shown = b"[1] careful:\n[1]     do this\n" if first else text
+    assert Terminal(tmp_path).run(stderr=stderr).err.getvalue() == shown
 
 
 def test_rank_0_may_repeat_itself(tmp_path: Path) -> None:

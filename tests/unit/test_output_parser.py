@@ -255,6 +255,7 @@ def line_by_line(written: Iterable[tuple[int, bytes]], all_ranks: bool) -> bytes
     """What is shown of standard error, in the plainest way."""
     held: dict[int, bytes] = defaultdict(bytes)
     said: dict[int, Counter[bytes]] = defaultdict(Counter)
+    kept: dict[int, bool] = defaultdict(lambda: True)
     most, seen = Counter[bytes](), []
 
     def take(rank: int, line: bytes, seen_already: bool = False) -> None:
@@ -262,11 +263,12 @@ def line_by_line(written: Iterable[tuple[int, bytes]], all_ranks: bool) -> bytes
         if is_noise(text) or (rank and not all_ranks and not line.endswith(b"\n")):
             return
         if not all_ranks:
-            alike = without_stamp(line)
-            said[rank][alike] += 1
-            echo = said[rank][alike] <= most[alike]
-            most[alike] = max(most[alike], said[rank][alike])
-            if echo or seen_already:
+            if text:
+                alike = without_stamp(line)
+                said[rank][alike] += 1
+                kept[rank] = said[rank][alike] > most[alike]
+                most[alike] = max(most[alike], said[rank][alike])
+            if not kept[rank] or seen_already:
                 return
         if rank == 0 and not all_ranks:
             seen.append(line)

@@ -72,6 +72,7 @@ _REMARKABLE = re.compile(
     rb"(?:[IWEF]\d{4} |\[?\d{4}-\d\d-\d\d |[\d:.]{5,40}+ +[IWE] |WARNING: All|Additional GRPC|:UNKNOWN:|This could"
     rb"|To enable|Skipping reg|Terminated|Killed|(?:a|ba|da|k|z)?sh: line )"
 )
+_EMPTY = frozenset({b"\n", b"\r\n", b"\r"})
 _LARGEST_MEMORY = 10_000
 
 
@@ -106,24 +107,30 @@ class Echoes:
 
     _said: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _shown: dict[int, int] = field(default_factory=dict)
+    _kept: defaultdict[int, bool] = field(default_factory=lambda: defaultdict(lambda: True))
 
     def without_echoes(self, rank: int, lines: list[bytes], texts: list[bytes]) -> list[bytes]:
         """Those lines of `rank` of whose texts no other rank's copy has been shown: the k-th time that any
-        rank prints something is no echo, the k-th times of the others are."""
+        rank prints something is no echo, the k-th times of the others are. An empty line goes with the one before."""
         said, shown = self._said[rank], self._shown
         hashes = list(map(hash, texts))
-        if shown.keys().isdisjoint(hashes):  # All new, as a flood mostly is.
+        if self._kept[rank] and shown.keys().isdisjoint(hashes):  # All new, as a flood mostly is.
             times = Counter(hashes)
+            for empty in _EMPTY:
+                times.pop(hash(empty), None)
             said.update(times)
             shown.update(times)
             kept = lines
         else:
-            kept = []
+            kept, keep = [], self._kept[rank]
             for line, text in zip(lines, hashes, strict=True):
-                count = said[text] = said.get(text, 0) + 1
-                if count > shown.get(text, 0):
-                    shown[text] = count
+                if line not in _EMPTY:
+                    count = said[text] = said.get(text, 0) + 1
+                    if keep := count > shown.get(text, 0):
+                        shown[text] = count
+                if keep:
                     kept.append(line)
+            self._kept[rank] = keep
         if len(shown) > _LARGEST_MEMORY:
             shown.clear()
             self._said.clear()
