@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.common.util.timeout import TimeoutException
 from horovod.runner.elastic import driver as elastic_driver
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 
+from hvdtrain.errors import EngineError
 from hvdtrain.start.parts.elastic_driver import (
     MOST_FAILURES,
     PatientDriver,
@@ -159,15 +160,25 @@ def test_the_reason_for_an_end_is_said(
     start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     job = start(a=1)
-    job.driver._timeout = 0.1
-    with pytest.raises(TimeoutException):
-        job.driver.wait_for_available_slots(2)
     job.driver.stop(RESET_LIMIT_EXCEEDED_MESSAGE.format(3))
     job.driver.stop("no hosts are left")
     said = capfdbinary.readouterr().err.decode()
     assert "the job ends: --reset-limit 3 allows no more restarts" in said
     assert "the job ends: no hosts are left" in said
-    assert "it needs 2 slots, but had only 1 in the last 0.1 seconds (--elastic-time" in said
+
+
+def test_too_few_slots(
+    start: Callable[..., Job], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    job = start(a=1)
+    job.driver._timeout = 0.1
+    too_few = "the job needs 2 slots, but had only 1 in the last 0.1 seconds (--elastic-timeout)"
+    with pytest.raises(EngineError, match=re.escape(too_few)):
+        job.driver.wait_for_available_slots(2)
+    job.driver._min_num_proc = 2
+    job.driver.resume()
+    assert job.driver.finished()
+    assert f"the job ends: {too_few}" in capfdbinary.readouterr().err.decode()
 
 
 def test_a_host_whose_ranks_all_failed_comes_last(start: Callable[..., Job]) -> None:

@@ -22,6 +22,7 @@ from horovod.runner.elastic.driver import ElasticDriver
 from horovod.runner.elastic.registration import FAILURE, READY, SUCCESS, WorkerStateRegistry
 from horovod.runner.elastic.worker import HostUpdateResult
 
+from hvdtrain.errors import EngineError
 from hvdtrain.start.parts.output_tags import CurrentRank
 from hvdtrain.start.parts.rendezvous import say
 from hvdtrain.worker.elastic_place import ON_DISK
@@ -157,16 +158,15 @@ class PatientDriver(ElasticDriver):
         super().stop(error_message)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> DiscoveredHosts:
-        """Horovod's, with a message that tells what was waited for."""
+        """Horovod's. Raises EngineError that tells what was waited for."""
         try:
             return super().wait_for_available_slots(min_num_proc, min_hosts)
         except TimeoutException:
             found = self._host_manager.current_hosts.count_available_slots()
-            say(
-                f"the job ends: it needs {min_num_proc} slots, but had only {found} in the last {self._timeout} "
-                "seconds (--elastic-timeout)"
-            )
-            raise
+            raise EngineError(
+                f"the job needs {min_num_proc} slots, but had only {found} in the last {self._timeout} seconds "
+                "(--elastic-timeout)"
+            ) from None
 
     def register_worker_server(
         self, host: str, slot: int, addresses: Any, secret_key: bytes
@@ -201,7 +201,10 @@ class PatientDriver(ElasticDriver):
                 self.stop("no rank is left that holds the state of the training")
                 return
             say("no rank is left that was training: the job continues from the newest checkpoint")
-        super().resume()
+        try:
+            super().resume()
+        except EngineError as error:
+            self.stop(str(error))
 
     def _failed(self) -> set[tuple[str, int]]:
         """(host, local rank) of those that have failed since the number of ranks changed last."""
