@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hvdtrain.bench.bandwidth import FACTORS, SIZES, Timing, measure_collectives
 from hvdtrain.bench.checkpoint_cost import measure_checkpoint_cost
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
@@ -54,7 +55,7 @@ _PASSES = click.option(
 @click.group()
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure throughput, input, start-up, memory, pipelines and checkpoints."""
+    """Measure throughput, collectives, input, start-up, memory, pipelines and checkpoints."""
     context.with_resource(ending_commands())
 
 
@@ -104,6 +105,52 @@ def scaling(
 
 
 @bench.command()
+@_workers(2)
+@click.option(
+    "--collective", "names", type=click.Choice(list(FACTORS)), multiple=True, help="May be repeated.  [default: all]",
+)  # fmt: skip
+@click.option(
+    "--bytes", "sizes", type=click.IntRange(4), multiple=True, metavar="N",
+    help="Size of the result, or of what each rank gives where that is larger. May be repeated.  "
+    "[default: 4 to 64 Mi by factors of 16, and 256 Mi]",
+)  # fmt: skip
+@_CONTROLLER
+@_PASSES
+@click.pass_context
+def collectives(
+    context: click.Context, np: int, names: tuple[str, ...], sizes: tuple[int, ...], controller: str, passes: int,
+) -> None:  # fmt: skip
+    """Latency and bandwidth of Horovod's collectives, over MPI against MPI itself.
+
+    Bandwidths as nccl-tests defines them, in GB/s: algorithm, bytes per second of a call; bus, what each link carries.
+    """
+    launch, chosen = _launcher(controller)
+    click.echo(f"{np} ranks over {chosen}, float32, medians of {passes}; {_machine()}")
+    heads = ("bytes", "ms", "algorithm", "bus", *(("MPI ms", "bus") if chosen == "mpi" else ()))
+    click.echo(_line(("", *heads)))
+    done = []
+    for one in measure_collectives(
+        names or list(FACTORS), sizes or SIZES, np, passes, chosen == "mpi", launch
+    ):
+        done.append(one)
+        click.echo(_line(_timing(one)))
+    click.echo(f"a copy in memory: {statistics.median(one.copy for one in done) / 1e9:.2f} GB/s")
+    click.echo(_again(context))
+
+
+def _timing(one: Timing) -> tuple[str, ...]:
+    """The cells of a row: bandwidths in GB/s."""
+    cells = [one.name, str(one.bytes), f"{1e3 * one.horovod:.3f}"]
+    cells += [
+        f"{one.bandwidth(one.horovod) / 1e9:.2f}",
+        f"{one.bus_bandwidth(one.horovod) / 1e9:.2f}",
+    ]
+    if one.raw is not None:
+        cells += [f"{1e3 * one.raw:.3f}", f"{one.bus_bandwidth(one.raw) / 1e9:.2f}"]
+    return tuple(cells)
+
+
+@bench.command()
 @click.option(
     "--case", "names", type=click.Choice(list(CASES)), multiple=True,
     help="Strategy and number of ranks. May be repeated.  [default: all]",
@@ -135,7 +182,7 @@ def memory(
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    return "".join(f"{cell:>10}" for cell in cells)
+    return "".join(f" {cell:>13}" for cell in cells)
 
 
 @bench.command()

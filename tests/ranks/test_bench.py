@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from launch import launch
 
-from hvdtrain.bench import scaling
+from hvdtrain.bench import bandwidth, scaling
 
 
 @pytest.mark.slow
@@ -22,3 +22,17 @@ def test_scaling_by_the_trainer(tmp_path: Path) -> None:
     found = json.loads(report.read_text())
     assert found["examples"] == 8
     assert found["loss"] < np.log(10), "ten classes, guessed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["allreduce", "allgather"])
+def test_collectives_beside_mpi(tmp_path: Path, name: str) -> None:
+    report = tmp_path / "report.json"
+    options = {"name": name, "sizes": [5, 4096], "rounds": 2, "raw": True}
+    ran = launch([sys.executable, bandwidth.__file__, json.dumps(options), str(report)])
+    assert ran.returncode == 0, ran.output
+    found = json.loads(report.read_text())
+    assert found["bytes"] == [8, 4096], "as many float32 for each rank"
+    for seconds in (*found["horovod"], *found["raw"]):
+        assert len(seconds) == 2
+        assert 0 < min(seconds) <= max(seconds) < 10

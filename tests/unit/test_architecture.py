@@ -62,6 +62,7 @@ MAY_CALL_HOROVOD = {
     "keras/differentiable.py",
     "runtime.py",
     "install/selftest.py",
+    "bench/bandwidth.py",
     "bench/pipeline_bubble.py",
     "bench/scaling.py",
 }

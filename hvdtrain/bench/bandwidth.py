@@ -1,0 +1,195 @@
+"""Horovod's collectives beside raw MPI's, in turn in the same processes, and beside what copying memory allows.
+
+Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md): of S bytes in t seconds, the algorithm bandwidth is S / t;
+the bus bandwidth is what each link carries, whatever the number of ranks: S / t times FACTORS. S is the size of the
+larger side: of the result of allgather, of the input of reducescatter.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.measurement import Launch, report, run_measurement
+
+FACTORS: dict[str, Callable[[int], float]] = {
+    "allreduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "allgather": lambda ranks: (ranks - 1) / ranks,
+    "reducescatter": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: 1.0,
+    "alltoall": lambda ranks: (ranks - 1) / ranks,
+}
+"""Collective -> bus bandwidth in terms of the algorithm bandwidth, for so many ranks."""
+SIZES = (*(4 * 16**power for power in range(7)), 256 * 2**20)
+"""Bytes: 4 to 64 Mi, and 256 Mi."""
+ROUND_SECONDS = 0.1
+"""Aim of one timed round."""
+COPY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One collective of one size; medians of several rounds.
+
+    Attributes:
+        name: of FACTORS.
+        ranks: that take part.
+        bytes: of the larger side of each rank.
+        horovod: seconds of a call by Horovod, in a loop inside of a tf.function.
+        raw: seconds of a call of MPI itself, on NumPy arrays; None without MPI.
+        copy: bytes per second of a copy in memory, in the same processes.
+    """
+
+    name: str
+    ranks: int
+    bytes: int
+    horovod: float
+    raw: float | None
+    copy: float
+
+    def bandwidth(self, seconds: float) -> float:
+        """Algorithm bandwidth of a call, in bytes per second."""
+        return self.bytes / seconds
+
+    def bus_bandwidth(self, seconds: float) -> float:
+        """Bus bandwidth of a call, in bytes per second."""
+        return self.bandwidth(seconds) * FACTORS[self.name](self.ranks)
+
+
+def measure_collectives(
+    names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: bool, launch: Launch
+) -> Iterator[Timing]:
+    """Yield the timing of each collective and size.
+
+    Args:
+        names: of FACTORS.
+        sizes: bytes of the larger side of each rank, rounded up to four bytes for each rank.
+        np: ranks.
+        rounds: timed rounds of each.
+        raw: whether to time MPI as well; the ranks were started by MPI then.
+        launch: see measurement.Launch.
+
+    Raises:
+        EngineError: a measurement failed.
+    """
+    for name in names:
+        options = {"name": name, "sizes": list(sizes), "rounds": rounds, "raw": raw}
+        found = run_measurement(launch, np, Path(__file__), options)
+        copy = statistics.median(found["copies"])
+        for size, horovod, mpi in zip(found["bytes"], found["horovod"], found["raw"], strict=True):
+            seconds = statistics.median(mpi) if mpi else None
+            yield Timing(name, np, size, statistics.median(horovod), seconds, copy)
+
+
+def time_collective(
+    name: str, sizes: Sequence[int], rounds: int, raw: bool
+) -> dict[str, Any] | None:
+    """Time one collective; rank 0 returns the seconds of a call in each round, for each size."""
+    from hvdtrain.runtime import init, load_horovod
+
+    rank = init()
+    hvd = load_horovod()
+    found: dict[str, Any] = {"copies": _copies(rounds), "bytes": [], "horovod": [], "raw": []}
+    for wanted in sizes:
+        each = -(-wanted // (4 * rank.size))
+        calls = [_of_horovod(hvd, name, each)]
+        if raw:
+            calls.append(_of_mpi(name, each, rank.size))
+        timed = _timed(hvd, calls, rounds)
+        found["bytes"].append(4 * each * rank.size)
+        found["horovod"].append(timed[0])
+        found["raw"].append(timed[1] if raw else [])
+    return found if rank.is_first else None
+
+
+_Calls = Callable[[int], Any]
+"""Calls a collective so many times, one after the other."""
+
+
+def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
+    """`each`: float32 values of a rank's part; the larger side has as many for each rank."""
+    import tensorflow as tf
+
+    size = each if name == "allgather" else each * hvd.size()
+    values = tf.Variable(tf.ones(size))
+    arguments = {
+        "allreduce": {"op": hvd.Sum},
+        "reducescatter": {"op": hvd.Sum},
+        "broadcast": {"root_rank": 0},
+    }
+    collective = getattr(hvd, name)
+
+    @tf.function
+    def call(count: tf.Tensor) -> tf.Tensor:
+        last = tf.constant(0.0)
+        for _ in tf.range(count):
+            with tf.control_dependencies([last]):
+                result = collective(
+                    tf.identity(values), name=f"bench_{name}_{size}", **arguments.get(name, {})
+                )
+            last = result[0]
+        return last
+
+    return lambda count: call(tf.constant(count)).numpy()
+
+
+def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
+    import numpy as np
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    part, whole, other = (np.ones(each * many, "float32") for many in (1, ranks, ranks))
+    call: Callable[[], None] = {
+        "allreduce": lambda: world.Allreduce(whole, other),
+        "allgather": lambda: world.Allgather(part, whole),
+        "reducescatter": lambda: world.Reduce_scatter_block(whole, part),
+        "broadcast": lambda: world.Bcast(whole, 0),
+        "alltoall": lambda: world.Alltoall(whole, other),
+    }[name]
+
+    def calls(count: int) -> None:
+        for _ in range(count):
+            call()
+
+    return calls
+
+
+def _timed(hvd: Any, several: Sequence[_Calls], rounds: int) -> list[list[float]]:
+    """Seconds of a call in each round, of each of several in turn; all ranks call as often."""
+    import tensorflow as tf
+
+    counts = []
+    for number, calls in enumerate(several):
+        calls(1)
+        begin = time.perf_counter()
+        calls(2)
+        wanted = max(1, min(1000, round(2 * ROUND_SECONDS / (time.perf_counter() - begin))))
+        counts.append(int(hvd.broadcast(tf.constant(wanted), 0, name=f"bench_count_{number}")))
+    found: list[list[float]] = [[] for _ in several]
+    for _ in range(rounds):
+        for seconds, calls, count in zip(found, several, counts, strict=True):
+            begin = time.perf_counter()
+            calls(count)
+            seconds.append((time.perf_counter() - begin) / count)
+    return found
+
+
+def _copies(rounds: int) -> list[float]:
+    """Bytes per second of copying an array, in each round."""
+    import numpy as np
+
+    source, target = np.ones(COPY_BYTES, "uint8"), np.zeros(COPY_BYTES, "uint8")
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        np.copyto(target, source)
+        found.append(COPY_BYTES / (time.perf_counter() - begin))
+    return found
+
+
+if __name__ == "__main__":
+    report(time_collective)
