@@ -1,16 +1,20 @@
-"""The exceptions of hvdtrain. Every message states what was wrong, where, and what to do.
+"""The exceptions and warnings of hvdtrain. Every message states what was wrong, where, and what to do.
 
 `hvdtrain.worker` prints an `HvdtrainError` as one message without a traceback and exits with its `exit_code`. Any
 other exception is a bug in the user's script or in hvdtrain, and keeps its traceback.
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from numbers import Integral
 from pathlib import Path
+from types import FrameType
 
 from hvdtrain.environment import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from hvdtrain.signals import interruptible
+
+_LIBRARIES = ("hvdtrain", "keras", "tensorflow", "horovod", "contextlib", "functools", "threading")
 
 
 class HvdtrainError(Exception):
@@ -100,6 +104,22 @@ def require_integer(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
     return int(value)
+
+
+def warn_user(text: str) -> None:
+    """Issue a UserWarning at the line of the user's that led here: the last one that is not a library's.
+
+    Python shows that line with the warning. One of hvdtrain's own would tell nothing.
+    """
+    caller = sys._getframe(1)
+    frame: FrameType | None = caller
+    while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
+        frame = frame.f_back
+    frame = frame or caller  # In a thread of a library's there is no such line.
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(
+        text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
+    )
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -21,8 +21,9 @@ import hvdtrain.keras as hvd  # was: import horovod.tensorflow.keras as hvd
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=40, help="[40]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the data [40]")
     parser.add_argument("--checkpoint", type=Path, help="keep the newest model in this .keras file")
     options = parser.parse_args()
 

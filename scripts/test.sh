@@ -8,6 +8,11 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${HVDTRAIN_VENV:-$root/.venv}
 
+case ${1:-} in -h | --help)
+    sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}"
+    exit
+    ;;
+esac
 "$root/scripts/setup.sh" --with test
 case "$*" in # As root on Debian or Ubuntu it installs what the cluster tests need.
     --all | *tests/cluster*) "$root/scripts/cluster_packages.sh" ;;

@@ -36,10 +36,13 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=40, help="[40]")
-    parser.add_argument("--batch-size", type=int, default=32, help="global batch size [32]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the data [40]")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="examples per step, over all workers [32]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     # Prepare: make this process a rank of the job, with the same seed on all ranks.

@@ -75,13 +75,18 @@ def load_npz(path: str) -> Data:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--data", type=load_npz, metavar="FILE", help="mnist.npz [digits]")
-    parser.add_argument("--epochs", type=int, help="[40; MNIST 5]")
-    parser.add_argument("--batch-size", type=int, help="global batch size [32; MNIST 128]")
-    parser.add_argument("--learning-rate", type=float, help="learning rate [0.002; MNIST 0.001]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument(
+        "--data", type=load_npz, metavar="FILE", help="mnist.npz, to train on MNIST [digits]"
+    )
+    parser.add_argument("--epochs", type=int, help="passes over the data [40; MNIST 5]")
+    parser.add_argument(
+        "--batch-size", type=int, help="examples per step, over all workers [32; MNIST 128]"
+    )
+    parser.add_argument("--learning-rate", type=float, help="of Adam [0.002; MNIST 0.001]")
     parser.add_argument("--run-dir", type=Path, help="folder for metrics and the model [none]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     rank = hvdtrain.init(options.seed)

@@ -63,7 +63,8 @@ def load_digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument(
         "--data", type=int, default=0, help="copies of the model [as many as the workers allow]"
     )
@@ -75,14 +76,16 @@ def main() -> None:
     parser.add_argument(
         "--shard-optimizer", action="store_true", help="divide the state of Adam over the copies"
     )
-    parser.add_argument("--epochs", type=int, default=6, help="[6]")
-    parser.add_argument("--batch-size", type=int, default=32, help="global batch size [32]")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="learning rate [0.002]")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the data [6]")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="examples per step, over all workers [32]"
+    )
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam [0.002]")
     parser.add_argument("--load", type=Path, metavar="FILE", help="start from this .keras file")
     parser.add_argument(
         "--save", type=Path, metavar="FILE", help="write the whole model to this .keras file"
     )
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     x, y, xv, yv = load_digits()

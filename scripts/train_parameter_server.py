@@ -43,15 +43,18 @@ def build_model(users: int, things: int, width: int) -> keras.Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--users", type=int, default=20_000, help="[20000]")
-    parser.add_argument("--things", type=int, default=5_000, help="[5000]")
-    parser.add_argument("--ratings", type=int, default=2_000_000, help="[2000000]")
-    parser.add_argument("--width", type=int, default=16, help="width of a table row [16]")
-    parser.add_argument("--epochs", type=int, default=3, help="[3]")
-    parser.add_argument("--batch-size", type=int, default=8192, help="global batch size [8192]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--users", type=int, default=20_000, help="number of users [20000]")
+    parser.add_argument("--things", type=int, default=5_000, help="number of things [5000]")
+    parser.add_argument("--ratings", type=int, default=2_000_000, help="examples to make [2000000]")
+    parser.add_argument("--width", type=int, default=16, help="numbers in a row of a table [16]")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data [3]")
+    parser.add_argument(
+        "--batch-size", type=int, default=8192, help="examples per step, over all workers [8192]"
+    )
     parser.add_argument("--run-dir", help="folder for metrics and the model [none]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     rank = hvdtrain.init(options.seed)

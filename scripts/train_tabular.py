@@ -32,11 +32,14 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=1_048_576, help="[1048576]")
-    parser.add_argument("--epochs", type=int, default=5, help="[5]")
-    parser.add_argument("--batch-size", type=int, default=4096, help="global batch size [4096]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--rows", type=int, default=1_048_576, help="examples to make [1048576]")
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the data [5]")
+    parser.add_argument(
+        "--batch-size", type=int, default=4096, help="examples per step, over all workers [4096]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     rank = hvdtrain.init(options.seed)

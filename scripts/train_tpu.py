@@ -49,12 +49,15 @@ def build_model() -> keras.Model:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tpu", metavar="NAME", help="name or grpc://host:port [TPU_NAME]")
-    parser.add_argument("--epochs", type=int, default=40, help="[40]")
-    parser.add_argument("--batch-size", type=int, default=64, help="global batch size [64]")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--tpu", metavar="NAME", help="TPU, or grpc://host:port [TPU_NAME]")
+    parser.add_argument("--epochs", type=int, default=40, help="passes over the data [40]")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="examples per step, over all workers [64]"
+    )
     parser.add_argument("--run-dir", help="folder for metrics and the model [none]")
-    parser.add_argument("--seed", type=int, default=0, help="[0]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and shuffles [0]")
     options = parser.parse_args()
 
     x, y, xv, yv = load_digits()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import pickle
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import keras
 
 from hvdtrain.collectives.encoding import encode
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 NOT_STATE = {"params", "min_delta"}
 """Keras sets params, and gives min_delta its sign, anew in each process."""
@@ -67,11 +66,10 @@ class CallbackStates:
                 unknown.append(key)
         if unknown and name not in self._warned and not _is_known(callback):
             self._warned.add(name)
-            warnings.warn(
+            warn_user(
                 f"{type(callback).__name__} changed {', '.join(unknown)} during training, which checkpoints cannot "
                 "hold: a resumed run starts with the callback's initial values. Give the callback get_state() and "
-                "set_state(state); the state may hold numbers, strings, arrays, lists and dicts",
-                stacklevel=2,
+                "set_state(state); the state may hold numbers, strings, arrays, lists and dicts"
             )
         return found
 

@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from safetensors.numpy import save_file as write_arrays
 
 from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.collectives.finite import is_finite
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 FORMAT = 1
 ARRAYS, RANKS, MANIFEST = "arrays.safetensors", "ranks.bin", "manifest.json"
@@ -158,14 +157,13 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def warn_damaged(name: str, error: Damaged) -> None:
     """Warn that the checkpoint `name`, such as its path in quotes, is passed over."""
-    warnings.warn(f"Checkpoint {name} is damaged: {error}. Using the one before it", stacklevel=3)
+    warn_user(f"Checkpoint {name} is damaged: {error}. Using the one before it")
 
 
 def warn_unsaved(step: int, why: object) -> None:
     """Warn that there is no checkpoint of the state after `step` steps, while training continues."""
-    warnings.warn(
-        f"No checkpoint was written after step {step}: {why}. Training continues; earlier checkpoints are kept",
-        stacklevel=3,
+    warn_user(
+        f"No checkpoint was written after step {step}: {why}. Training continues; earlier checkpoints are kept"
     )
 
 

@@ -92,6 +92,10 @@ class CommandTable(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name.endswith(".py"):
+            raise click.UsageError(
+                f"No such command {name!r}. Did you mean 'hvdtrain run {name}'?", ctx
+            )
         if name not in COMMANDS and not name.startswith("-"):
             raise click.NoSuchCommand(name, possibilities=COMMANDS, ctx=ctx)
         return super().resolve_command(ctx, args)

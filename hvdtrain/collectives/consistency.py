@@ -58,7 +58,8 @@ def require_alike(
             raise ReplicaError(
                 f"The ranks disagree before {what}: rank 0 and rank {rank} have different values for "
                 f"{' and '.join(differing)}. Every rank must have the same data in the same order, and "
-                "hvdtrain gives each its share: shuffle and split with a seed, and do not shard"
+                "hvdtrain gives each its share: do not shard; if it is drawn, shuffled or split at "
+                "random, call hvdtrain.init(seed=1) first"
             )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
+from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.variables import tf_variable, unique, variable_name
 
 ADVICE = (
@@ -36,11 +36,10 @@ class FiniteWatch:
         broken = not_finite(variables)
         if broken:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{broken[0]!r} has become nan or inf {when}"
                 f"{f' (and {len(broken) - 1} more)' if len(broken) > 1 else ''}. Training continues, as in plain "
-                f"Keras, but such weights do not recover: {ADVICE}",
-                stacklevel=2,
+                f"Keras, but such weights do not recover: {ADVICE}"
             )
 
 

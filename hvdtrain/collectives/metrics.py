@@ -7,7 +7,6 @@ otherwise have rules (see metric_merging).
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +27,7 @@ from hvdtrain.collectives.metric_merging import (
     State,
     declared_rule,
 )
-from hvdtrain.errors import ReplicaError, UsageError
+from hvdtrain.errors import ReplicaError, UsageError, warn_user
 from hvdtrain.keras_internals.variables import tf_variable, unique
 
 
@@ -195,11 +194,10 @@ def average_logs(
     found |= exact
     for name in differing:
         if name not in exact and process_set.rank() == 0:
-            warnings.warn(
+            warn_user(
                 f"The step returns {name!r}, which is not the result of a metric and differs "
                 "between the workers: the log shows the average of their values in the last step, "
                 "weighted by examples. For a mean over the batch this equals the value on one "
-                "worker; keep anything else in a keras.metrics.Metric and return its result()",
-                stacklevel=2,
+                "worker; keep anything else in a keras.metrics.Metric and return its result()"
             )
     return found

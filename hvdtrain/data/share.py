@@ -1,11 +1,10 @@
 """Data sources, and the share of a global batch that a source gives to one rank."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 
 @dataclass(frozen=True)
@@ -132,20 +131,18 @@ def check_workers(global_batch_size: int, size: int) -> None:
 
 def warn_of_too_few(steps: int, found: int) -> None:
     """Warn that an epoch ended before `steps` batches were read, as Keras does."""
-    warnings.warn(
+    warn_user(
         f"the data ran out: the epoch ends after {found} of {steps} steps, and the next one "
         "begins a new pass. Lower steps_per_epoch (validation_steps, steps) to the number of "
-        "batches in a pass, or repeat the data.",
-        stacklevel=2,
+        "batches in a pass, or repeat the data."
     )
 
 
 def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
     """Warn that the user's batches, of which the first has `found` examples, are not the global ones."""
-    warnings.warn(
+    warn_user(
         f"The first batch of the {name} has {found} examples, so its batches are joined and cut to global_batch_size "
-        f"{global_batch_size}: plain Keras would train on them as they come.",
-        stacklevel=2,
+        f"{global_batch_size}: plain Keras would train on them as they come."
     )
 
 

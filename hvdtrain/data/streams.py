@@ -15,7 +15,6 @@ At most one global batch and one batch of the stream are in memory.
 """
 
 import itertools
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from hvdtrain.data.share import (
     warn_of_joining,
     warn_of_too_few,
 )
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 LOOKED_AT = 2
 """Batches from which to learn which dimensions vary, as Keras does."""
@@ -200,11 +199,10 @@ class StreamSource:
             if self.varies and 0 < short < self.reading.global_batch_size and not self.warned:
                 # The last batch is short by nature, so a short one tells when another follows.
                 self.warned = True
-                warnings.warn(
+                warn_user(
                     f"The examples of the {self.stream.name} differ in length, so each of its batches is used as it "
                     f"comes, split over the workers: here {short} examples, not global_batch_size "
-                    f"{self.reading.global_batch_size}.",
-                    stacklevel=2,
+                    f"{self.reading.global_batch_size}."
                 )
             short = examples
             yield GlobalBatch([batch], examples)

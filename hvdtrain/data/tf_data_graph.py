@@ -150,7 +150,7 @@ def unrepeatable(dataset: Any) -> str:
     operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
     here = f"in the tf.data.Dataset, {operation}"
     if _is_unseeded(getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)):
-        return f"{here} has no seed: set one (seed=1), or create the Dataset after hvdtrain.init()"
+        return f"{here} has no seed: set one (seed=1), or create the Dataset after hvdtrain.init(seed=1)"
     if getattr(dataset, "_deterministic", None) == "false":
         return f"{here} has deterministic=False, so the order differs from run to run: leave it out"
     parallel = getattr(dataset, "_num_parallel_calls", None) is not None

@@ -9,7 +9,6 @@ new rate already.)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.optimizers import rate_variable, velocities
 
 Multiplier = Callable[[float], float]
@@ -182,10 +181,9 @@ def _velocities(optimizer: Any) -> list[tf.Variable]:
     found = velocities(optimizer)
     if found is None:
         name = type(optimizer).__name__
-        warnings.warn(
+        warn_user(
             f"momentum_correction has no effect on {name}: it is implemented for SGD and RMSprop "
-            "only",
-            stacklevel=2,
+            "only"
         )
     return [v.value for v in found or []]
 

@@ -7,7 +7,6 @@ Ranks that write the same files at the same time break them. The first rank is t
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from keras import callbacks as kc
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.consistency import raise_alike, require_equal
 from hvdtrain.collectives.replicas import broadcast_variables, check_replicas
+from hvdtrain.errors import warn_user
 from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
@@ -121,7 +121,7 @@ class _Writer(keras.callbacks.Callback):
                 if self.is_fatal
                 else "it will not be called again"
             )
-            warnings.warn(f"callback {self.name} failed; {then}: {error!r}", stacklevel=2)
+            warn_user(f"callback {self.name} failed; {then}: {error!r}")
 
 
 class _RaiseAlike(keras.callbacks.Callback):

@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.trainers.trainer import Trainer
 
 from hvdtrain.keras_internals.models import overridden
 from hvdtrain.keras_internals.optimizers import is_distributed
@@ -21,6 +22,8 @@ from hvdtrain.keras_internals.optimizers import is_distributed
 def prepare_keras() -> None:
     """Install the corrections; calling again changes nothing."""
     correct(keras.Model, "_make_function", _make_function)
+    # Of the class that has it: Keras asks whether a model's own class has another one.
+    correct(Trainer, "compile", _compile)
 
 
 def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
@@ -35,6 +38,12 @@ def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
     corrected.hvdtrain_corrected = True  # type: ignore[attr-defined]
     setattr(owner, name, corrected)
+
+
+def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Horovod's examples, and so most scripts, pass an argument that TensorFlow 2.0 needed, and Keras 3 refuses."""
+    kwargs.pop("experimental_run_tf_function", None)
+    return original(self, *args, **kwargs)
 
 
 def _make_function(original: Callable[..., Any], self: Any, step: Callable[[Any], Any]) -> Any:

@@ -109,6 +109,8 @@ def _number_of_ranks(values: Mapping[str, Any], say: Callable[[str], None]) -> i
         )
     number, reason = workers_here(len(visible_gpus(os.environ)), usable_cores)
     say(f"-np {number}: {reason}")
+    if "-np" in values.get("arguments", ()):
+        say("the script is passed -np: options of hvdtrain come before the script")
     return number
 
 

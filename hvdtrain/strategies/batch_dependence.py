@@ -45,7 +45,7 @@ def warning_by_nature(model: keras.Model) -> str | None:
     if random:
         said.append(f"{some(random)}, which draws different random numbers on each worker")
     return (
-        f"Training depends on the number of workers because of f ff{'; and because of '.join(said)}"
+        f"Training depends on the number of workers because of {'; and because of '.join(said)}"
         if said
         else None
     )

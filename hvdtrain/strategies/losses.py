@@ -17,7 +17,6 @@ original.
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +25,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.step_context import current_step
+from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.compiled_losses import compiled_losses, loss_weights, mask_in_loss
 from hvdtrain.keras_internals.overlay import overlay
@@ -64,12 +64,11 @@ class _ExactLoss:
         if ALL_RANKS.rank() == 0 and not self.hvdtrain_warned:
             self.hvdtrain_warned = True
             kind = "sum" if self.reduction == "sum" else "mean"  # type: ignore[attr-defined]
-            warnings.warn(
+            warn_user(
                 f"The loss {self.name!r} returns one number for a batch, but each worker has only "  # type: ignore[attr-defined]
                 f"a part of the batch: the number is treated as a {kind} over the examples. If it "
                 "is anything else, training differs from training on one worker: let the loss "
-                "return one value per example",
-                stacklevel=2,
+                "return one value per example"
             )
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -15,7 +14,7 @@ from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
 from hvdtrain.keras_internals.corrections import in_clusters
 from hvdtrain.keras_internals.metric_calls import Source, metrics_of
@@ -262,7 +261,7 @@ class RankSteps:
     def _warn(self, text: str | None) -> None:
         if text and text not in self._told and self._ranks.rank() == 0:
             self._told.add(text)
-            warnings.warn(text, stacklevel=2)
+            warn_user(text)
 
     def test(self, share: Share) -> Logs:
         """Update the metrics from `share`; return this rank's logs so far."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,7 @@ from hvdtrain.collectives.metric_trials import EVEN_PARTS
 from hvdtrain.collectives.statistics import SEED_STRIDE
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.keras_internals.building import build_model
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch
@@ -86,11 +85,10 @@ class ReplicaSteps:
         self._strategy = strategy
         self._replicas = strategy.num_replicas_in_sync
         if examples % self._replicas:
-            warnings.warn(
+            warn_user(
                 f"global_batch_size={examples} cannot be divided evenly between {self._replicas} replicas, so each "
                 "computes the whole batch, and they are no faster than one: use a multiple of "
-                f"{self._replicas}",
-                stacklevel=2,
+                f"{self._replicas}"
             )
         self._device = parameter_device
         self._on_replicas = parameter_device is None
@@ -104,7 +102,7 @@ class ReplicaSteps:
             self._half = computed_in_half(model)
             warning = batch_dependence.warning_of_parts(model, "each replica's part of a batch")
             if warning is not None and self._replicas > 1 and self._divides(examples):
-                warnings.warn(warning, stacklevel=2)
+                warn_user(warning)
             if self._on_replicas:
                 replica_scope.update_on_each_replica(model.optimizer)
 

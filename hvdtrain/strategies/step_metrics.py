@@ -8,7 +8,6 @@ is done when the states are merged.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +34,7 @@ from hvdtrain.collectives.metrics import (
     write_state,
 )
 from hvdtrain.data import Share
+from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.metric_calls import (
     Source,
     hides_state,
@@ -202,7 +202,7 @@ class SummedMetrics:
             except Exception:
                 continue  # One that cannot be tried out is taken for exact.
             if not exact:
-                warnings.warn(_complaint(metric, found[0]), stacklevel=2)
+                warn_user(_complaint(metric, found[0]))
 
     def _try(
         self, metric: keras.metrics.Metric, calls: Calls, examples: int, adds_up: bool

@@ -6,7 +6,6 @@ The step, the rank whose share of the batch was the first, and its examples are 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.collectives.consistency import any_rank, on_first
 from hvdtrain.collectives.finite import ADVICE, not_finite
 from hvdtrain.data import KnownSource, Part, Share, Source
-from hvdtrain.errors import DivergedError, UsageError
+from hvdtrain.errors import DivergedError, UsageError, warn_user
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.skipped_steps import SkippedSteps, skipped_steps_of
 from hvdtrain.strategies.strategy import Logs, Strategy
@@ -224,7 +223,7 @@ class LossWatch:
 
     def _warn(self, text: str) -> None:
         if self._ranks.rank() == 0:
-            warnings.warn(f"{text[0].upper()}{text[1:]}", stacklevel=2)
+            warn_user(f"{text[0].upper()}{text[1:]}")
 
     def _found(self, step: _Step, loss: str) -> Divergence:
         source, part = self._source, self._part

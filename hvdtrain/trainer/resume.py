@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,7 +32,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS, Max
 from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
-from hvdtrain.errors import EngineError, Preempted, UsageError
+from hvdtrain.errors import EngineError, Preempted, UsageError, warn_user
 from hvdtrain.keras_internals.optimizers import rate_variable
 from hvdtrain.rank_variables import is_elastic
 from hvdtrain.runtime import Rank, engine_errors
@@ -369,10 +368,9 @@ class SavedFit:
         if not isinstance(error, MirrorError):
             warn_unsaved(writing.step, error)
             return
-        warnings.warn(
+        warn_user(
             f"The checkpoint after step {writing.step} could not be copied to {self._schedule.mirror!r}: {error}. "
-            "Training continues",
-            stacklevel=3,
+            "Training continues"
         )
 
 
@@ -406,10 +404,9 @@ def saved_fit(
     if wanted not in ("auto", "never", "must"):
         raise UsageError(f"resume={wanted!r} (or {RESUME}): choose 'auto', 'never' or 'must'")
     if schedule is None and is_elastic(os.environ) and ALL_RANKS.rank() == 0:
-        warnings.warn(
+        warn_user(
             "This job is elastic, but its Trainer has no checkpoints: the job ends when a worker is lost, and no new "
-            "worker can join. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share",
-            stacklevel=3,
+            "worker can join. Pass checkpoints=hvdtrain.Checkpoints() and a run_dir that all hosts share"
         )
     if schedule is None:
         if wanted == "must":

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import os
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 
 CONFIG = "config.json"
 METRICS = "metrics.csv"
@@ -91,10 +90,9 @@ class EpochTable:
             self._write()
         except OSError as error:
             if not self._warned:
-                warnings.warn(
+                warn_user(
                     f"{self._path} cannot be written: {error}. Training continues; the lines are kept in memory, and "
-                    "written as soon as possible",
-                    stacklevel=2,
+                    "written as soon as possible"
                 )
             self._warned = True
 

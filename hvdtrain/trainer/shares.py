@@ -169,7 +169,7 @@ def _stream_message(everyone: Any, other: int, step: int) -> str:
         what = f"the batch of step {step + 1} on rank {other} is not that of rank 0"
     return (
         f"The ranks read different data: {what}. Every rank must read the same stream; hvdtrain gives each its "
-        "share. Shuffle with a fixed seed (Dataset.shuffle(..., seed=1)), put maps with random "
-        "numbers after hvdtrain.data.shard, and pass sharded=True if you divide the data "
-        "yourself."
+        "share. Call hvdtrain.init(seed=1) before the data is created, or shuffle with a seed "
+        "(Dataset.shuffle(..., seed=1)). Put maps with random numbers after hvdtrain.data.shard, "
+        "and pass sharded=True if you divide the data yourself."
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
+from hvdtrain.errors import warn_user
 from hvdtrain.worker.heartbeat import Phase, own_seconds
 
 OUTSIDE: dict[Phase, tuple[str, str]] = {
@@ -129,10 +129,9 @@ class StragglerWatch:
         what, advice = OUTSIDE[slow.phase]
         host = self._ranks.exchange(socket.gethostname(), "hosts")[slow.rank]
         if self._ranks.rank() == 0:
-            warnings.warn(
+            warn_user(
                 f"Rank {slow.rank} (host {host}) holds the others back: it spent {slow.seconds:.1f} of the "
-                f"{slow.epoch_seconds:.1f} s of epoch {epoch + 1} {what}, the others {slow.typical:.1f} s. {advice}",
-                stacklevel=2,
+                f"{slow.epoch_seconds:.1f} s of epoch {epoch + 1} {what}, the others {slow.typical:.1f} s. {advice}"
             )
 
 

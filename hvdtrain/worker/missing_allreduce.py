@@ -1,13 +1,15 @@
 """A job of several ranks that never exchanged anything, without noticing: each rank trained its own model.
 
 That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
-Horovod's own Keras module, which does nothing on Keras 3. Both end without an error.
+Horovod's own Keras module, which does nothing on Keras 3. Both end without an error, so they are told as early as it
+is certain.
 
 Imports neither: it looks at what the script imports, and at whether Horovod's collectives are ever called.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import sys
@@ -19,11 +21,14 @@ from hvdtrain.rank_variables import rank_of, size_of
 from hvdtrain.worker.import_hooks import Hooks
 
 _OPERATIONS = "horovod.tensorflow.mpi_ops"
+_LOOPS = "keras.src.callbacks.callback_list"
 _HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
 _OTHER_WAYS = ("mpi4py.MPI", "horovod.torch")
 """Modules by which a script may combine values without Horovod for TensorFlow."""
 
 _CHANGE = """\
+To train one model on all of them, use hvdtrain.Trainer, or with model.fit:
+
     import hvdtrain.keras as hvd
     hvd.init()
     model.compile(optimizer=hvd.DistributedOptimizer(optimizer), ...)"""
@@ -45,6 +50,7 @@ class Watch:
         """What to do with the modules by which a script communicates."""
         return {
             _OPERATIONS: lambda module: _note_calls(module.MPI_LIB, self),
+            _LOOPS: self._look_at_training,
             **dict.fromkeys(_HOROVODS_KERAS, self._look_at),
         }
 
@@ -58,16 +64,33 @@ class Watch:
                 f"hvdtrain.keras as hvd\n\nin place of import {name} as hvd"
             )
 
+    def _look_at_training(self, module: ModuleType) -> None:
+        """Of Keras's fit: without Horovod it is wrong from its first step, which may be hours before its end."""
+        begin = module.CallbackList.on_train_begin
+
+        @functools.wraps(begin)
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            if _OPERATIONS not in sys.modules and not self._is_sound():
+                self.settled = True
+                self._say(
+                    f"this script does not use Horovod: each of the {size_of(os.environ)} ranks trains its own model. "
+                    f"{_CHANGE}"
+                )
+            return begin(*args, **kwargs)
+
+        module.CallbackList.on_train_begin = tell
+
+    def _is_sound(self) -> bool:
+        loaded = sys.modules
+        return self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS)
+
     def complaint(self) -> str:
         """The warning at the end of a script that succeeded; empty if there is none."""
-        loaded = sys.modules
-        if self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS):
+        if self._is_sound():
             return ""
         return (
-            f"the {size_of(os.environ)} ranks never exchanged a value: if this script trains, "
-            "every rank trained its own model. To train one model on all of them, use "
-            "hvdtrain.Trainer, or with model.fit:\n\n"
-            f"{_CHANGE}"
+            f"the {size_of(os.environ)} ranks never exchanged a value: if this script trains, every rank trained its "
+            f"own model. {_CHANGE}"
         )
 
 

@@ -270,6 +270,8 @@ def test_without_numbers_it_takes_what_is_here(
     result = call("run", "--dry-run", "train.py")
     assert f" -np {number} " in result.stdout
     assert result.stderr == f"-np {number}: {reason}\n"
+    result = call("run", "--dry-run", "train.py", "-np", "4")
+    assert "the script is passed -np: options of hvdtrain come before the script" in result.stderr
 
 
 ANY = st.text(st.characters(codec="utf-8"), max_size=12)
@@ -358,6 +360,7 @@ def test_a_wrong_command_gets_a_hint() -> None:
     result = call("rum")
     assert result.exit_code == 2
     assert "No such command 'rum'. Did you mean 'run'?" in result.stderr
+    assert "Did you mean 'hvdtrain run train.py'?" in call("train.py", "-np", "2").stderr
 
 
 def test_help_names_every_command() -> None:

@@ -150,6 +150,7 @@ def test_only_batches_of_another_size_are_warned_of():
             data = stream(partial(cuts, 20, lengths), **options)
             for epoch in range(2):
                 list(data.epoch(epoch, 0, workers))
+        assert {warning.filename for warning in caught} <= {__file__}, "a line of the user's"
         return [str(warning.message) for warning in caught]
 
     (message,) = warned([4])

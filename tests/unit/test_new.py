@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -46,6 +47,17 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_training_script_can_be_copied() -> None:
     assert sorted(SOURCES.values()) == sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
     assert list(STARTERS) == list(SOURCES)
+
+
+@pytest.mark.parametrize("source", SOURCES.values())
+def test_every_option_of_a_script_is_described(source: str) -> None:
+    tree = ast.parse((ROOT / "scripts" / source).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    options = [call for call in calls if ast.unparse(call.func) == "parser.add_argument"]
+    for option in options:
+        texts = [ast.literal_eval(word.value) for word in option.keywords if word.arg == "help"]
+        assert texts and not texts[0].startswith("["), ast.unparse(option)
+    assert options
 
 
 @pytest.mark.parametrize("name", SOURCES)

@@ -402,7 +402,11 @@ def test_what_differs_by_nature_is_named() -> None:
     frozen = layers.BatchNormalization(trainable=False)
     assert said(frozen) is None
     found = said(layers.BatchNormalization(name="bn"), layers.Dropout(0.1, name="drop")) or ""
-    assert "'bn'" in found and "SyncBatchNormalization" in found and "'drop'" in found
+    assert (
+        "because of 'bn', which" in found
+        and "SyncBatchNormalization" in found
+        and "'drop'" in found
+    )
     random = (
         layers.GaussianNoise(0.1),
         layers.RandomFlip(),

@@ -89,6 +89,13 @@ def test_help() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh"])
+def test_help_of_the_others_sets_nothing_up(name: str) -> None:
+    told = subprocess.run([SETUP.with_name(name), "--help"], capture_output=True, timeout=10)
+    assert told.returncode == 0
+    assert told.stdout.startswith(b"Sets up") and b"#" not in told.stdout
+
+
 def test_python_that_does_not_exist(tmp_path: Path) -> None:
     done = setup("--python", "no-such-python", venv=tmp_path / "venv")
     assert done.returncode == 1

@@ -155,6 +155,10 @@ def test_a_missing_script(tmp_path: Path) -> None:
 # Stand-ins for the modules that a script imports: what counts is their names and that operations are called.
 STAND_INS = {
     "keras/__init__.py": "",
+    "keras/src/callbacks/callback_list.py": (
+        "from hvdtrain.worker.phases import _LOOP_PHASES\n"
+        "CallbackList = type('CallbackList', (), {name: lambda self: None for name in _LOOP_PHASES})\n"
+    ),
     "horovod/__init__.py": "",
     "horovod/tensorflow/__init__.py": "from horovod.tensorflow import mpi_ops\n",
     "horovod/tensorflow/keras.py": "from horovod.tensorflow import mpi_ops\n",
@@ -164,6 +168,10 @@ STAND_INS = {
     ),
 }
 IMPORT = "import keras\nfrom horovod.tensorflow import mpi_ops\n"
+FIT = (
+    "from keras.src.callbacks.callback_list import CallbackList\nCallbackList().on_train_begin()\n"
+)
+AT_ONCE = "this script does not use Horovod: each of the 2 ranks trains its own model"
 APART = "the 2 ranks never exchanged a value"
 NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
 
@@ -174,6 +182,9 @@ NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
         ("import keras", APART, {}),
         ("import keras, sys; sys.exit(0)", APART, {}),
         (IMPORT, APART, {}),
+        (FIT + "raise SystemExit(1)", AT_ONCE, {}),
+        (FIT, AT_ONCE, {}),
+        (IMPORT + FIT, APART, {}),
         (IMPORT + "mpi_ops.MPI_LIB.horovod_broadcast(1)", APART, {}),
         (
             IMPORT + "assert [mpi_ops.MPI_LIB.horovod_allreduce(n) for n in (1, 2)] == [1, 2]",

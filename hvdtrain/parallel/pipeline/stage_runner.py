@@ -10,7 +10,6 @@ stage's variables have values.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +21,7 @@ from hvdtrain.collectives.consistency import require_equal
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.metrics import as_value, merge_state
 from hvdtrain.data import Share
-from hvdtrain.errors import UsageError
+from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import initialize, waiting_variables
@@ -186,7 +185,7 @@ class StageRunner(Runner):
             self.stage.whole, "a micro-batch", last["own losses"]
         )
         if divided and warning is not None and self.position.everyone.rank() == 0:
-            warnings.warn(warning, stacklevel=2)
+            warn_user(warning)
         return Measured(tuple(last["names"]), bool(last["late"]))
 
 

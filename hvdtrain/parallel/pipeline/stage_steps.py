@@ -9,7 +9,6 @@ and applied once. What a stage adds to the loss (penalties of its weights, add_l
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +23,7 @@ from hvdtrain.collectives.metrics import read_state, state_variables, write_stat
 from hvdtrain.collectives.sparse import add_slices, runs_of_all
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
+from hvdtrain.errors import warn_user
 from hvdtrain.keras_internals.metric_calls import metrics_of
 from hvdtrain.keras_internals.variables import (
     computed_in_half,
@@ -144,7 +144,7 @@ class PipelineSteps:
 
     def _warn(self, text: str) -> None:
         if self._ranks.rank() == 0:
-            warnings.warn(text, stacklevel=2)
+            warn_user(text)
 
     def _forward(self, parts: Sequence[MicroBatch], run: Callable[..., Any]) -> list[Any]:
         """Take part in forward passes without backward passes; return what the last stage found."""
