@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.metrics import state_variables
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.models import optimizers_of, own_non_trainable_variables
+from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.keras_internals.optimizers import is_scaled
 from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import (
@@ -36,6 +36,10 @@ class _UnitScale:
 
     hvdtrain_unit_scale = True
     inner_optimizer: Any
+
+    def _stateful_handle_finite_grads(self, grads: Any, trainable_variables: Any) -> None:
+        # Without dividing all of them by 1, and counting.
+        self.inner_optimizer.apply(grads, trainable_variables)
 
     def _stateful_handle_non_finite_grads(self) -> None:
         pass
@@ -62,6 +66,12 @@ class _Counting:
     """Laid over a LossScaleOptimizer: counts the updates that it leaves out, those of a loss of nan or inf too."""
 
     hvdtrain_skipped: SkippedSteps
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        known = self._trainable_variables  # type: ignore[attr-defined]
+        trained = known if trainable_variables is None else trainable_variables
+        self.hvdtrain_skipped.trained |= {id(tf_variable(v)) for v in trained}
+        return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def scale_loss(self, loss: Any) -> Any:
         # The gradients of an infinite loss may be finite: nan in all of them is what every rank's test finds.
@@ -93,10 +103,14 @@ class SkippedSteps:
     Args:
         model: that is trained.
         are_usual: whether a skipped step means nothing, as when loss scaling finds its scale.
+
+    Attributes:
+        trained: ids of the variables that the optimizer was given gradients of, which it leaves alone by itself.
     """
 
     def __init__(self, model: keras.Model, are_usual: bool) -> None:
         self.are_usual = are_usual
+        self.trained: set[int] = set()
         self._model = model
         self._count = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._in_a_row = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -116,20 +130,24 @@ class SkippedSteps:
         return int(self._in_a_row.numpy())
 
     def around(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `step`; of one that is skipped no moving average and no metric stays.
+        """Return `step`; one that is skipped changes nothing else either: statistics, metrics, weights of a teacher.
 
         A batch with a nan in it would spoil them for good. Random numbers go on.
         """
 
         def run(data: Any) -> Any:
-            variables = self._changed_by_forward_pass()
+            variables = self._variables()
             before = tf.identity(self._count)
             values = [tf.identity(variable) for variable in variables]
             logs = step(data)
             skipped = self._count > before
+            # Which ones are trained is known now; what was read of them in vain is not in the graph.
+            others = [
+                pair for pair in zip(variables, values, strict=True) if id(pair[0]) not in self.trained
+            ]
 
             def put_back() -> None:
-                for variable, value in zip(variables, values, strict=True):
+                for variable, value in others:
                     variable.assign(value)
 
             tf.cond(skipped, put_back, lambda: None)
@@ -138,13 +156,10 @@ class SkippedSteps:
 
         return run
 
-    def _changed_by_forward_pass(self) -> list[tf.Variable]:
+    def _variables(self) -> list[tf.Variable]:
+        """What a step may change, but for the optimizer's own."""
         model = self._model
-        state = [
-            *own_non_trainable_variables(model),
-            *untracked_variables(model),
-            *state_variables(model.metrics),
-        ]
+        state = [*model.variables, *untracked_variables(model), *state_variables(model.metrics)]
         return [tf_variable(v) for v in without(state, seed_variables(model))]
 
 

@@ -160,11 +160,7 @@ class StepMetrics:
                 trials = make_trials(calls, examples, adds_up)
                 finding = find_rules(metric, trials, self._allowed)
         except Exception as error:
-            self._warn(
-                f"The metric {metric.name!r} could not be tested ({type(error).__name__}: "
-                f"{error}). Its states on several workers are added up, which is right only for "
-                "counts and sums over examples"
-            )
+            self._warn(_untested(metric, error))
             return
         for variable, rule in zip(metric.variables, finding.rules, strict=True):
             if rule != SUM:
@@ -199,8 +195,9 @@ class SummedMetrics:
             try:
                 found = [self._try(metric, calls, examples, adds_up) for adds_up in (False, True)]
                 exact = any(np.allclose(f.one, f.several, 1e-3, equal_nan=True) for f in found)
-            except Exception:
-                continue  # One that cannot be tried out is taken for exact.
+            except Exception as error:
+                warnings.warn(_untested(metric, error), stacklevel=2)
+                continue
             if not exact:
                 warn_user(_complaint(metric, found[0]))
 
@@ -263,6 +260,13 @@ def _by_value(
     same = [not share.examples or np.array_equal(own[n], logs[n]) for n in names]
     votes = process_set.allreduce(np.array(same, np.int32), "hvdtrain_log_names", Min).numpy()
     return [name for name, vote in zip(names, votes, strict=True) if vote]
+
+
+def _untested(metric: keras.metrics.Metric, error: Exception) -> str:
+    return (
+        f"The metric {metric.name!r} could not be tested ({type(error).__name__}: {error}). Its states on several "
+        "workers are added up, which is right only for counts and sums over examples"
+    )
 
 
 def _complaint(metric: keras.metrics.Metric, finding: Finding) -> str:

@@ -117,6 +117,7 @@ class LossWatch:
         self._run_dir = run_dir
         self._skipped = skipped
         self._told_skipped = 0
+        self._spoilt: int | None = None  # The epoch whose running mean is nan until it ends.
         self._rewind = rewind
         self._rewound: list[int] = []  # To which step, each time.
         self._ranks = ranks
@@ -132,8 +133,8 @@ class LossWatch:
         noted = _Step(epoch, step, losses, share.offset, share.offset + share.examples)
         self._recent.append((self._steps, noted))
 
-    def look(self, now: bool = False, epoch_ends: bool = False) -> None:
-        """Look, if it is time. A collective at some steps.
+    def look(self, now: bool = False, epoch_ends: bool = False) -> bool:
+        """Look, if it is time; return whether the model went back to a checkpoint. A collective at some steps.
 
         Args:
             now: in any case.
@@ -144,13 +145,15 @@ class LossWatch:
                 helps.
         """
         if not (now or epoch_ends or self._looks.due(self._steps)):
-            return
+            return False
         recent, self._recent = self._recent, []
-        each = ((number, step, step.broken()) for number, step in recent)
+        each = (
+            (number, step, step.broken()) for number, step in recent if step.epoch != self._spoilt
+        )
         mine = next((one for one in each if one[2] is not None), None)
         first = -np.inf if mine is None else -mine[0]
         (latest,) = self._looks.together(self._steps, [first])
-        found, written = None, ""
+        what = ""
         if latest != -np.inf:
             theirs = None
             if mine is not None and mine[0] == -latest:
@@ -158,12 +161,13 @@ class LossWatch:
             everyone = self._ranks.exchange(theirs, "diverged")
             found = Divergence(**next(one for one in everyone if one is not None))
             written = on_first(lambda: self._write(found), FILE, self._ranks)
+            what = f"{found}{f' (all are in {written!r})' if written else ''}"
         if self._skipped is not None:
-            self._after_skipping(self._skipped, found)
-        elif found is not None:
-            self._end_or_rewind(
-                f"{found}{f' (all are in {written!r})' if written else ''}", epoch_ends
-            )
+            self._after_skipping(self._skipped, what)
+        elif what:
+            self._end_or_rewind(what, epoch_ends)
+            return True
+        return False
 
     def require_finite(self, variables: Iterable[Any], when: str, epoch_ends: bool) -> None:
         """See to it that no weight, and no loss so far, of any rank is nan or inf. A collective.
@@ -205,17 +209,30 @@ class LossWatch:
             "(on_nan='rewind')"
         )
 
-    def _after_skipping(self, skipped: SkippedSteps, found: Divergence | None) -> None:
-        """Say which steps were skipped; the counts are the same on all ranks."""
+    def _after_skipping(self, skipped: SkippedSteps, what: str) -> None:
+        """Say which steps were skipped; the counts are the same on all ranks.
+
+        Args:
+            skipped: counts them.
+            what: was found in the losses; empty: nothing.
+        """
         new, self._told_skipped = skipped.count - self._told_skipped, skipped.count
+        if what and not new:
+            self._spoilt = self._epoch
+            self._warn(
+                f"{what}, and the step was not skipped, as its gradients are finite (on_nan='skip'): let train_step "
+                "pass its loss through self.optimizer.scale_loss"
+            )
+            return
         until = f"until step {self._step + 1} of epoch {self._epoch + 1}"
-        what = str(found) if found is not None else f"gradients became nan or inf {until}"
+        is_usual = skipped.are_usual and not what
+        what = what or f"gradients became nan or inf {until}"
         if skipped.in_a_row >= MOST_SKIPPED:
             raise DivergedError(
                 f"{what}, and the last {skipped.in_a_row} steps were all skipped (on_nan='skip'): training has "
                 f"stopped. {ADVICE.capitalize()}"
             )
-        if new and (found is not None or not skipped.are_usual):
+        if new and not is_usual:
             steps = "One step was" if new == 1 else f"{new} steps were"
             self._warn(
                 f"{what}. {steps} skipped since the last warning, without changing the model (on_nan='skip')"

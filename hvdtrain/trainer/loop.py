@@ -316,8 +316,12 @@ class Loop:
         ends = saved.is_told_to_end()
         if ends or saved.is_due():
             self.steps.finish()
-            with in_phase("saving"):
-                saved.save(self.model, states, step_logs, epoch, done, last=ends)
+            # Metrics that a loss of nan has spoilt are in no checkpoint; and where the model has just gone back to
+            # one, this one would be that with another number.
+            rewound = self.losses is not None and self.losses.look(now=True)
+            if ends or not rewound:
+                with in_phase("saving"):
+                    saved.save(self.model, states, step_logs, epoch, done, last=ends)
         if ends:
             raise saved.preempted()
 

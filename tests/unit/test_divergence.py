@@ -10,8 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdtrain
+from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.data import Part
 from hvdtrain.data.share import Share
@@ -136,6 +138,94 @@ def test_a_run_goes_on_with_another_policy(tmp_path: Path) -> None:
         one.save(tmp_path / "one.keras")
         other.load(tmp_path / "one.keras")
         assert other.model.optimizer.iterations == one.model.optimizer.iterations
+
+
+class Absolute(keras.Sequential):
+    """A step of its own, whose loss the optimizer does not see, and whose gradients are finite where that is not."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.abs(self(x) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self._loss_tracker.update_state(loss)
+        return {"loss": self._loss_tracker.result()}
+
+
+def test_an_infinite_loss_that_is_not_skipped_is_told(tmp_path: Path) -> None:
+    x = np.ones((EXAMPLES, 3), "float32")
+    y = x[:, :1].copy()
+    y[BAD] = np.inf
+    one = hvdtrain.Trainer(
+        lambda: Absolute([keras.Input((3,)), keras.layers.Dense(1)]),
+        "sgd",
+        "mae",
+        global_batch_size=BATCH,
+        run_dir=tmp_path,
+        on_nan="skip",
+    )
+    with pytest.warns(UserWarning, match=r"step 3 .*diverged\.jsonl.* not skipped, .*scale_loss"):
+        one.fit(x, y, shuffle=False, verbose=0)
+    # And not once more for each later step of the epoch, whose mean is infinite as well.
+    assert len((tmp_path / "diverged.jsonl").read_text().splitlines()) == 1
+
+
+def test_no_checkpoint_holds_what_an_infinite_loss_made_of_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Writing, "has_ended", True)  # Wait for each, and leave none out.
+    x = np.ones((EXAMPLES, 3), "float32")
+    y = x[:, :1].copy()
+    y[BAD] = np.inf  # The gradients of an absolute error are finite.
+    schedule = hvdtrain.Checkpoints(every_steps=1)
+    one = hvdtrain.Trainer(
+        model, "sgd", "mae", global_batch_size=BATCH, run_dir=tmp_path, on_nan="rewind",
+        checkpoints=schedule,
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match=r"inf in step 3 .* checkpoint of step 2 was restored"):
+        history = one.fit(x, y, shuffle=False, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+
+
+class Taught(keras.Model):
+    """A student, and a teacher that follows it: a moving average of its weights, made by the step itself."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.student, self.teacher = (
+            keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2)
+        )
+        self.teacher.trainable = not frozen
+
+    def call(self, x: Any) -> Any:
+        return self.student(x)
+
+    def train_step(self, data: Any) -> Any:
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self.student(x) - y))
+        weights = self.student.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        for mine, theirs in zip(self.teacher.weights, self.student.weights, strict=True):
+            mine.assign(0.9 * mine + 0.1 * theirs)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_teacher_does_not_follow_a_skipped_step(frozen: bool) -> None:
+    x, y = data()
+    bad = range(BAD // BATCH * BATCH, (BAD // BATCH + 1) * BATCH)
+    weights = []
+    for left_out in ([], bad):
+        keras.utils.set_random_seed(1)
+        one = hvdtrain.Trainer(
+            Taught(frozen), "sgd", "mse", global_batch_size=BATCH, on_nan="skip"
+        )
+        rest = np.delete(np.arange(EXAMPLES), left_out)
+        one.fit(x[rest], y[rest], shuffle=False, verbose=0)
+        weights.append([v.numpy() for v in one.model.weights])
+    np.testing.assert_equal(*weights)
 
 
 def test_an_infinite_loss_is_skipped_though_its_gradients_are_finite() -> None:

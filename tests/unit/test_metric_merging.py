@@ -306,6 +306,19 @@ def test_where_states_can_only_be_added_up(
     assert not any(np.any(v.numpy()) for v in metric.variables)
 
 
+class Untestable(metrics.Sum):
+    """Takes but what its own model gives it."""
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        raise ValueError("these are no labels of mine")
+
+
+def test_one_that_cannot_be_tested_is_named() -> None:
+    summed, metric = SummedMetrics(EVEN_PARTS), Untestable(name="own")
+    with pytest.warns(UserWarning, match="'own' could not be tested .*no labels of mine.* added up"):
+        summed.learn([(metric, [([tensor(ROWS)], {})])], ROWS)
+
+
 def test_a_warning_that_is_made_an_error_is_one() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
