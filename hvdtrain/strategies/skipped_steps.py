@@ -143,7 +143,9 @@ class SkippedSteps:
             skipped = self._count > before
             # Which ones are trained is known now; what was read of them in vain is not in the graph.
             others = [
-                pair for pair in zip(variables, values, strict=True) if id(pair[0]) not in self.trained
+                pair
+                for pair in zip(variables, values, strict=True)
+                if id(pair[0]) not in self.trained
             ]
 
             def put_back() -> None:

@@ -219,9 +219,7 @@ def test_a_teacher_does_not_follow_a_skipped_step(frozen: bool) -> None:
     weights = []
     for left_out in ([], bad):
         keras.utils.set_random_seed(1)
-        one = hvdtrain.Trainer(
-            Taught(frozen), "sgd", "mse", global_batch_size=BATCH, on_nan="skip"
-        )
+        one = hvdtrain.Trainer(Taught(frozen), "sgd", "mse", global_batch_size=BATCH, on_nan="skip")
         rest = np.delete(np.arange(EXAMPLES), left_out)
         one.fit(x[rest], y[rest], shuffle=False, verbose=0)
         weights.append([v.numpy() for v in one.model.weights])

@@ -315,7 +315,9 @@ class Untestable(metrics.Sum):
 
 def test_one_that_cannot_be_tested_is_named() -> None:
     summed, metric = SummedMetrics(EVEN_PARTS), Untestable(name="own")
-    with pytest.warns(UserWarning, match="'own' could not be tested .*no labels of mine.* added up"):
+    with pytest.warns(
+        UserWarning, match="'own' could not be tested .*no labels of mine.* added up"
+    ):
         summed.learn([(metric, [([tensor(ROWS)], {})])], ROWS)
 
 
