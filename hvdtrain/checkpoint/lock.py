@@ -51,6 +51,34 @@ def lock_unless_own(folder: Path, name: str) -> int | None:
     return descriptor
 
 
+def lock_kept(folder: Path, name: str, descriptor: int) -> int:
+    """Return the descriptor of the folder's lock: a new one, in a new folder, if it was moved or removed since.
+
+    Args:
+        folder: that was locked.
+        name: of it, for the message.
+        descriptor: of its lock.
+
+    Raises:
+        OSError: another run has begun in a folder of this name since.
+    """
+    begun = (folder / LOCK).exists()
+    if begun and os.path.samestat((folder / LOCK).stat(), os.fstat(descriptor)):
+        return descriptor
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        again = lock_unless_own(folder, name)
+    except UsageError as error:
+        raise OSError(f"this run's folder was moved or removed, and {error}") from error
+    if again is None:  # This process has it: only the file system has counted anew.
+        return descriptor
+    if begun:
+        os.close(again)
+        raise OSError(f"this run's folder was moved or removed, and {name} is another run's")
+    os.close(descriptor)
+    return again
+
+
 def this_process() -> str:
     """Return what tells this process from others: one of a container may have the number and host of one before."""
     begun = datetime.fromtimestamp(psutil.Process().create_time())

@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.folder import (
     step_of,
     warn_unsaved,
 )
-from hvdtrain.checkpoint.lock import lock_unless_own
+from hvdtrain.checkpoint.lock import lock_kept, lock_unless_own
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
@@ -113,6 +113,8 @@ class CheckpointManager:
         if not is_worth_saving(step, self._trained(arrays), constant):
             return
         try:
+            if self._lock is not None:
+                self._lock = lock_kept(self._folder, f"folder {str(self._folder)!r}", self._lock)
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
             warn_unsaved(step, error)

@@ -24,7 +24,7 @@ from hvdtrain.checkpoint.folder import (
     save,
     warn_unsaved,
 )
-from hvdtrain.checkpoint.lock import lock_folder
+from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
@@ -97,7 +97,9 @@ class SavedFit:
         self._resume = resume
         self._run_dir = run_dir
         self._strategy = strategy
+        self._name = f"run_dir {str(run_dir.path)!r}"
         self._folder = run_dir.path / FOLDER
+        self._lock: int | None = None  # On rank 0.
         self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
@@ -128,10 +130,8 @@ class SavedFit:
             )
         self._opened = True
         self._facts = json.loads(json.dumps(facts, default=str))
-        lock: list[int] = []
         try:
-            name = f"run_dir {str(self._run_dir.path)!r}"
-            found = on_first(lambda: self._open(initial_epoch, lock), name)
+            found = on_first(lambda: self._open(initial_epoch), self._name)
             position = None
             if found is not None:
                 position = Position(**found["position"])
@@ -144,10 +144,10 @@ class SavedFit:
             try:
                 self._finish_writing()
             finally:
-                for descriptor in lock:
-                    os.close(descriptor)
+                if self._lock is not None:
+                    os.close(self._lock)
 
-    def _open(self, initial_epoch: int, lock: list[int]) -> dict[str, Any] | None:
+    def _open(self, initial_epoch: int) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
         if self._schedule.mirror is not None:
             self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
@@ -164,7 +164,7 @@ class SavedFit:
             )
         self._run_dir.begin(initial_epoch, continued=began)
         self._folder.mkdir(exist_ok=True)
-        lock.append(lock_folder(self._folder, f"run_dir {path!r}"))
+        self._lock = lock_folder(self._folder, self._name)
         self._found = newest(self._folder)
         if self._found is None:
             if numbered(self._folder):
@@ -226,7 +226,7 @@ class SavedFit:
                 "alike": found.facts["ranks"] == self._facts["ranks"],
             }
 
-        position = on_first(read, f"run_dir {str(self._run_dir.path)!r}")
+        position = on_first(read, self._name)
         if position is None:
             return None
         counted = read_state(model.metrics)
@@ -337,6 +337,8 @@ class SavedFit:
         return self._state
 
     def _write(self, steps: int, content: Checkpoint) -> None:
+        if self._lock is not None:
+            self._lock = lock_kept(self._folder, self._name, self._lock)
         path = save(self._folder, steps, content, self._schedule.keep)
         tell_saved(ON_DISK)
         if self._mirror is not None:

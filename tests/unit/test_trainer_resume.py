@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import threading
 import warnings
 from functools import partial
@@ -16,7 +19,7 @@ import pytest
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.checkpoint.folder import Checkpoint
-from hvdtrain.checkpoint.lock import lock_folder
+from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.collectives.consistency import raise_alike
@@ -35,6 +38,36 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: 
         lock_folder(tmp_path, "run_dir 'runs/a'")
     os.close(first)
     os.close(lock_folder(tmp_path, "run_dir 'runs/a'"))
+
+
+def test_a_folder_that_was_moved_while_its_run_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    first = lock_folder(folder, "run")
+    assert lock_kept(folder, "run", first) == first
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    first = lock_kept(folder, "run", first)
+    # Now it has the new folder, in which no other run begins.
+    with pytest.raises(UsageError, match="in use"):
+        lock_folder(folder, "run")
+    os.close(first)
+    # One that has begun there before is left in peace.
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "file.write('process 7'); file.flush(); print(flush=True); sys.stdin.read()"
+    )
+    stale = os.open(tmp_path / "moved" / "checkpoints" / "lock", os.O_RDWR)
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code, str(folder / "lock")]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
+        assert other.stdin is not None and other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(OSError, match="moved or removed, and run is in use by process 7"):
+            lock_kept(folder, "run", stale)
+        other.stdin.close()
+    with pytest.raises(OSError, match="run is another run's"):
+        lock_kept(folder, "run", stale)
+    os.close(stale)
 
 
 @pytest.mark.parametrize(
