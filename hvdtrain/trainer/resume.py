@@ -218,6 +218,8 @@ class SavedFit:
 
         def read() -> dict[str, Any] | None:
             nonlocal found
+            if self._lock is not None:  # Or it might be another run's.
+                self._lock = lock_kept(self._folder, self._name, self._lock)
             found = newest(self._folder)
             if found is None:
                 return None

@@ -2,6 +2,11 @@
 
 A step ends on all ranks together, when its gradients are reduced. What one rank spends between two steps beyond what
 the others spend (on its data, in a callback, on a slow disk), all of them lose.
+
+A rank that is slow within the step itself is not seen. One would note when its local gradients are ready, before the
+first collective; but a GPU computes while the graph goes on, so that nothing on the host knows that moment without
+waiting for the GPU in every step. Horovod's timeline shows it: `hvdtrain run --timeline-filename FILE`, where each
+tensor's NEGOTIATE has a mark when a rank is ready.
 """
 
 from __future__ import annotations
