@@ -196,7 +196,7 @@ class SummedMetrics:
                 found = [self._try(metric, calls, examples, adds_up) for adds_up in (False, True)]
                 exact = any(np.allclose(f.one, f.several, 1e-3, equal_nan=True) for f in found)
             except Exception as error:
-                warnings.warn(_untested(metric, error), stacklevel=2)
+                warn_user(_untested(metric, error))
                 continue
             if not exact:
                 warn_user(_complaint(metric, found[0]))
