@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -48,7 +49,22 @@ def lock_unless_own(folder: Path, name: str) -> int | None:
         raise _in_use(name, owner) from None
     os.ftruncate(descriptor, 0)
     os.write(descriptor, this_process().encode())
+    _keep_from_forks(descriptor)
     return descriptor
+
+
+def _keep_from_forks(descriptor: int) -> None:
+    """Let no process that this one forks, to read data for instance, hold the lock when this one has been killed."""
+    mine = os.fstat(descriptor)
+
+    def close() -> None:
+        with contextlib.suppress(
+            OSError
+        ):  # Closed before; by now another file may have its number.
+            if os.path.samestat(os.fstat(descriptor), mine):
+                os.close(descriptor)
+
+    os.register_at_fork(after_in_child=close)
 
 
 def lock_kept(folder: Path, name: str, descriptor: int) -> int:
