@@ -1,43 +1,33 @@
-"""A checkpoint is a folder that is complete or absent, whatever happens while it is written.
+"""A checkpoint is a file that is complete or absent, whatever happens while it is written.
 
-    step-000000120/
-        arrays.safetensors    variables, as safetensors writes them
-        ranks.bin             what each rank has of its own, as `collectives.encoding` writes it
-        manifest.json         format version, facts, and size and checksum of the other two; written last
+    step-000000120    a checksum of all that follows, and what `collectives.encoding` makes of format version, facts,
+                      variables, and what each rank has of its own
 
-It is written under a temporary name. Each file is flushed to the disk, then the folder; only then is it renamed, and
-the folder above flushed. So a name without a dot is a complete checkpoint, as long as the disk keeps what it has:
-reading verifies that. Nothing is pickled.
+It is written under a temporary name and flushed to the disk; only then is it renamed, and the folder flushed. So a
+name without a dot is a complete checkpoint, as long as the disk keeps what it has: reading verifies that. Nothing is
+pickled.
 
-It is written from where the variables lie in memory, without another copy of them. Checksums are XXH3's of 128 bits:
-they find what a disk damages, at the speed of memory. SHA-256, which also withstands an attacker, took more than half
-of the processor's time for a checkpoint.
+A worker may have no core to spare for the thread that writes, so that its processor time is the training's. Hence one
+file, from where the variables lie in memory, and XXH3 of 128 bits, which finds what a disk damages at the speed of
+memory.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import xxhash
-from safetensors import SafetensorError
-from safetensors.numpy import load as read_arrays
-from safetensors.numpy import save_file as write_arrays
 
-from hvdtrain.collectives.encoding import decode, encode
+from hvdtrain.collectives.encoding import decode, encoded_parts
 from hvdtrain.collectives.finite import is_finite
 from hvdtrain.errors import UsageError, warn_user
 
-FORMAT = 1
-ARRAYS, RANKS, MANIFEST = "arrays.safetensors", "ranks.bin", "manifest.json"
+FORMAT = 2
 PREFIX, UNFINISHED = "step-", ".unfinished-"
 
 
@@ -56,25 +46,21 @@ class Checkpoint:
     ranks: list[Any]
 
 
+class NotFinite(OSError):
+    """A weight holds nan or inf, from which no training recovers: it is not worth saving."""
+
+
 class Damaged(Exception):
-    """A checkpoint is not as it was written; says which file and why."""
+    """A checkpoint is not as it was written; says why."""
 
 
 class Disk:
     """What is asked of the file system, one operation each: tests record them, and lose those that were not flushed."""
 
-    def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True)
-
-    def write(self, path: Path, data: bytes) -> None:
-        path.write_bytes(data)
-
-    def write_arrays(self, path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-        """Write them as safetensors, from where they lie in memory."""
-        try:
-            write_arrays(dict(arrays), path)
-        except SafetensorError as error:
-            raise OSError(f"{path.name}: {error}") from error
+    def write(self, path: Path, parts: Iterable[Any]) -> None:
+        """Write bytes-like objects, one behind the other."""
+        with path.open("wb") as file:
+            file.writelines(parts)
 
     def flush(self, path: Path) -> None:
         """Return when a file, or the names in a folder, will outlast a loss of power."""
@@ -85,10 +71,10 @@ class Disk:
             os.close(descriptor)
 
     def rename(self, path: Path, to: Path) -> None:
-        path.rename(to)
+        path.replace(to)
 
     def remove(self, path: Path) -> None:
-        shutil.rmtree(path)
+        path.unlink()
 
 
 FILE_SYSTEM = Disk()
@@ -111,30 +97,16 @@ def save(
     """
     final = folder / f"{PREFIX}{number:09d}"
     temporary = folder / f"{UNFINISHED}{number:09d}"
-    for left in folder.glob(f"{UNFINISHED}*"):
-        disk.remove(left)
-    # In the order of the state: safetensors has an order of its own.
-    kinds = {name: array.dtype.name for name, array in checkpoint.arrays.items()}
-    disk.make_folder(temporary)
-    disk.write_arrays(temporary / ARRAYS, _packed(checkpoint.arrays))
-    disk.write(temporary / RANKS, encode(checkpoint.ranks))
-    content = {
-        "format": FORMAT,
-        "facts": dict(checkpoint.facts),
-        "arrays": kinds,
-        "files": {name: _size_and_checksum(temporary / name) for name in (ARRAYS, RANKS)},
-    }
-    for name in (ARRAYS, RANKS):
-        disk.flush(temporary / name)
-    disk.write(temporary / MANIFEST, _signed(content))
-    disk.flush(temporary / MANIFEST)
+    there = list(folder.iterdir())
+    for left in there:
+        if left.name.startswith(UNFINISHED):
+            disk.remove(left)
+    parts = encoded_parts({"format": FORMAT, **vars(checkpoint)})
+    disk.write(temporary, [_checksum(parts), *parts])
     disk.flush(temporary)
-    if final.exists():
-        # Only after an older one was taken in place of this one, which was damaged then.
-        disk.remove(final)
     disk.rename(temporary, final)
     disk.flush(folder)
-    found = numbered(folder)
+    found = newest_first({*there, final})
     here = found.index(final)
     # Newer ones were damaged: the training would have gone on from them.
     for other in found[:here] + found[here + keep :]:
@@ -167,17 +139,16 @@ def warn_unsaved(step: int, why: object) -> None:
     )
 
 
-def is_worth_saving(
-    step: int, arrays: Iterable[tuple[str, np.ndarray]], untrained: Collection[str] = ()
-) -> bool:
-    """Whether none of these weights, by name, holds nan or inf, from which no training recovers; warns if one does.
+def require_finite(
+    arrays: Iterable[tuple[str, np.ndarray]], untrained: Collection[str] = ()
+) -> None:
+    """Raise NotFinite if one of these weights, by name, holds nan or inf.
 
     The `untrained` may hold inf: masks, and bounds that have seen no data yet.
     """
-    broken = next((name for name, a in arrays if not is_finite(a, name in untrained)), None)
-    if broken is not None:
-        warn_unsaved(step, f"{broken!r} holds nan or inf")
-    return broken is None
+    for name, array in arrays:
+        if not is_finite(array, name in untrained):
+            raise NotFinite(f"{name!r} holds nan or inf")
 
 
 def numbered(folder: Path) -> list[Path]:
@@ -203,69 +174,26 @@ def load(path: Path) -> Checkpoint:
         Damaged: it is not as it was written.
         UsageError: another version of hvdtrain wrote it.
     """
-    content = _verified(_bytes(path / MANIFEST))
-    if content["format"] != FORMAT:
-        raise UsageError(
-            f"the checkpoint {path.name} has format {content['format']}, but this version of hvdtrain reads format "
-            f"{FORMAT}: resume with the version that wrote it, or choose another folder"
-        )
-    files = {}
-    for name, (size, checksum) in content["files"].items():
-        files[name] = _bytes(path / name)
-        if len(files[name]) != size:
-            raise Damaged(f"{name} has {len(files[name])} of {size} bytes")
-        if _checksum(files[name]) != checksum:
-            raise Damaged(f"{name} does not match its checksum")
     try:
-        arrays = _unpacked(files[ARRAYS], content["arrays"])
-    except SafetensorError as error:
-        raise Damaged(f"{ARRAYS}: {error}") from error
-    return Checkpoint(content["facts"], arrays, decode(files[RANKS]))
-
-
-def _packed(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    # safetensors writes arrays that are not contiguous wrongly, and knows no bfloat16 of NumPy's.
-    return {name: _bits(np.asarray(array, order="C")) for name, array in arrays.items()}
-
-
-def _unpacked(data: bytes, kinds: Mapping[str, str]) -> dict[str, np.ndarray]:
-    found = read_arrays(data)
-    return {
-        name: found[name].view(np.dtype(getattr(ml_dtypes, kind, kind)))
-        for name, kind in kinds.items()
-    }
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    """Return types that NumPy itself does not have (kind V) as unsigned integers of their size."""
-    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
-
-
-def _size_and_checksum(path: Path) -> list[Any]:
-    with path.open("rb") as file:
-        checksum = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        return [file.tell(), checksum]
-
-
-def _checksum(data: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(data)
-
-
-def _signed(content: dict[str, Any]) -> bytes:
-    """Return the manifest, with a checksum of itself behind it."""
-    text = json.dumps(content).encode()
-    return text + b"\n" + _checksum(text).encode()
-
-
-def _verified(manifest: bytes) -> dict[str, Any]:
-    text, _, checksum = manifest.rpartition(b"\n")
-    if _checksum(text).encode() != checksum:
-        raise Damaged(f"{MANIFEST} does not match its checksum")
-    return json.loads(text)
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
+        data = memoryview(path.read_bytes())
     except OSError as error:
-        raise Damaged(f"{path.name} cannot be read: {error.strerror}") from error
+        raise Damaged(f"it cannot be read: {error.strerror}") from error
+    size = xxhash.xxh3_128().digest_size
+    checksum, content = data[:size], data[size:]
+    if not content or _checksum([content]) != checksum:
+        raise Damaged("it does not match its checksum")
+    found = decode(content)
+    version = found.pop("format")
+    if version != FORMAT:
+        raise UsageError(
+            f"the checkpoint {path.name} has format {version}, but this version of hvdtrain reads format {FORMAT}: "
+            "resume with the version that wrote it, or choose another folder"
+        )
+    return Checkpoint(**found)
+
+
+def _checksum(parts: Sequence[Any]) -> bytes:
+    checksum = xxhash.xxh3_128()
+    for part in parts:
+        checksum.update(part)
+    return checksum.digest()

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.folder import (
     Checkpoint,
-    is_worth_saving,
     newest,
     numbered,
+    require_finite,
     save,
     step_of,
     warn_unsaved,
@@ -110,9 +110,8 @@ class CheckpointManager:
             return
         models = [one for one in self._tracked if isinstance(one, keras.Model)]
         constant = untrained(v for model in models for v in model.variables)
-        if not is_worth_saving(step, self._trained(arrays), constant):
-            return
         try:
+            require_finite(self._trained(arrays), constant)
             if self._lock is not None:
                 self._lock = lock_kept(self._folder, f"folder {str(self._folder)!r}", self._lock)
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)

@@ -1,7 +1,7 @@
 """A copy of a run's checkpoints in a storage that fsspec knows (s3://, gs://), for a machine that may not come back.
 
-An object storage cannot rename a folder, so the manifest is the commit marker: written last and removed first. A
-checkpoint without one does not exist. It holds the sizes and checksums of the other files.
+A checkpoint is copied under a temporary name, and then moved. What a storage that does not move whole files leaves
+of one when the machine is lost does not match its checksum.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hvdtrain.checkpoint.folder import (
-    ARRAYS,
-    MANIFEST,
     PREFIX,
-    RANKS,
     UNFINISHED,
     Damaged,
     load,
@@ -83,24 +80,21 @@ class Mirror:
             ) from error
 
     def _copy(self, checkpoint: Path) -> None:
-        to = f"{self._root}/{checkpoint.name}"
-        self._storage.makedirs(to, exist_ok=True)
-        self._remove(f"{to}/{MANIFEST}")
-        for name in (ARRAYS, RANKS, MANIFEST):
-            self._storage.put_file(str(checkpoint / name), f"{to}/{name}")
+        temporary = f"{self._root}/{UNFINISHED}{checkpoint.name}"
+        self._storage.makedirs(self._root, exist_ok=True)
+        self._storage.put_file(str(checkpoint), temporary)
+        self._storage.mv(temporary, f"{self._root}/{checkpoint.name}")
         names = self._names()
         here = names.index(checkpoint.name)
         # Newer ones were damaged or not fetched: the training would have gone on from them.
         for other in names[:here] + names[here + self._keep :]:
-            self._remove(f"{self._root}/{other}/{MANIFEST}")
-            self._storage.rm(f"{self._root}/{other}", recursive=True)
+            self._storage.rm_file(f"{self._root}/{other}")
 
     def _fetch(self, name: str, folder: Path) -> bool:
         """Whether the checkpoint of this name is as it was written, and now in `folder`."""
         temporary = folder / f"{UNFINISHED}{name.removeprefix(PREFIX)}"
-        temporary.mkdir(parents=True, exist_ok=True)
-        for file in (ARRAYS, RANKS, MANIFEST):
-            self._storage.get_file(f"{self._root}/{name}/{file}", str(temporary / file))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._storage.get_file(f"{self._root}/{name}", str(temporary))
         try:
             load(temporary)
         except Damaged as error:
@@ -115,12 +109,7 @@ class Mirror:
         if not self._storage.exists(self._root):
             return []
         found = newest_first(map(Path, self._storage.ls(self._root, detail=False)))
-        names = (path.name for path in found)
-        return [name for name in names if self._storage.exists(f"{self._root}/{name}/{MANIFEST}")]
-
-    def _remove(self, path: str) -> None:
-        if self._storage.exists(path):
-            self._storage.rm_file(path)
+        return [path.name for path in found]
 
 
 def _storage_of(url: str) -> tuple[Any, str]:

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
-from hvdtrain.collectives.metrics import read_state, state_variables, without_sums
+from hvdtrain.collectives.metrics import state_variables, without_sums
 from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
@@ -33,6 +33,7 @@ from hvdtrain.keras_internals.variables import (
     unique,
     untracked_variables,
     untrained,
+    value_where_it_lies,
 )
 from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
 from hvdtrain.parallel.whole_file import DividedState, whole_variables
@@ -43,19 +44,25 @@ Own = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where the state is, which takes as long to find as to read.
+    """Where the state is, which takes longer to find than to read.
 
     Attributes:
         own: of each rank: see `own_variables`.
-        untracked: those of them that Keras does not know.
+        metrics: those of them that belong to metrics.
+        statistics: those that are averaged.
+        untracked: those that Keras does not know.
         pieces: of the state that goes through `gather`.
         entries: what the ranks hold of it together.
+        untrained: names, as in the state, of weights that no gradient changes.
     """
 
     own: list[tf.Variable]
+    metrics: list[Any]
+    statistics: list[tf.Variable]
     untracked: list[tf.Variable]
     pieces: list[Piece]
     entries: list[Entry]
+    untrained: set[str]
 
 
 class TrainingState:
@@ -71,40 +78,52 @@ class TrainingState:
         self._strategy = strategy
         self._ranks = strategy.position.everyone
         self._parts: _Parts | None = None
+        self._memory: State = {}
 
     @property
     def untrained(self) -> set[str]:
-        """Names, as in the state, of weights that no gradient changes."""
-        return untrained(whole_variables(self._model))
+        """Names, as in the state, of weights that no gradient changes; known after `own`."""
+        assert self._parts is not None
+        return self._parts.untrained
 
-    def take(self, of_process: Any, rules: Mapping[int, str]) -> tuple[State, list[Own]]:
-        """Return the variables, on rank 0, and what each rank has of its own, on all. A collective.
+    def own(self, of_process: Any, rules: Mapping[int, str]) -> Own:
+        """Return what this rank has of its own. A collective.
 
         Args:
             of_process: what else this process remembers; what `encoding.encode` takes.
             rules: of metrics' states that do not add up, by the id of the tf.Variable: see `metric_merging`.
         """
         parts = self._parts = self._parts or self._find_parts()
-        own: Own = {
-            "variables": [v.numpy() for v in parts.own],
-            "untracked": [v.numpy() for v in parts.untracked],
+        values = {id(v): value_where_it_lies(v) for v in parts.own}
+        return {
+            "variables": list(values.values()),
+            "untracked": [values[id(v)] for v in parts.untracked],
             "process": of_process,
             **random_states(),
+            "metrics": [values[id(tf_variable(v))] for v in parts.metrics],
+            "rules": [
+                declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in parts.metrics
+            ],
+            "merged_with": list(self._strategy.position.data_set.ranks),
         }
-        metrics = self._model.metrics
-        own["metrics"] = read_state(metrics)
-        own["rules"] = [
-            declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in state_variables(metrics)
-        ]
-        own["merged_with"] = list(self._strategy.position.data_set.ranks)
-        self._strategy.end_epoch(self._model)
-        arrays = gather(parts.pieces, self._ranks, parts.entries)
-        for variable, value in zip(parts.own, own["variables"], strict=True):
+
+    def variables(self) -> State:
+        """Return the variables on rank 0, after `own`. A collective.
+
+        The next call takes the memory of the arrays.
+        """
+        parts = self._parts
+        assert parts is not None
+        kept = [v.value() for v in parts.statistics]
+        if kept:
+            self._strategy.end_epoch(self._model)
+        arrays = gather(parts.pieces, self._ranks, parts.entries, self._memory)
+        for variable, value in zip(parts.statistics, kept, strict=True):
             variable.assign(value)
-        return arrays, self._ranks.exchange(own, "own_state")
+        return arrays
 
     def give(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Any:
-        """Set what `take` returned; return what this process remembered, or the first one did. A collective.
+        """Set what `variables` and `own` returned; return what this process remembered, or the first. A collective.
 
         Args:
             arrays: on rank 0; others' is not looked at.
@@ -119,7 +138,7 @@ class TrainingState:
         return own["process"]
 
     def give_variables(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Own:
-        """As `give`, and set nothing of the process; return what `take` knew of this one, or the first one."""
+        """As `give`, and set nothing of the process; return what `own` knew of this one, or the first one."""
         scatter(self._pieces(), arrays, self._ranks)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         if alike:
@@ -147,12 +166,15 @@ class TrainingState:
 
     def _find_parts(self) -> _Parts:
         """A collective. After the first step all variables are there."""
-        pieces = self._pieces()
+        model, pieces = self._model, self._pieces()
         return _Parts(
-            [tf_variable(v) for v in own_variables(self._model)],
-            [tf_variable(v) for v in untracked_variables(self._model)],
+            [tf_variable(v) for v in own_variables(model)],
+            state_variables(model.metrics),
+            [tf_variable(v) for v in statistics_variables(model, local_variables(model))],
+            [tf_variable(v) for v in untracked_variables(model)],
             pieces,
             agree(pieces, self._ranks),
+            untrained(whole_variables(model)),
         )
 
     def _pieces(self) -> list[Piece]:

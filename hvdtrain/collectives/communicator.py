@@ -18,6 +18,7 @@ process, for tests.
 from __future__ import annotations
 
 import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
+_FRAME = struct.Struct("<q?")
+"""Before what a rank sends in an exchange: its length, and whether it is what was to be sent."""
 _MOVED_AS_THEY_ARE = {
     tf.bool,
     tf.uint8,
@@ -197,17 +200,16 @@ class Communicator(ABC):
             sent, fine = encode(value), True
         except UsageError as error:
             sent, fine = str(error).encode(), False
-        facts = np.array([[len(sent), fine]], np.int64)
-        known = self.allgather(facts, f"hvdtrain_{name}_lengths").numpy()
-        bits = self.allgather(np.frombuffer(sent, np.uint8), f"hvdtrain_{name}_values").numpy()
-        ends = np.cumsum(known[:, 0])
-        everyone = [
-            bits[end - length : end].tobytes() for end, (length, _) in zip(ends, known, strict=True)
-        ]
-        for rank, (data, (_, fine)) in enumerate(zip(everyone, known, strict=True)):
+        framed = np.frombuffer(_FRAME.pack(len(sent), fine) + sent, np.uint8)
+        bits = self.allgather(framed, f"hvdtrain_{name}_values").numpy().tobytes()
+        everyone, begin = [], 0
+        for rank in range(self.size()):
+            length, fine = _FRAME.unpack_from(bits, begin)
+            begin += _FRAME.size + length
+            everyone.append(bits[begin - length : begin])
             if not fine:
                 raise UsageError(
-                    f"{name}: rank {rank} cannot send this to the other ranks: {data.decode()}. "
+                    f"{name}: rank {rank} cannot send this to the other ranks: {everyone[rank].decode()}. "
                     "Send numbers, strings, bytes, None, NumPy arrays, and lists, tuples, sets "
                     "and dicts of them"
                 )

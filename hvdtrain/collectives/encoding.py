@@ -22,7 +22,12 @@ _LENGTH_BYTES = 8
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as bytes.
+    """Return `value` as bytes; see `encoded_parts`."""
+    return b"".join(encoded_parts(value))
+
+
+def encoded_parts(value: Any) -> list[Any]:
+    """Return `value` as bytes-like objects, one behind the other; arrays where they lie in memory.
 
     Args:
         value: None, bool, int, float, str, bytes, arrays and scalars of NumPy, and lists, tuples, sets and dicts of
@@ -31,23 +36,23 @@ def encode(value: Any) -> bytes:
     Raises:
         UsageError: anything else is in it; says what and where.
     """
-    blobs: list[bytes] = []
+    blobs: list[Any] = []
     try:
         text = json.dumps(_to_tree(value, "", blobs)).encode()
     except RecursionError:
         raise UsageError("it is nested too deeply, or contains itself") from None
     except ValueError as error:  # Integers of more than 4300 digits, among others.
         raise UsageError(str(error)) from None
-    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *blobs])
+    return [len(text).to_bytes(_LENGTH_BYTES, "little"), text, *blobs]
 
 
-def decode(data: bytes) -> Any:
+def decode(data: bytes | memoryview) -> Any:
     """Return the value that `encode` was given."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
-    return _Decoder(data, end).value(json.loads(data[_LENGTH_BYTES:end]))
+    return _Decoder(data, end).value(json.loads(bytes(data[_LENGTH_BYTES:end])))
 
 
-def _to_tree(value: Any, place: str, blobs: list[bytes]) -> Any:
+def _to_tree(value: Any, place: str, blobs: list[Any]) -> Any:
     """Return the text form of `value`, which is at `place`, and append binary data to `blobs`."""
     kind = type(value)
     if kind in _PLAIN:
@@ -67,9 +72,11 @@ def _to_tree(value: Any, place: str, blobs: list[bytes]) -> Any:
         blobs.append(value)
         return {"bytes": len(value)}
     if kind is np.ndarray or isinstance(value, np.generic):
-        blobs.append(value.tobytes())
         name = "array" if kind is np.ndarray else "scalar"
-        return {name: [_dtype_name(value.dtype, place), list(value.shape)]}
+        dtype = _dtype_name(value.dtype, place)
+        # Not a memoryview of the array, which knows no bfloat16.
+        blobs.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        return {name: [dtype, list(value.shape)]}
     raise UsageError(f"{_found(place)} a {kind.__module__}.{kind.__qualname__}")
 
 
@@ -91,7 +98,7 @@ def _found(place: str) -> str:
 class _Decoder:
     """Takes values off a text's tree, and their binary parts off what lies behind it, in the order of `encode`."""
 
-    def __init__(self, data: bytes, position: int) -> None:
+    def __init__(self, data: bytes | memoryview, position: int) -> None:
         self._data = data
         self._position = position
 
@@ -106,13 +113,13 @@ class _Decoder:
         if kind in _SEQUENCES:
             return _SEQUENCES[kind](self.value(part) for part in content)
         if kind == "bytes":
-            return self._take(content)
+            return bytes(self._take(content))
         name, shape = content
         dtype = np.dtype(name)
         bits = self._take(dtype.itemsize * math.prod(shape))
         array = np.frombuffer(bits, dtype).reshape(shape).copy()
         return array if kind == "array" else array[()]
 
-    def _take(self, length: int) -> bytes:
+    def _take(self, length: int) -> bytes | memoryview:
         start, self._position = self._position, self._position + length
         return self._data[start : self._position]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
@@ -18,6 +19,13 @@ from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimize
 def tf_variable(variable: Any) -> tf.Variable:
     """Return the tf.Variable inside a Keras variable; other variables as they are."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def value_where_it_lies(variable: Any) -> np.ndarray:
+    """Return a variable's value without a copy, where it lies in this process's memory: see `Piece.read`."""
+    value = tf_variable(variable).value()  # read_value() takes three times as long.
+    # Scalars of types that NumPy lacks make no array of their own.
+    return np.asarray(value if value.shape.rank else value.numpy())
 
 
 def variable_name(variable: Any) -> str:

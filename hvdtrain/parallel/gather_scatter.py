@@ -43,10 +43,11 @@ class Piece:
         sends: whether the piece goes into the gathered state; a variable's pieces that do follow each other
             along `axis` in the order of ranks, and make it up. Other ranks may hold copies of them.
         elements: of the piece.
-        read: returns the piece. Every rank that holds one calls it, in the order of places, so it may
-            be a collective of those ranks.
+        read: returns the piece, which may be TensorFlow's own memory: who changes the variable makes a copy while
+            somebody has that.
         write: takes the whole variable and keeps the piece of it.
         axis: along which the variable is divided, if it is.
+        together: whether every rank that holds one reads it, in the order of places, as it is a collective of them.
     """
 
     place: Place
@@ -58,6 +59,7 @@ class Piece:
     read: Callable[[], np.ndarray]
     write: Callable[[np.ndarray], None]
     axis: int = 0
+    together: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def gather(
     pieces: Iterable[Piece],
     ranks: Communicator = ALL_RANKS,
     entries: Sequence[Entry] | None = None,
+    memory: State | None = None,
 ) -> State:
     """Return the whole state on the first rank, and an empty mapping on the others. A collective of all ranks.
 
@@ -83,13 +86,14 @@ def gather(
         pieces: what this rank holds.
         ranks: all ranks.
         entries: what `agree` has returned for such pieces; None: ask the ranks.
+        memory: arrays that the result has copies in; those that are missing are made. None: what `Piece.read` returns.
     """
     own = {piece.place: piece for piece in pieces}
     state: State = {}
     here = ranks.rank()
     for number, entry in enumerate(entries or agree(own.values(), ranks)):
         piece = own.get(entry.place)
-        mine = None if piece is None else piece.read()
+        mine = piece.read() if piece is not None and (piece.sends or piece.together) else None
         parts = []
         for sender, elements in entry.senders:
             if sender == 0:
@@ -99,7 +103,13 @@ def gather(
             name = f"gather_{number}"
             parts.append(_travel(flat, elements, entry.dtype, sender, here == 0, name, ranks))
         if here == 0:
-            state[entry.name] = whole_of(parts, entry)
+            whole = whole_of(parts, entry)
+            if memory is not None:
+                if entry.name not in memory:
+                    memory[entry.name] = np.empty(whole.shape, whole.dtype)
+                np.copyto(memory[entry.name], whole)
+                whole = memory[entry.name]
+            state[entry.name] = whole
     return state
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from hvdtrain.keras_internals.optimizers import (
     optimizer_slots,
 )
 from hvdtrain.keras_internals.shards import Shard, shard_of
-from hvdtrain.keras_internals.variables import tf_variable, variable_name
+from hvdtrain.keras_internals.variables import tf_variable, value_where_it_lies, variable_name
 from hvdtrain.parallel.gather_scatter import Piece, Place
 
 WEIGHTS, COMMON, SLOTS = range(3)
@@ -126,6 +127,7 @@ def _piece(
     sends: bool,
     read: Callable[[], Any],
     write: Callable[[np.ndarray], Any],
+    together: bool = True,
 ) -> Piece:
     """A piece of `shape`, the whole variable's `shard`; `write` takes that piece."""
     return Piece(
@@ -138,6 +140,7 @@ def _piece(
         read=lambda: np.asarray(read()),
         write=lambda whole: write(whole if shard is None else shard.part_of(whole)),
         axis=0 if shard is None else shard.axis,
+        together=together,
     )
 
 
@@ -147,9 +150,8 @@ def _variable_piece(
     def write(value: np.ndarray) -> None:
         _assign(variable, value)
 
-    return _piece(
-        place, name, variable, _shape(variable), shard, sends, tf_variable(variable).numpy, write
-    )
+    read = partial(value_where_it_lies, variable)
+    return _piece(place, name, variable, _shape(variable), shard, sends, read, write, False)
 
 
 def _sharded_piece(

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
 import keras
-import numpy as np
 
 from hvdtrain.checkpoint.background_write import Writing
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import (
     Checkpoint,
-    is_worth_saving,
+    NotFinite,
     newest,
     numbered,
+    require_finite,
     save,
     warn_unsaved,
 )
@@ -28,7 +28,7 @@ from hvdtrain.checkpoint.lock import lock_folder, lock_kept
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.checkpoint.state import TrainingState
-from hvdtrain.collectives.communicator import ALL_RANKS, Max
+from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, raise_alike
 from hvdtrain.collectives.metrics import read_state, write_state
 from hvdtrain.environment import RESUME
@@ -290,8 +290,8 @@ class SavedFit:
     ) -> None:
         """Take the state, and write a checkpoint of it while the training goes on. A collective.
 
-        Nothing is saved while the one before is still being written. One that cannot be written is warned of when the
-        next is due.
+        Nothing is saved while the one before is still being written. One that cannot be written, or whose weights are
+        nan or inf, is warned of when the next is due.
 
         Args:
             model: whose steps are finished.
@@ -308,27 +308,25 @@ class SavedFit:
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
         if last or self._writing is None or self._writing.has_ended:
             self._finish_writing()
-        # Only rank 0 writes, so that only there anything is.
-        failed = self._failed_too_often()
-        here = np.array([self._writing is not None, self.exists, failed is not None], np.int32)
-        busy, exists, ends = ALL_RANKS.allreduce(here, "hvdtrain_saving", Max).numpy()
-        self.exists = bool(exists)
-        if ends:
-            raise_alike(failed, "checkpoints")
-        if busy:
-            return
-        process = {"callbacks": callbacks.take(), "seen": self.seen}
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         state = self._state_of(model)
-        arrays, ranks = state.take(process, rules)
+        own = state.own({"callbacks": callbacks.take(), "seen": self.seen}, rules)
+        # Only rank 0 writes, so that only there anything is.
+        failed = self._failed_too_often()
+        here = [self._writing is not None, self.exists, failed is not None, own]
+        busy, exists, ends, ranks = zip(*ALL_RANKS.exchange(here, "saving"), strict=True)
+        self.exists = any(exists)
+        if any(ends):
+            raise_alike(failed, "checkpoints")
+        if any(busy):
+            return
+        arrays = state.variables()
         if ALL_RANKS.rank() != 0:
             return
-        if not is_worth_saving(self.steps, arrays.items(), state.untrained):
-            return
         position = Position(epoch, step, self.steps, stopped)
-        content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, ranks)
-        # The arrays may be TensorFlow's own memory: who changes a variable makes a copy while somebody has that.
-        self._writing = Writing(self.steps, partial(self._write, self.steps, content))
+        content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
+        write = partial(self._write, self.steps, content, state.untrained)
+        self._writing = Writing(self.steps, write)
         if last:
             self._finish_writing()
 
@@ -338,7 +336,9 @@ class SavedFit:
             self._state = TrainingState(model, self._strategy)
         return self._state
 
-    def _write(self, steps: int, content: Checkpoint) -> None:
+    def _write(self, steps: int, content: Checkpoint, untrained: Collection[str]) -> None:
+        # A pass over all memory, for which no step waits.
+        require_finite(content.arrays.items(), untrained)
         if self._lock is not None:
             self._lock = lock_kept(self._folder, self._name, self._lock)
         path = save(self._folder, steps, content, self._schedule.keep)
@@ -368,7 +368,8 @@ class SavedFit:
         if error is None:
             self._failures = []
             return
-        self._failures.append(f"the last one after step {writing.step}: {error}")
+        if not isinstance(error, NotFinite):
+            self._failures.append(f"the last one after step {writing.step}: {error}")
         if not isinstance(error, MirrorError):
             warn_unsaved(writing.step, error)
             return

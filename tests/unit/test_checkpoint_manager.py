@@ -93,7 +93,7 @@ def test_the_last_ones_stay(managed: Any, tmp_path: Path) -> None:
         "step-000000002",
         "step-000000003",
     ]
-    (tmp_path / "run" / "step-000000003" / "arrays.safetensors").write_bytes(b"")
+    (tmp_path / "run" / "step-000000003").write_bytes(b"")
     with pytest.warns(UserWarning, match="step-000000003"):
         assert managed(*parts).restore() == {"step": 2}
 

@@ -71,21 +71,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any],
     return folder, weights, history
 
 
-@pytest.mark.parametrize("name", ["arrays.safetensors", "ranks.bin", "manifest.json"])
 @pytest.mark.parametrize(
-    "damage", [emptied, truncated, flipped, longer, Path.unlink, unreadable], ids=lambda one: one.__name__
-)  # fmt: skip
+    "damage", [emptied, truncated, flipped, longer, unreadable], ids=lambda one: one.__name__
+)
 def test_the_one_before_is_taken(
     finished: tuple[Path, list[Any], dict[str, Any]],
     tmp_path: Path,
-    name: str,
     damage: Callable[[Path], None],
 ) -> None:
     whole, weights, history = finished
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    damage(run / "checkpoints" / "step-000000008" / name)
-    with pytest.warns(UserWarning, match=r"step-000000008.*" + name):
+    damage(run / "checkpoints" / "step-000000008")
+    with pytest.warns(UserWarning, match="step-000000008.* is damaged"):
         again, found = train(run)
     assert found == history
     for one, same in zip(weights, again, strict=True):
@@ -95,8 +93,8 @@ def test_the_one_before_is_taken(
 def test_all_are_damaged(finished: tuple[Path, list[Any], dict[str, Any]], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(finished[0], run)
-    for manifest in run.glob("checkpoints/step-*/manifest.json"):
-        flipped(manifest)
+    for checkpoint in run.glob("checkpoints/step-*"):
+        flipped(checkpoint)
     with (
         pytest.warns(UserWarning, match="step-00000000[2468]"),
         pytest.raises(UsageError, match="all checkpoints are damaged"),

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 import hvdtrain
 import hvdtrain.keras as hvd
-from hvdtrain.checkpoint.folder import is_worth_saving
-from hvdtrain.collectives.finite import FiniteWatch
+from hvdtrain.checkpoint.folder import NotFinite, require_finite
+from hvdtrain.collectives.finite import FiniteWatch, is_finite
 
 X = np.ones((8, 2), np.float32)
 BATCH = 4
@@ -79,6 +79,18 @@ def test_what_is_not_finite(value: float, warned: bool) -> None:
 
 def test_what_is_not_trained_may_hold_inf_in_a_checkpoint() -> None:
     arrays = [("mask", np.array([0.0, -np.inf], np.float32)), ("kernel", np.ones(2, np.float32))]
-    assert is_worth_saving(1, arrays, {"mask"})
-    with pytest.warns(UserWarning, match="'mask' holds nan or inf"):
-        assert not is_worth_saving(1, arrays)
+    require_finite(arrays, {"mask"})
+    with pytest.raises(NotFinite, match="'mask' holds nan or inf"):
+        require_finite(arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16", "complex64", "int32"])
+def test_numbers_whose_sum_is_none(dtype: str) -> None:
+    kind = tf.as_dtype(dtype).as_numpy_dtype
+    large = np.full(1000, 60000, kind)
+    assert is_finite(large) and is_finite(-large)
+    if dtype != "int32":
+        for value in (np.nan, np.inf, -np.inf):
+            large[500] = value
+            assert not is_finite(large)
+            assert is_finite(large, or_inf=True) == np.isinf(value)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
+from hvdtrain.keras_internals.variables import value_where_it_lies
 from hvdtrain.parallel import gather_scatter as travel
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
 
@@ -133,3 +136,37 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks() -> None:
     }
     assert all(isinstance(error, UsageError) for error in found)
     assert held == {}
+
+
+def test_what_was_gathered_into_memory_stays_as_it_was_until_that_is_taken_again() -> None:
+    """A checkpoint is written from it while training goes on; replicas that do not send read nothing."""
+    read: list[int] = []
+
+    def value(rank: int) -> np.ndarray:
+        read.append(rank)
+        return trained
+
+    def work(ranks: ThreadRanks) -> State:
+        rank, memory = ranks.rank(), memories[ranks.rank()]
+        one = piece({"up": WHOLE["up"]}, "up", None, rank == 0)
+        pieces = [replace(one, read=lambda: value(rank), together=False)]
+        return gather(pieces, ranks, memory=memory)
+
+    memories: list[State] = [{}, {}]
+    trained = WHOLE["up"].copy()
+    first, _ = run_ranks(thread_ranks(2), work)
+    trained += 1
+    assert first["up"].tobytes() == WHOLE["up"].tobytes()
+    second, _ = run_ranks(thread_ranks(2), work)
+    assert second["up"] is first["up"] and second["up"].tobytes() == trained.tobytes()
+    assert read == [0, 0] and memories[1] == {}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "int64", "bool"])
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
+def test_a_value_where_it_lies(dtype: str, shape: tuple[int, ...]) -> None:
+    variable = tf.Variable(tf.cast(tf.ones(shape), dtype))
+    found = value_where_it_lies(variable)
+    assert found.dtype == variable.dtype.as_numpy_dtype and found.shape == shape
+    variable.assign(tf.cast(tf.zeros(shape), dtype))
+    assert (found.astype("float32") == 1).all()

@@ -183,7 +183,9 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         monkeypatch.setattr(resume, "ALL_RANKS", LoneRank(0))
         monkeypatch.setattr(resume, "on_first", lambda do, name: do())
         monkeypatch.setattr(resume, "TrainingState", lambda model, strategy: state)
-        state = SimpleNamespace(take=lambda *_: ({"w": np.array(weight["w"])}, []), untrained=set())
+        state = SimpleNamespace(
+            own=lambda *_: {}, variables=lambda: {"w": np.array(weight["w"])}, untrained=set()
+        )
         weight = {"w": 0.0}
 
         def step(number: int, last: bool = False, value: float | None = None) -> None:
