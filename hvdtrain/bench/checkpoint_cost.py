@@ -1,43 +1,53 @@
 """What checkpoints cost: a step of the Trainer with them against one without, in turn, in the same processes.
 
-Epochs are four times as long as a checkpoint is apart, so that one falls due in each so many steps: three within the
-epoch, and the one at its end. They are timed as in `overhead`, from the beginning of one to the beginning of the next.
+Epochs are twice as long as a checkpoint is apart: one is taken within the epoch, and one at its end. They are timed as
+in `overhead`, from the beginning of one to the beginning of the next. The end of the last one, which waits for the
+disk, is not timed: it comes once in a training.
 """
 
 from __future__ import annotations
 
 import shutil
+import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
 
-CHECKPOINTS = 4
+CHECKPOINTS = 2
 """In an epoch."""
+EPOCHS = 4
+"""Timed, between one that is not, and the first step of another."""
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What a measurement found, on rank 0.
+    """What one pass found, on rank 0.
 
     Attributes:
-        steps: seconds of a step without checkpoints and with them, for each pass.
-        copies: seconds that copying the weights and the optimizer's state takes, for each pass.
+        steps: seconds of a step without checkpoints and with them.
+        wait: seconds that training waits for a checkpoint until it continues; the median.
+        copy: seconds that copying the weights and the optimizer's state takes, into new memory.
+        copy_again: the same, into memory that was written before.
         bytes: of weights and optimizer's state.
     """
 
-    steps: list[Comparison]
-    copies: list[float]
+    steps: Comparison
+    wait: float
+    copy: float
+    copy_again: float
     bytes: int
 
 
 def measure_checkpoint_cost(
     model: str, batch_size: int, every: int, np: int, passes: int, folder: Path, launch: Launch
-) -> CheckpointCost:
-    """Measure on `np` ranks, in one launch. Raises EngineError.
+) -> Iterator[CheckpointCost]:
+    """Measure on `np` ranks; yield each pass, which is a launch of its own. Raises EngineError.
 
     Args:
         model: name of a network in bench.networks.
@@ -48,58 +58,99 @@ def measure_checkpoint_cost(
         folder: in which they are written, and removed again; all ranks see it.
         launch: see measurement.Launch.
     """
-    folder = Path(tempfile.mkdtemp(prefix="hvdtrain-bench-", dir=folder))
-    try:
-        options = {"name": model, "batch_size": batch_size, "every": every, "passes": passes}
-        found = run_measurement(launch, np, Path(__file__), {**options, "folder": str(folder)})
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return CheckpointCost(
-        [Comparison(*one) for one in found["seconds"]], found["copies"], found["bytes"]
-    )
+    for number in range(passes):
+        here = Path(tempfile.mkdtemp(prefix="hvdtrain-bench-", dir=folder))
+        options = {"name": model, "batch_size": batch_size, "every": every, "folder": str(here)}
+        try:
+            # What comes first in a process may be slower, or faster.
+            found = run_measurement(
+                launch, np, Path(__file__), {**options, "saves_first": number % 2 == 1}
+            )
+        finally:
+            shutil.rmtree(here, ignore_errors=True)
+        yield CheckpointCost(**{**found, "steps": Comparison(*found["steps"])})
 
 
 def time_both(
-    name: str, batch_size: int, every: int, passes: int, folder: str
+    name: str, batch_size: int, every: int, folder: str, saves_first: bool
 ) -> dict[str, Any] | None:
-    """Time both ways in turn on one rank; rank 0 returns its seconds for each pass."""
+    """Time both ways on one rank; rank 0 returns what `CheckpointCost` holds."""
     import keras
+    import numpy as np
 
     import hvdtrain
     from hvdtrain.bench.networks import MODELS, loss
-    from hvdtrain.bench.overhead import examples, seconds_of_step
+    from hvdtrain.bench.overhead import examples
     from hvdtrain.runtime import init
+    from hvdtrain.trainer.resume import SavedFit
+
+    class Clock(keras.callbacks.Callback):
+        """Notes when epochs begin, and ends the training when all have been timed."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
+
+        def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+            self.times.append(time.perf_counter())
+            self.model.stop_training = epoch == 1 + EPOCHS
 
     me = init()
     take_core(me.local_rank)
-    batch, steps = batch_size * me.size, CHECKPOINTS * every
+    steps = CHECKPOINTS * every
 
-    def train(run: str, checkpoints: hvdtrain.Checkpoints | None) -> tuple[float, keras.Model]:
+    def train(checkpoints: hvdtrain.Checkpoints | None) -> tuple[float, keras.Model]:
         keras.backend.clear_session()
         trainer = hvdtrain.Trainer(
             MODELS[name](),
             keras.optimizers.Adam(),
             loss(),
-            global_batch_size=batch,
+            global_batch_size=batch_size * me.size,
             jit_compile=False,
-            run_dir=Path(folder, run),
+            run_dir=Path(folder, "without" if checkpoints is None else "with"),
             checkpoints=checkpoints,
         )
-        x, y = examples(trainer.model, batch * steps, seed=0)
-        return seconds_of_step(trainer.fit, {"x": x, "y": y}, steps), trainer.model
+        x, y = examples(trainer.model, batch_size * me.size * steps, seed=0)
+        clock = Clock()
+        trainer.fit(x, y, epochs=2 + EPOCHS, verbose=0, callbacks=[clock])
+        return (clock.times[-1] - clock.times[1]) / (EPOCHS * steps), trainer.model
 
-    found, copies, size = [], [], 0
-    for number in range(passes):
-        without, _ = train(f"{number}-without", None)
-        saving, model = train(f"{number}-with", hvdtrain.Checkpoints(every_steps=every))
-        found.append([without, saving])
-        state = [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
-        size = sum(array.nbytes for array in state)
+    waits: list[float] = []
+    save = SavedFit.save
+
+    def timed_save(self: SavedFit, *args: Any, **kwargs: Any) -> None:
+        before, began = self._writing, time.perf_counter()
+        save(self, *args, **kwargs)
+        if (
+            self._writing is not before
+        ):  # Or it was left out, as the one before is still being written.
+            waits.append(time.perf_counter() - began)
+
+    seconds: dict[bool, float] = {}
+    with mock.patch.object(SavedFit, "save", timed_save):
+        for saves in (saves_first, not saves_first):
+            schedule = hvdtrain.Checkpoints(every_steps=every) if saves else None
+            seconds[saves], model = train(schedule)
+    if not me.is_first:
+        return None
+    state = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+    size = sum(array.nbytes for array in state)
+    copies = [np.empty_like(array) for array in state]
+
+    def copy() -> float:
         began = time.perf_counter()
-        copied = [array.copy() for array in state]
-        copies.append(time.perf_counter() - began)
-        del copied
-    return {"seconds": found, "copies": copies, "bytes": size} if me.is_first else None
+        for array, to in zip(state, copies, strict=True):
+            np.copyto(to, array)
+        return time.perf_counter() - began
+
+    return {
+        "steps": [seconds[False], seconds[True]],
+        # The first one takes the memory, and the last one waits for the disk.
+        "wait": statistics.median(waits[1:-1]),
+        "copy": copy(),
+        "copy_again": statistics.median(copy() for _ in range(5)),
+        "bytes": size,
+    }
 
 
 if __name__ == "__main__":

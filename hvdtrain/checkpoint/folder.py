@@ -174,6 +174,8 @@ def load(path: Path) -> Checkpoint:
         Damaged: it is not as it was written.
         UsageError: another version of hvdtrain wrote it.
     """
+    if path.is_dir():
+        raise _other_format(path, 1)
     try:
         data = memoryview(path.read_bytes())
     except OSError as error:
@@ -185,11 +187,15 @@ def load(path: Path) -> Checkpoint:
     found = decode(content)
     version = found.pop("format")
     if version != FORMAT:
-        raise UsageError(
-            f"the checkpoint {path.name} has format {version}, but this version of hvdtrain reads format {FORMAT}: "
-            "resume with the version that wrote it, or choose another folder"
-        )
+        raise _other_format(path, version)
     return Checkpoint(**found)
+
+
+def _other_format(path: Path, version: object) -> UsageError:
+    return UsageError(
+        f"the checkpoint {path.name} has format {version}, but this version of hvdtrain reads format {FORMAT}: "
+        "resume with the version that wrote it, or choose another folder"
+    )
 
 
 def _checksum(parts: Sequence[Any]) -> bytes:

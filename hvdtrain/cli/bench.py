@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from hvdtrain.bench.bandwidth import FACTORS, SIZES, Timing, measure_collectives
-from hvdtrain.bench.checkpoint_cost import measure_checkpoint_cost
+from hvdtrain.bench.checkpoint_cost import CheckpointCost, measure_checkpoint_cost
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
@@ -338,23 +338,28 @@ def checkpoints(
     """Step time of the Trainer with checkpoints against without.
 
     Each worker has one core. A checkpoint is written while the training continues; a step waits only until the state
-    has been copied.
+    has been copied, which is compared with one copy in memory. A pass takes 20 seconds, or a minute of the large model.
     """
     launch, chosen = _launcher(controller)
     click.echo(
         f"{model}, {np} workers over {chosen}, a checkpoint every {every} steps; {_machine()}"
     )
-    batch_size = BATCH_SIZES.get(model, 64)
-    found = measure_checkpoint_cost(model, batch_size, every, np, passes, folder, launch)
-    for one in found.steps:
+    batch_size = BATCH_SIZES.get(model, 1)
+    done: list[CheckpointCost] = []
+    for one in measure_checkpoint_cost(model, batch_size, every, np, passes, folder, launch):
+        done.append(one)
+        without, saving = 1e3 * one.steps.reference, 1e3 * one.steps.measured
         click.echo(
-            f"  without {1e3 * one.reference:8.2f} ms, with {1e3 * one.measured:8.2f} ms; ratio {one.ratio:.3f}"
+            f"  a step without {without:8.2f} ms, with {saving:8.2f} ms, ratio {one.steps.ratio:.3f}; it waits "
+            f"{1e3 * one.wait:.1f} ms for a checkpoint; a copy {1e3 * one.copy:.1f} ms, "
+            f"into warm memory {1e3 * one.copy_again:.1f} ms"
         )
-    _, _, ratio = medians(found.steps)
-    cost = 1e3 * every * statistics.median(one.measured - one.reference for one in found.steps)
+    _, _, ratio = medians([one.steps for one in done])
+    median = statistics.median
+    cost = 1e3 * every * median(one.steps.measured - one.steps.reference for one in done)
     click.echo(
-        f"medians of {passes}: ratio {ratio:.3f}; {cost:.0f} ms for a checkpoint of {found.bytes / 1e6:.1f} MB, "
-        f"of which one copy in memory takes {1e3 * statistics.median(found.copies):.1f} ms"
+        f"medians of {passes}: ratio {ratio:.3f}; {cost:.1f} ms for a checkpoint of {done[0].bytes / 1e6:.1f} MB; "
+        f"a step waits {median(one.wait / one.copy for one in done):.2f} times as long as one copy in memory takes"
     )
     click.echo(_again(context))
 

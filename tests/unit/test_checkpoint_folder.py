@@ -60,6 +60,10 @@ def test_one_of_another_format_is_not_called_damaged(
     monkeypatch.setattr(checkpoints, "FORMAT", checkpoints.FORMAT + 1)
     with pytest.raises(UsageError, match=r"format 2, .* reads format 3: resume with the version"):
         newest(tmp_path)
+    # The first format was a folder of files.
+    (tmp_path / "step-000000004").mkdir()
+    with pytest.raises(UsageError, match=r"step-000000004 has format 1, "):
+        newest(tmp_path)
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
