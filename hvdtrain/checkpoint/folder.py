@@ -174,7 +174,7 @@ def load(path: Path) -> Checkpoint:
         Damaged: it is not as it was written.
         UsageError: another version of hvdtrain wrote it.
     """
-    if path.is_dir():
+    if (path / "manifest.json").exists():
         raise _other_format(path, 1)
     try:
         data = memoryview(path.read_bytes())

@@ -62,6 +62,7 @@ def test_one_of_another_format_is_not_called_damaged(
         newest(tmp_path)
     # The first format was a folder of files.
     (tmp_path / "step-000000004").mkdir()
+    (tmp_path / "step-000000004" / "manifest.json").touch()
     with pytest.raises(UsageError, match=r"step-000000004 has format 1, "):
         newest(tmp_path)
 
