@@ -110,6 +110,9 @@ def warn_user(text: str) -> None:
     """Issue a UserWarning at the line of the user's that led here: the last one that is not a library's.
 
     Python shows that line with the warning. One of hvdtrain's own would tell nothing.
+
+    Args:
+        text: the warning.
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller

@@ -43,20 +43,23 @@ def test_two_runs_in_one_folder_are_refused_until_the_first_has_ended(tmp_path: 
 def test_a_process_that_a_killed_run_has_forked_does_not_hold_its_folder(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path, "run")
     wait, end = os.pipe()
+    begun, begin = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Of a fork beside threads.
         forked = os.fork()
     if forked == 0:
+        os.write(begin, b".")
         os.read(wait, 1)
         os._exit(0)
     try:
+        os.read(begun, 1)
         os.close(lock)
         os.close(lock_folder(tmp_path, "run"))
     finally:
         os.write(end, b".")
         os.waitpid(forked, 0)
-        os.close(wait)
-        os.close(end)
+        for descriptor in (wait, end, begun, begin):
+            os.close(descriptor)
 
 
 def test_a_folder_that_was_moved_while_its_run_goes_on(tmp_path: Path) -> None:
