@@ -67,17 +67,19 @@ def _keep_from_forks(descriptor: int) -> None:
     os.register_at_fork(after_in_child=close)
 
 
-def lock_kept(folder: Path, name: str, descriptor: int) -> int:
+def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
     """Return the descriptor of the folder's lock: a new one, in a new folder, if it was moved or removed since.
 
     Args:
         folder: that was locked.
         name: of it, for the message.
-        descriptor: of its lock.
+        descriptor: of its lock; None: it is not locked, and stays so.
 
     Raises:
         OSError: another run has begun in a folder of this name since.
     """
+    if descriptor is None:
+        return None
     begun = (folder / LOCK).exists()
     if begun and os.path.samestat((folder / LOCK).stat(), os.fstat(descriptor)):
         return descriptor

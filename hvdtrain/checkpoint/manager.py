@@ -112,8 +112,7 @@ class CheckpointManager:
         constant = untrained(v for model in models for v in model.variables)
         try:
             require_finite(self._trained(arrays), constant)
-            if self._lock is not None:
-                self._lock = lock_kept(self._folder, f"folder {str(self._folder)!r}", self._lock)
+            self._lock = lock_kept(self._folder, f"folder {str(self._folder)!r}", self._lock)
             save(self._folder, step, Checkpoint({"step": step}, arrays, ranks), self._keep)
         except OSError as error:
             warn_unsaved(step, error)

@@ -201,7 +201,7 @@ class Communicator(ABC):
         except UsageError as error:
             sent, fine = str(error).encode(), False
         framed = np.frombuffer(_FRAME.pack(len(sent), fine) + sent, np.uint8)
-        bits = self.allgather(framed, f"hvdtrain_{name}_values").numpy().tobytes()
+        bits = memoryview(self.allgather(framed, f"hvdtrain_{name}_values").numpy())
         everyone, begin = [], 0
         for rank in range(self.size()):
             length, fine = _FRAME.unpack_from(bits, begin)
@@ -209,7 +209,7 @@ class Communicator(ABC):
             everyone.append(bits[begin - length : begin])
             if not fine:
                 raise UsageError(
-                    f"{name}: rank {rank} cannot send this to the other ranks: {everyone[rank].decode()}. "
+                    f"{name}: rank {rank} cannot send this to the other ranks: {bytes(everyone[rank]).decode()}. "
                     "Send numbers, strings, bytes, None, NumPy arrays, and lists, tuples, sets "
                     "and dicts of them"
                 )

@@ -218,8 +218,8 @@ class SavedFit:
 
         def read() -> dict[str, Any] | None:
             nonlocal found
-            if self._lock is not None:  # Or it might be another run's.
-                self._lock = lock_kept(self._folder, self._name, self._lock)
+            # Or the folder might be another run's.
+            self._lock = lock_kept(self._folder, self._name, self._lock)
             found = newest(self._folder)
             if found is None:
                 return None
@@ -339,8 +339,7 @@ class SavedFit:
     def _write(self, steps: int, content: Checkpoint, untrained: Collection[str]) -> None:
         # A pass over all memory, for which no step waits.
         require_finite(content.arrays.items(), untrained)
-        if self._lock is not None:
-            self._lock = lock_kept(self._folder, self._name, self._lock)
+        self._lock = lock_kept(self._folder, self._name, self._lock)
         path = save(self._folder, steps, content, self._schedule.keep)
         tell_saved(ON_DISK)
         if self._mirror is not None:

@@ -113,18 +113,12 @@ class StragglerWatch:
         everyone = self._ranks.allgather(mine[None], "hvdtrain_rank_times").numpy()
         found = find_straggler(everyone[:, 1:-1], float(everyone[:, -1].max()))
         seen = None if found is None else (found.rank, found.phase)
-        self._lost = (
-            0.0 if found is None else found.lost + (self._lost if seen == self._suspect else 0.0)
-        )
-        if (
-            found
-            and seen == self._suspect
-            and self._lost >= LEAST_SECONDS
-            and found.rank not in self._named
-        ):
+        if seen != self._suspect:
+            self._suspect, self._lost = seen, 0.0
+        elif found and self._lost + found.lost >= LEAST_SECONDS and found.rank not in self._named:
             self._named.add(found.rank)
             self._warn(found, epoch)
-        self._suspect = seen
+        self._lost += found.lost if found else 0.0
         return [
             dict(zip(COLUMNS, [epoch + 1, rank, *times.round(3).tolist()], strict=True))
             for rank, times in enumerate(everyone)

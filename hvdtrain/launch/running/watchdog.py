@@ -380,8 +380,8 @@ def _apart(
 
 def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
     """All wait, and in different collectives, of which none can ever end."""
-    different = {_meeting(one) for one in ranks} - {""}
-    if len(different) < 2 or not all(map(_meeting, ranks)):
+    collectives = set(map(_meeting, ranks))
+    if len(collectives) < 2 or "" in collectives:
         return Verdict()
     return Verdict(
         f"the ranks have waited {seconds:g} s for each other in different collectives: all ranks must call the same "

@@ -53,11 +53,11 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     environment.setdefault(HASH_SEED, "0")  # Else each rank starts Python twice, to set it.
     set_env_from_args(environment, options)
     environment |= interfaces(options)
-    if not options.use_gloo:
-        environment = OPEN_MPI | environment
     if options.use_gloo:
         environment |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
         environment |= _start_rendezvous(options)
+    else:
+        environment = OPEN_MPI | environment
     if NEWS in os.environ and options.hosts:  # A launcher of somebody else's may name none.
         write_all(int(os.environ[NEWS]), json.dumps(awaited_tasks(options)).encode() + b"\n")
     return _run(options.command, environment)
