@@ -40,10 +40,12 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
         (p for name in (f"rank.{rank}", rank) if (p := folder / name / stream).exists()), None
     )
     if path is None and not (follow and is_running(folder)):
-        have = ", ".join(sorted(p.name for p in folder.iterdir() if p.is_dir())) or "nothing yet"
-        raise UsageError(
-            f"--rank {rank}: nothing was written to {stream} in {folder}; available: {have}"
-        )
+        have = sorted(p.name for p in folder.iterdir() if p.is_dir())
+        if {f"rank.{rank}", rank} & set(have) or not have:
+            more = ": --follow waits for it" if is_running(folder) else ""
+            click.echo(f"rank {rank} has written nothing to {stream}{more}", err=True)
+            return
+        raise UsageError(f"--rank {rank}: no such rank in {folder}; available: {', '.join(have)}")
     for data in _new(path or folder / f"rank.{rank}" / stream, folder, follow):
         click.echo(data, nl=False)
 

@@ -114,7 +114,12 @@ def submit(
     os.environ.update(secret_words(request.command))  # From here into the job's environment.
     job_id = submit_job(path)
     click.echo(job_id)
-    click.echo(f"script: {path}\noutput: {request.output}", err=True)
+    # Of an array each job has a number of its own.
+    known = {} if request.array else {"%x": request.job_name, "%j": job_id}
+    output = request.output
+    for pattern, value in known.items():
+        output = output.replace(pattern, value)
+    click.echo(f"script: {path}\noutput: {output}", err=True)
     if wait:
         sys.exit(_follow(job_id))
 

@@ -16,6 +16,7 @@ from hvdtrain.cli import logs as logs_module
 from hvdtrain.cli import ps as ps_module
 from hvdtrain.cli.logs import logs
 from hvdtrain.cli.ps import ps
+from hvdtrain.errors import UsageError
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
 from hvdtrain.launch.running_jobs import Job, _is_launcher
 
@@ -70,6 +71,15 @@ def test_logs_of_a_container_and_of_a_batch_job_are_followed(
     assert capfd.readouterr().out == "logs c1\nlogs --follow c1\n"
     followed = CliRunner().invoke(logs, ["7", "-f"])
     assert (followed.exit_code, followed.stdout) == (3, "following 7\n")
+
+
+def test_a_rank_that_has_written_nothing_yet_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "rank.0").mkdir()
+    nothing = CliRunner().invoke(logs, [str(tmp_path)])
+    assert (nothing.exit_code, nothing.output) == (0, "rank 0 has written nothing to stdout\n")
+    unknown = CliRunner().invoke(logs, [str(tmp_path), "--rank", "7"])
+    assert isinstance(unknown.exception, UsageError)
+    assert "--rank 7: no such rank in" in str(unknown.exception)
 
 
 def test_no_command_moves_the_cursor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,6 +384,7 @@ def test_submit_writes_what_dry_run_shows(slurm: Path) -> None:
     assert not (slurm / ".hvdtrain").exists()
     done = call(*args)
     assert (done.exit_code, done.stdout) == (0, "12\n")
+    assert done.stderr.endswith("\noutput: .hvdtrain/jobs/train-12.out\n")
     assert (slurm / "given").read_text() == script
     assert [stat.S_IMODE(one.stat().st_mode) for one in slurm.glob(".hvdtrain/jobs/*.sbatch")] == [
         0o700
