@@ -127,6 +127,7 @@ def test_the_launchers_words_are_kept_apart(tmp_path: Path) -> None:
         b"I0000 00:00:1.2 3 device_compiler.h:208] Compiled cluster using XLA!",
         b"E0000 00:00:1.2 3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to",
         b"W0000 00:00:1.2 3 computation_placer.cc:177] computation placer already registered",
+        b"W0000 00:00:1.2 3 op_kernel.cc:1] OP_REQUIRES failed at mpi_ops.cc:754 : UNKNOWN: Horovod has been shut down",
         b"To enable the following instructions: AVX2, in other operations, rebuild TensorFlow",
         b"bash: line 1:  1362 Killed                  env HOROVOD_RANK=1 /v/python -P -m hvdtrain.worker train.py",
     ],

@@ -41,6 +41,7 @@ _GREETINGS = re.compile(
             rb"|failed call to cuInit: .*(?:no CUDA-capable device|UNKNOWN ERROR \(303\))"
             rb"|Could not find TensorRT"
             rb"|Local rendezvous is aborting with status"  # Told by an exception as well.
+            rb"|OP_REQUIRES failed at mpi_ops\.cc:\d+ : UNKNOWN: Horovod has been shut down"  # As well.
             rb"|Failed to remove function remotely"  # From a worker that has gone.
             rb")",
             # The rest of the last one.
