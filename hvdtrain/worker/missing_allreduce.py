@@ -31,7 +31,8 @@ To train one model on all of them, use hvdtrain.Trainer, or with model.fit:
 
     import hvdtrain.keras as hvd
     hvd.init()
-    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), ...)"""
+    model.compile(optimizer=hvd.DistributedOptimizer(optimizer), ...)
+    model.fit(..., callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])"""
 
 
 class Watch:
