@@ -139,6 +139,16 @@ print(json.dumps({
     }
 
 
+def test_horovods_process_for_a_rank_loads_no_launcher() -> None:
+    """It is a new Python that loads the module of its class before it starts the rank: 0.1 s of each launch."""
+    module = replaced(
+        "print(safe_shell_exec.multiprocessing.get_context('spawn').Process.__module__)"
+    )
+    loaded = f"import sys, {module.decode()}; print([m for m in sys.modules if 'horovod' in m])"
+    done = subprocess.run([sys.executable, "-c", loaded.replace("\n", "")], capture_output=True)
+    assert (done.stdout, done.stderr) == (b"[]\n", b"")
+
+
 @pytest.mark.parametrize("controller", ["--gloo", "--mpi"])
 def test_a_machine_without_ssh_and_a_home_folder_to_write_in(
     controller: str, tmp_path: Path

@@ -7,7 +7,6 @@ and fails where Python 3.12 or later has none. hvdtrain never asks for it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import os
 import shlex
@@ -16,7 +15,6 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Collection, Sequence
-from multiprocessing.context import SpawnContext, SpawnProcess
 from types import FrameType
 from typing import Any
 
@@ -51,6 +49,7 @@ from hvdtrain.start.parts.elastic_driver import (  # noqa: E402
 )
 from hvdtrain.start.parts.host_discovery import DiscoveryScript  # noqa: E402
 from hvdtrain.start.parts.output_tags import pass_on_marked  # noqa: E402
+from hvdtrain.start.parts.rank_helper import RankHelpers  # noqa: E402
 from hvdtrain.start.parts.rendezvous import Rendezvous, WorkerNotifier, elastic_handler  # noqa: E402
 
 __all__ = [
@@ -251,27 +250,10 @@ def replace_functions(
     )
 
     # The end of a connection, or of Horovod's own programs, reads like that of a rank, or is not noticed.
-    safe_shell_exec.multiprocessing = types.SimpleNamespace(get_context=lambda kind: _Helpers())
+    safe_shell_exec.multiprocessing = types.SimpleNamespace(get_context=lambda kind: RankHelpers())
 
     # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
     safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
-
-
-class _Helper(SpawnProcess):
-    """Horovod's process for a rank over Gloo, whose shell waits for the rank, or for the ssh that runs it.
-
-    If a signal has ended it or its shell, that ssh would go on, and Horovod read its output for ever.
-    """
-
-    def join(self, timeout: float | None = None) -> None:
-        super().join(timeout)
-        if self.exitcode is not None and self.exitcode not in range(_SIGNALS.start):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.ident or 0, signal.SIGTERM)
-
-
-class _Helpers(SpawnContext):
-    Process = _Helper
 
 
 def _execute(
