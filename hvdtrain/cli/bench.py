@@ -338,7 +338,8 @@ def checkpoints(
     """Step time of the Trainer with checkpoints against without.
 
     Each worker has one core. A checkpoint is written while the training continues; a step waits only until the state
-    has been copied, which is compared with one copy in memory. A pass takes 20 seconds, or a minute of the large model.
+    has been copied, which is compared with one copy in memory. A pass trains for 24 times --every steps: 20 seconds
+    of a small network; 10 minutes of the large one, or 2 minutes with --every 10.
     """
     launch, chosen = _launcher(controller)
     click.echo(

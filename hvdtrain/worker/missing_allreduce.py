@@ -4,7 +4,7 @@ That is what an ordinary Keras script does when it is started on several ranks, 
 Horovod's own Keras module, which does nothing on Keras 3. Both end without an error, so they are told as early as it
 is certain.
 
-Imports neither: it looks at what the script imports, and at whether Horovod's collectives are ever called.
+Imports neither: it looks at what the script imports, and at whether optimizers and Horovod's collectives are called.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ from hvdtrain.worker.import_hooks import Hooks
 
 _OPERATIONS = "horovod.tensorflow.mpi_ops"
 _LOOPS = "keras.src.callbacks.callback_list"
+_OPTIMIZERS = {
+    "keras.src.optimizers.base_optimizer": ("BaseOptimizer", "apply"),
+    "tf_keras.src.optimizers.optimizer": ("Optimizer", "apply_gradients"),
+}
+"""Where a step of any loop passes through, `fit`'s and a script's own: a module -> its class, and the method."""
 _HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
 _OTHER_WAYS = ("mpi4py.MPI", "horovod.torch")
 """Modules by which a script may combine values without Horovod for TensorFlow."""
@@ -39,11 +44,13 @@ class Watch:
     """Looks on while the script imports; `hooks` are for `imports.on_import`.
 
     Attributes:
+        trained: whether the script has applied gradients.
         settled: whether the script has called a collective that combines ranks' values, or was warned.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
+        self.trained = False
         self.settled = False
 
     @property
@@ -52,6 +59,7 @@ class Watch:
         return {
             _OPERATIONS: lambda module: _note_calls(module.MPI_LIB, self),
             _LOOPS: self._look_at_training,
+            **dict.fromkeys(_OPTIMIZERS, self._look_at_steps),
             **dict.fromkeys(_HOROVODS_KERAS, self._look_at),
         }
 
@@ -81,18 +89,27 @@ class Watch:
 
         module.CallbackList.on_train_begin = tell
 
+    def _look_at_steps(self, module: ModuleType) -> None:
+        name, method = _OPTIMIZERS[module.__name__]
+        optimizer = getattr(module, name)
+        apply = getattr(optimizer, method)
+
+        @functools.wraps(apply)
+        def note(*args: Any, **kwargs: Any) -> Any:
+            self.trained = True
+            setattr(optimizer, method, apply)
+            return apply(*args, **kwargs)
+
+        setattr(optimizer, method, note)
+
     def _is_sound(self) -> bool:
-        loaded = sys.modules
-        return self.settled or "keras" not in loaded or any(name in loaded for name in _OTHER_WAYS)
+        return self.settled or any(name in sys.modules for name in _OTHER_WAYS)
 
     def complaint(self) -> str:
         """The warning at the end of a script that succeeded; empty if there is none."""
-        if self._is_sound():
+        if self._is_sound() or not self.trained:
             return ""
-        return (
-            f"the {size_of(os.environ)} ranks never exchanged a value: if this script trains, every rank trained its "
-            f"own model. {_CHANGE}"
-        )
+        return f"the {size_of(os.environ)} ranks never exchanged a value: each of them trained its own model. {_CHANGE}"
 
 
 def watch() -> Watch | None:

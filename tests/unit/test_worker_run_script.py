@@ -152,6 +152,7 @@ def test_a_missing_script(tmp_path: Path) -> None:
     assert result.stderr.startswith("no such script: none.py")
 
 
+APPLY = "class %s:\n    def %s(self, gradients):\n        return gradients\n"
 # Stand-ins for the modules that a script imports: what counts is their names and that operations are called.
 STAND_INS = {
     "keras/__init__.py": "",
@@ -159,6 +160,9 @@ STAND_INS = {
         "from hvdtrain.worker.phases import _LOOP_PHASES\n"
         "CallbackList = type('CallbackList', (), {name: lambda self: None for name in _LOOP_PHASES})\n"
     ),
+    "keras/src/optimizers/base_optimizer.py": APPLY % ("BaseOptimizer", "apply"),
+    "tf_keras/__init__.py": "",
+    "tf_keras/src/optimizers/optimizer.py": APPLY % ("Optimizer", "apply_gradients"),
     "horovod/__init__.py": "",
     "horovod/tensorflow/__init__.py": "from horovod.tensorflow import mpi_ops\n",
     "horovod/tensorflow/keras.py": "from horovod.tensorflow import mpi_ops\n",
@@ -168,6 +172,13 @@ STAND_INS = {
     ),
 }
 IMPORT = "import keras\nfrom horovod.tensorflow import mpi_ops\n"
+STEPS = (
+    "from keras.src.optimizers.base_optimizer import BaseOptimizer\n"
+    "assert [BaseOptimizer().apply(gradients) for gradients in (1, 2)] == [1, 2]\n"
+)
+STEP_OF_KERAS_2 = (
+    "from tf_keras.src.optimizers.optimizer import Optimizer\nOptimizer().apply_gradients(1)\n"
+)
 FIT = (
     "from keras.src.callbacks.callback_list import CallbackList\nCallbackList().on_train_begin()\n"
 )
@@ -179,24 +190,31 @@ NOTHING = "horovod.tensorflow.keras does nothing on Keras 3"
 @pytest.mark.parametrize(
     ("script", "said", "environment"),
     [
-        ("import keras", APART, {}),
-        ("import keras, sys; sys.exit(0)", APART, {}),
-        (IMPORT, APART, {}),
+        ("import keras", "", {}),
+        (STEPS, APART, {}),
+        (STEPS + "raise SystemExit(0)", APART, {}),
+        (IMPORT, "", {}),
+        (IMPORT + STEPS, APART, {}),
         (FIT + "raise SystemExit(1)", AT_ONCE, {}),
-        (FIT, AT_ONCE, {}),
-        (IMPORT + FIT, APART, {}),
-        (IMPORT + "mpi_ops.MPI_LIB.horovod_broadcast(1)", APART, {}),
+        (FIT + STEPS, AT_ONCE, {}),
+        (IMPORT + FIT + STEPS, APART, {}),
+        (IMPORT + STEPS + "mpi_ops.MPI_LIB.horovod_broadcast(1)", APART, {}),
         (
-            IMPORT + "assert [mpi_ops.MPI_LIB.horovod_allreduce(n) for n in (1, 2)] == [1, 2]",
+            IMPORT
+            + STEPS
+            + "assert [mpi_ops.MPI_LIB.horovod_allreduce(n) for n in (1, 2)] == [1, 2]",
             "",
             {},
         ),
-        ("import keras, horovod.tensorflow.keras", NOTHING, {}),
-        ("import keras, horovod.tensorflow.keras", APART, {"TF_USE_LEGACY_KERAS": "1"}),
-        ("import os", "", {}),
-        ("import keras", "", {"HOROVOD_RANK": "1"}),
-        ("import keras", "", {"HOROVOD_SIZE": "1"}),
-        ("import keras, sys; sys.exit(1)", "", {}),
+        ("import horovod.tensorflow.keras", NOTHING, {}),
+        (
+            "import horovod.tensorflow.keras\n" + STEP_OF_KERAS_2,
+            APART,
+            {"TF_USE_LEGACY_KERAS": "1"},
+        ),
+        (STEPS, "", {"HOROVOD_RANK": "1"}),
+        (STEPS, "", {"HOROVOD_SIZE": "1"}),
+        (STEPS + "raise SystemExit(1)", "", {}),
     ],
 )
 def test_ranks_that_train_apart_are_told(
