@@ -53,6 +53,7 @@ COMMANDS = {
     "logs": ("hvdtrain.cli.logs:logs", "Show the output of a run, a Slurm job or a container."),
     "new": ("hvdtrain.cli.new:new", "Copy a training script and its configuration, to edit."),
     "ps": ("hvdtrain.cli.ps:ps", "List running jobs, with phase and step."),
+    "report": ("hvdtrain.cli.report:report", "Draw a page about training runs."),
     "run": ("hvdtrain.cli.run:run", "Run a training script on several workers."),
     "stop": ("hvdtrain.cli.stop:stop", "End a run, a Slurm job or a container."),
     "strategies": (

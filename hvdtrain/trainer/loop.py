@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ from hvdtrain.trainer.resume import Position, SavedFit
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
-from hvdtrain.trainer.stragglers import COLUMNS, StragglerWatch
+from hvdtrain.trainer.stragglers import StragglerWatch
 from hvdtrain.worker.heartbeat import in_phase
 
 
@@ -104,11 +105,15 @@ class Loop:
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train; return Keras's History."""
-        if self.saved is None:
-            return self._fit(plan, None)
-        facts = facts_of(self.config, plan.train, plan.validation, self.model, plan.callbacks)
-        with self.saved.opened(plan.initial_epoch, facts) as position:
-            return self._fit(plan, position)
+        with ExitStack() as blocks:
+            if self.run_dir is not None:
+                blocks.enter_context(self.run_dir.events.watching())
+            if self.saved is None:
+                return self._fit(plan, None)
+            facts = facts_of(self.config, plan.train, plan.validation, self.model, plan.callbacks)
+            return self._fit(
+                plan, blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
+            )
 
     def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
         """Train from where `resumed` says; None: from the beginning."""
@@ -136,8 +141,10 @@ class Loop:
         if self.saved is None:
             self._in_run_dir(lambda run_dir: run_dir.begin(first))
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
-        self._write_config(plan)
         begin = resumed or Position(first)
+        self._write_config(plan)
+        if not begin.stopped and begin.epoch < plan.epochs:
+            self._begin_events(plan, begin)
         if resumed is not None:
             self._tell(resumed, plan)
             if not resumed.stopped and resumed.epoch < plan.epochs:
@@ -148,7 +155,9 @@ class Loop:
         stragglers = StragglerWatch()
         for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
             logs = self._epoch(plan, epoch, callbacks, begin, states)
-            self._write_rank_times(stragglers.look(epoch))
+            times = stragglers.look(epoch)
+            if times and self.run_dir is not None:
+                self.run_dir.events.note("ranks", epoch=epoch + 1, **times)
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None and states is not None:
                 last = stopped or epoch + 1 == plan.epochs
@@ -216,6 +225,8 @@ class Loop:
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
+        if self.run_dir is not None:
+            self.run_dir.events.begin_steps()
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
@@ -230,7 +241,11 @@ class Loop:
             share = group[-1]
             if self.losses is not None:
                 self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)
-            progress.step(len(group), sum(s.global_examples for s in group), step_logs)
+            examples = sum(s.global_examples for s in group)
+            progress.step(len(group), examples, step_logs)
+            if self.run_dir is not None:
+                facts = partial(self._step_facts, epoch, done + len(group), step_logs)
+                self.run_dir.events.count(len(group), examples, facts)
             with (
                 self._shown(step_logs, share, global_batches) as shown,
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
@@ -250,6 +265,9 @@ class Loop:
         if self.losses is not None:
             self.losses.look(epoch_ends=True)
         progress.stop()
+        if self.run_dir is not None:
+            facts = partial(self._step_facts, epoch, done, step_logs)
+            self.run_dir.events.count(0, 0, facts, last=True)
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
         if plan.validates_after(epoch):
@@ -384,10 +402,32 @@ class Loop:
         line = epoch_line(epoch, logs, validated, seconds, rate)
         if self.run_dir is not None and self.rank.is_first:
             self.run_dir.metrics.append([line[0]], line[1])
+            speed = {"seconds": seconds, "examples_per_second": rate}
+            self.run_dir.events.note(
+                "epoch", epoch=epoch + 1, values=logs, learning_rate=self._learning_rate(), **speed
+            )
 
-    def _write_rank_times(self, rows: Sequence[dict[str, Any]]) -> None:
-        if rows and self.run_dir is not None and self.rank.is_first:
-            self.run_dir.rank_times.append(rows, COLUMNS)
+    def _begin_events(self, plan: FitPlan, begin: Position) -> None:
+        if self.run_dir is not None and self.rank.is_first:
+            self.run_dir.events.begin(
+                workers=self.rank.size,
+                epochs=plan.epochs,
+                steps_per_epoch=plan.train.steps_per_epoch,
+                examples=plan.train.examples,
+                epoch=begin.epoch + 1,
+                step=begin.step + 1,
+                host=socket.gethostname(),
+            )
+
+    def _step_facts(self, epoch: int, step: int, logs: Logs) -> dict[str, Any]:
+        """What the log of events says of a step."""
+        rate = self._learning_rate()
+        return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "values": dict(logs)}
+
+    def _learning_rate(self) -> float | None:
+        """That of the model's optimizer; a model with several of its own has none."""
+        optimizer = getattr(self.model, "optimizer", None)
+        return None if optimizer is None else float(optimizer.learning_rate)
 
 
 def callbacks_with_history(

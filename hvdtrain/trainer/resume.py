@@ -340,7 +340,11 @@ class SavedFit:
         # A pass over all memory, for which no step waits.
         require_finite(content.arrays.items(), untrained)
         self._lock = lock_kept(self._folder, self._name, self._lock)
+        began = time.monotonic()
         path = save(self._folder, steps, content, self._schedule.keep)
+        self._run_dir.events.note(
+            "checkpoint", steps=steps, bytes=path.stat().st_size, seconds=time.monotonic() - began
+        )
         tell_saved(ON_DISK)
         if self._mirror is not None:
             self._mirror.copy(path)

@@ -1,4 +1,4 @@
-"""The folder of a run: config.json, metrics.csv, rank_times.csv and the final model. Rank 0 writes it."""
+"""The folder of a run: config.json, metrics.csv, events.jsonl and the final model. Rank 0 writes it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UsageError, warn_user
+from hvdtrain.trainer.event_log import EVENTS, EventLog
 
 CONFIG = "config.json"
 METRICS = "metrics.csv"
-RANK_TIMES = "rank_times.csv"
 MODEL = "model.keras"
 
 
 class RunDir:
     """Files of one run. config.json and the model are complete or absent: each is written beside its place and
-    renamed. metrics.csv grows by a line per epoch, rank_times.csv by a line per rank and epoch."""
+    renamed. metrics.csv grows by a line per epoch, events.jsonl as described in `event_log`."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = EpochTable(self.path / METRICS)
-        self.rank_times = EpochTable(self.path / RANK_TIMES)
+        self.events = EventLog(self.path / EVENTS)
 
     def begin(self, first_epoch: int, continued: bool = False) -> None:
         """Make the folder.

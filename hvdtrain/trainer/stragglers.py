@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -32,8 +30,6 @@ OUTSIDE: dict[Phase, tuple[str, str]] = {
     "saving": ("saving", "Save less often, or to a faster disk"),
 }
 """Phase outside of steps -> what a rank does in it, and what to do about it."""
-COLUMNS = ["epoch", "rank", "steps", *OUTSIDE, "seconds"]
-"""Of rank_times.csv; all but the first two in seconds."""
 LEAST_SHARE = 0.05
 """Of an epoch that a rank must cost the others to be suspected: less is noise."""
 LEAST_SECONDS = 2.0
@@ -104,10 +100,11 @@ class StragglerWatch:
         self._lost = 0.0
         self._named: set[int] = set()
 
-    def look(self, epoch: int) -> Sequence[dict[str, Any]]:
-        """Return the rows of `epoch`, counted from 0, for rank_times.csv; none for a rank alone. A collective."""
+    def look(self, epoch: int) -> dict[str, list[float]]:
+        """Return the seconds of all ranks in each phase of `epoch`, counted from 0; empty for a rank alone. A
+        collective."""
         if self._ranks.size() == 1:
-            return []
+            return {}
         now = _times()
         mine, self._before = now - self._before, now
         everyone = self._ranks.allgather(mine[None], "hvdtrain_rank_times").numpy()
@@ -119,10 +116,7 @@ class StragglerWatch:
             self._named.add(found.rank)
             self._warn(found, epoch)
         self._lost += found.lost if found else 0.0
-        return [
-            dict(zip(COLUMNS, [epoch + 1, rank, *times.round(3).tolist()], strict=True))
-            for rank, times in enumerate(everyone)
-        ]
+        return dict(zip(("steps", *OUTSIDE, "seconds"), everyone.T.round(3).tolist(), strict=True))
 
     def _warn(self, slow: Straggler, epoch: int) -> None:
         what, advice = OUTSIDE[slow.phase]

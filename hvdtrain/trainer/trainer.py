@@ -83,7 +83,7 @@ class Trainer:
             "none"). The rate must be a number, not a schedule.
         precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy, set before the function
             `model` is called. A model passed as an instance must have been built with it. Default: the current one.
-        run_dir: folder for config.json, metrics.csv, rank_times.csv and the final model.keras. Default: none.
+        run_dir: folder for config.json, metrics.csv, events.jsonl and the final model.keras. Default: none.
         checkpoints: hvdtrain.Checkpoints: when to save in run_dir; the same script, run again, continues from there.
         resume: "auto": continue if run_dir holds a checkpoint; "must": fail without one; "never": fail with one.
         seed: for initial weights (if `model` is a function) and for shuffling.

@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from launch import Results, on_ranks
 
+from hvdtrain.report.charts import seconds_of_ranks
+from hvdtrain.report.run_record import read_run
+
 EXACT = 1e-5
 
 
@@ -108,17 +111,17 @@ def test_a_rank_that_the_others_wait_for_is_named(results: Results, folder: Path
     assert [len(one) for one in (first["slow"], second["slow"])] == [1, 0], "once, on rank 0"
     assert "Rank 1 (host " in first["slow"][0]
     assert " in callbacks, the others " in first["slow"][0]
-    with (folder / "runs" / "slow" / "rank_times.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["epoch"], row["rank"]) for row in rows] == [
-        (str(epoch), str(rank)) for epoch in range(1, 6) for rank in range(2)
-    ]
-    # The last sleep comes after the last line.
-    spent = [sum(float(r["callbacks"]) for r in rows if r["rank"] == rank) for rank in "01"]
+    run = read_run(folder / "runs" / "slow")
+    assert [epoch.number for epoch in run.epochs] == [1, 2, 3, 4, 5]
+    # The last sleep comes after the last event.
+    spent = [one["callbacks"] for one in seconds_of_ranks(run)]
     assert spent[1] - spent[0] >= 4 * 0.6 - 0.1, "as far as the other's callbacks took no time"
-    for row in rows:
-        parts = sum(float(row[name]) for name in ("steps", "input", "callbacks", "saving"))
-        assert 0 < parts <= float(row["seconds"]) + 0.01, row
+    for epoch in run.epochs:
+        *phases, seconds = epoch.ranks.values()
+        for rank, whole in enumerate(seconds):
+            assert 0 < sum(phase[rank] for phase in phases) <= whole + 0.01, epoch
+    assert run.end == "finished"
+    assert [one.text for one in run.occurrences if one.what == "warning"] == first["slow"]
 
 
 def test_run_dir(results: Results, folder: Path) -> None:
@@ -126,9 +129,9 @@ def test_run_dir(results: Results, folder: Path) -> None:
     run_dir = folder / "runs" / "one"
     assert sorted(p.name for p in run_dir.iterdir()) == [
         "config.json",
+        "events.jsonl",
         "metrics.csv",
         "model.keras",
-        "rank_times.csv",
     ]
     config = json.loads((run_dir / "config.json").read_text())
     assert config["workers"] == 2
@@ -140,6 +143,11 @@ def test_run_dir(results: Results, folder: Path) -> None:
     for name in ("loss", "val_loss"):
         assert [float(row[name]) for row in rows] == history[name]
     assert all(float(row["examples_per_second"]) > 0 for row in rows)
+    run = read_run(run_dir)
+    for name in ("loss", "val_loss"):
+        # Six digits of them.
+        assert [epoch.values[name] for epoch in run.epochs] == pytest.approx(history[name], 1e-5)
+    assert [epoch.step for epoch in run.epochs] == [run.steps // 3 * n for n in (1, 2, 3)]
     for found in ranks:
         assert "contains another run" in found["again"]
 

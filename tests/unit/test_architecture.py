@@ -41,7 +41,8 @@ ALLOWED = {
     "bench": LAUNCH | TRAIN | {"strategies", "parallel"},
     "doctor": LAUNCH | {"install"},
     "starters": set(),
-    "cli": LAUNCH | {"install", "bench", "doctor", "starters"},
+    "report": set(),
+    "cli": LAUNCH | {"install", "bench", "doctor", "report", "starters"},
     "start": LAUNCH,
 }
 COLLECTIVES = {

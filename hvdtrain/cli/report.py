@@ -1,0 +1,42 @@
+"""`hvdtrain report`: a page about runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from hvdtrain.errors import EngineError
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--output", "-o", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="File to write.  [default: report.html in the run's folder, or here for several runs]",
+)  # fmt: skip
+def report(runs: Sequence[Path], output: Path | None) -> None:
+    """Draw one HTML page about RUNS, the folders that Trainers got as run_dir.
+
+    It shows metrics over steps and time, speed, learning rate, how long each worker kept the others waiting, events and
+    settings, with several runs in one chart. The page is one file without scripts. A run that has not ended can be
+    drawn as well. Needs matplotlib: pip install "hvdtrain[report]".
+    """
+    from hvdtrain.report.page import page
+    from hvdtrain.report.run_record import read_run
+
+    found = [read_run(folder) for folder in runs]
+    names = [run.name for run in found]
+    if len(set(names)) < len(names):
+        found = [replace(run, name=str(path)) for run, path in zip(found, runs, strict=True)]
+    path = output or (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    text = page(found)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        raise EngineError(f"{path} cannot be written: {error.strerror or error}") from error
+    click.echo(path)

@@ -1,0 +1,229 @@
+"""The charts of a report, as SVG: curves of runs over steps or time, and the seconds of each worker."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import EngineError
+from hvdtrain.report.run_record import Point, RunRecord
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5b5b5b", "#8f7a00"]
+"""Told apart also by the colour-blind: Okabe and Ito 2008, with two darker ones for thin lines on white."""
+MOST_POINTS = 400
+"""Of a curve, so that the page of a long run stays small; a screen shows no more."""
+WIDTH, HEIGHT = 5.0, 3.1
+"""Inches; a page shows it at about this size, so that its text has the size of the text around it."""
+RANKS_SHOWN = 32
+"""Rows of the chart of workers; of more, those with the most seconds outside of steps."""
+OUTSIDE = {"input": "waiting for data", "callbacks": "callbacks", "saving": "saving"}
+"""Phases of a worker outside of steps, and how they are called."""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing.
+
+    Attributes:
+        title: what it shows.
+        svg: an <svg> element.
+        text: what a reader who does not see it needs to know.
+    """
+
+    title: str
+    svg: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a chart is drawn over.
+
+    Attributes:
+        label: of the axis.
+        of: a point's place on it.
+    """
+
+    label: str
+    of: Callable[[Point], float]
+
+
+STEPS = Over("step", lambda one: one.step)
+
+
+def over_time(runs: Sequence[RunRecord]) -> Over:
+    """Training time, in the unit that fits the longest run."""
+    longest = max(run.seconds for run in runs)
+    unit, size = next(
+        (u, s) for u, s in (("h", 3600), ("min", 60), ("s", 1)) if longest >= 2 * s or s == 1
+    )
+    return Over(f"training time ({unit})", lambda one: one.seconds / size)
+
+
+def metric_chart(runs: Sequence[RunRecord], name: str, over: Over) -> Chart:
+    """A metric of all runs: thin within epochs, with dots at their ends, dashed for the validation."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour in _coloured(runs):
+            within = [(over.of(w), w.values[name]) for w in run.windows if name in w.values]
+            _line(axes, within, color=colour, linewidth=0.8, alpha=0.5)
+            for key, style, word in ((name, "-", "training"), (f"val_{name}", "--", "validation")):
+                ends = [(over.of(e), e.values[key]) for e in run.epochs if key in e.values]
+                marker = "o" if len(ends) <= 30 else ""
+                label = f"{run.name}, {word}" if len(runs) > 1 else word
+                _line(axes, ends, color=colour, linestyle=style, marker=marker, label=label)
+
+    text = "; ".join(filter(None, (_told(run, name) for run in runs)))
+    return _chart(f"{name} by {over.label}", draw, over.label, text)
+
+
+def speed_chart(runs: Sequence[RunRecord], over: Over) -> Chart:
+    """Examples per second of all workers together."""
+
+    def draw(axes: Axes) -> None:
+        for run, colour in _coloured(runs):
+            points = [(over.of(w), w.examples_per_second) for w in run.windows]
+            _line(axes, points, color=colour, label=run.name if len(runs) > 1 else None)
+        axes.set_ylim(bottom=0)
+
+    rates = [(run.name, [w.examples_per_second for w in run.windows]) for run in runs]
+    text = "; ".join(f"{name}: median {_median(found):,.0f}" for name, found in rates if found)
+    return _chart("examples per second", draw, over.label, text)
+
+
+def rate_chart(runs: Sequence[RunRecord]) -> Chart | None:
+    """The learning rate; None if no run has one."""
+    found = [
+        (r, [(w.step, w.learning_rate) for w in r.windows if w.learning_rate is not None])
+        for r in runs
+    ]
+    if not any(points for _, points in found):
+        return None
+
+    def draw(axes: Axes) -> None:
+        for (run, points), (_, colour) in zip(found, _coloured(runs), strict=True):
+            _line(axes, points, color=colour, label=run.name if len(runs) > 1 else None)
+
+    text = "; ".join(
+        f"{run.name}: {points[0][1]:.3g} to {points[-1][1]:.3g}" for run, points in found if points
+    )
+    return _chart("learning rate", draw, "step", text)
+
+
+def workers_chart(run: RunRecord) -> Chart | None:
+    """How long each worker has spent outside of steps, where the others wait for it; None with one worker."""
+    sums = seconds_of_ranks(run)
+    if not sums:
+        return None
+    ranks = sorted(range(len(sums)), key=lambda r: -sum(sums[r].values()))[:RANKS_SHOWN]
+    shown = sorted(ranks)
+
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(shown)
+        for (phase, word), colour in zip(OUTSIDE.items(), COLOURS, strict=False):
+            widths = [sums[rank][phase] for rank in shown]
+            axes.barh([str(rank) for rank in shown], widths, left=left, color=colour, label=word)
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.set_ylabel("worker (rank)")
+
+    slowest = ranks[0]
+    phase = max(OUTSIDE, key=lambda name: sums[slowest][name])
+    text = (
+        f"worker {slowest} spent the most: {sum(sums[slowest].values()):,.1f} s, of which "
+        f"{sums[slowest][phase]:,.1f} s {OUTSIDE[phase]}"
+    )
+    return _chart(f"{run.name}: seconds outside of training steps", draw, "seconds", text)
+
+
+def seconds_of_ranks(run: RunRecord) -> list[dict[str, float]]:
+    """Seconds of each rank in the phases of OUTSIDE, over the epochs that as many workers trained as the last one."""
+    epochs = [epoch for epoch in run.epochs if epoch.ranks]
+    if not epochs:
+        return []
+    count = len(epochs[-1].ranks["seconds"])
+    alike = [epoch.ranks for epoch in epochs if len(epoch.ranks["seconds"]) == count]
+    return [
+        {phase: sum(one[phase][rank] for one in alike) for phase in OUTSIDE}
+        for rank in range(count)
+    ]
+
+
+def _coloured(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:
+    return [(run, COLOURS[number % len(COLOURS)]) for number, run in enumerate(runs)]
+
+
+def _line(axes: Axes, points: Sequence[tuple[float, Any]], **style: Any) -> None:
+    if points:
+        every = -(-len(points) // MOST_POINTS)
+        # The last point is where the run is now.
+        kept = [*points[:-1:every], points[-1]]
+        axes.plot(*zip(*kept, strict=True), **style)
+
+
+def _told(run: RunRecord, name: str) -> str:
+    words = []
+    for key, word in ((name, "training"), (f"val_{name}", "validation")):
+        found = [e.values[key] for e in run.epochs if key in e.values]
+        if found:
+            words.append(f"{word} {found[0]:.4g} to {found[-1]:.4g}")
+    return f"{run.name}: {', '.join(words)}" if words else ""
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> Chart:
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise EngineError(
+            'hvdtrain report draws with matplotlib: pip install "hvdtrain[report]"'
+        ) from error
+    settings: Any = {
+        "svg.fonttype": "none",  # Text stays text: small, selectable, in the page's font.
+        "svg.hashsalt": title,  # The same run gives the same page.
+        "font.size": 11,
+        "text.parse_math": False,  # A name may contain dollars.
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e4e4e4",
+        "legend.frameon": False,
+        "legend.fontsize": 10,
+    }
+    with matplotlib.rc_context(settings):
+        figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+        axes = figure.add_subplot()
+        draw(axes)
+        axes.set_xlabel(label)
+        if label == STEPS.label:
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_axisbelow(True)
+        if axes.get_legend_handles_labels()[0]:
+            # Where it hides nothing.
+            figure.legend(loc="outside upper left", ncols=3)
+        drawn = io.StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return Chart(title, _inline(drawn.getvalue(), title), text)
+
+
+def _inline(svg: str, title: str) -> str:
+    """The element alone, which takes the width that it is given, with names that no other chart on the page has."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"font: ([^;\"]*?)'[^\"]*?'[^;\"]*", r"font: \1system-ui, sans-serif", svg)
+    mark = re.sub(r"\W+", "-", title)
+    svg = re.sub(r'\bid="', f'id="{mark}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{mark}-", svg)
+    return svg.replace("<svg ", '<svg aria-hidden="true" ', 1)

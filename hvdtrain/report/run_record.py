@@ -1,0 +1,300 @@
+"""What the folder of a run tells, read from its events.jsonl and config.json.
+
+A run that was killed has trained some steps twice: what counts is what it trained last. Damaged lines are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UsageError
+
+EVENTS = "events.jsonl"
+CONFIG = "config.json"
+LIVE_SECONDS = 60.0
+"""A run without an end is still at work if it has written something in this time."""
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment in a run.
+
+    Attributes:
+        step: the last one, counted from 1 over all epochs.
+        seconds: of training so far, without the time between the processes of a run that was started again.
+        values: of losses and metrics; those of the validation begin with val_.
+    """
+
+    step: int
+    seconds: float
+    values: Values
+
+
+@dataclass(frozen=True)
+class Window(Point):
+    """The end of some steps in a row; the values are those of rank 0 in the epoch so far.
+
+    Attributes:
+        examples_per_second: of all workers, in these steps.
+        slowest: seconds of the slowest step.
+        learning_rate: None if the model has several optimizers.
+    """
+
+    examples_per_second: float
+    slowest: float
+    learning_rate: float | None
+
+
+@dataclass(frozen=True)
+class Epoch(Point):
+    """The end of an epoch; the values are those of all workers.
+
+    Attributes:
+        number: counted from 1.
+        ranks: phase -> seconds of each rank; empty with one worker.
+    """
+
+    number: int
+    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Something that happened once.
+
+    Attributes:
+        clock: seconds since 1970.
+        step: after which one, see Point.
+        what: such as "resumed".
+        text: about it.
+    """
+
+    clock: float
+    step: int
+    what: str
+    text: str
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run.
+
+    Attributes:
+        name: of its folder.
+        config: see config.json.
+        workers: that trained last.
+        epochs_planned: in the last process.
+        windows: in order.
+        epochs: in order.
+        occurrences: in order.
+        checkpoints: how many were written.
+        end: how it ended; empty if it did not, see `is_live`.
+        is_live: whether it has no end, and has written something in the last minute.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    workers: int
+    epochs_planned: int
+    windows: Sequence[Window]
+    epochs: Sequence[Epoch]
+    occurrences: Sequence[Occurrence]
+    checkpoints: int
+    end: str
+    is_live: bool
+
+    @property
+    def points(self) -> Sequence[Point]:
+        """All moments that are known."""
+        return [*self.windows, *self.epochs]
+
+    @property
+    def steps(self) -> int:
+        """Trained so far."""
+        return max((point.step for point in self.points), default=0)
+
+    @property
+    def seconds(self) -> float:
+        """Of training so far, see Point."""
+        return max((point.seconds for point in self.points), default=0.0)
+
+    @property
+    def state(self) -> str:
+        """How the run is."""
+        if self.end:
+            return self.end
+        return "running" if self.is_live else "ended without a word (killed?)"
+
+    def metrics(self) -> list[str]:
+        """The names of its values, without those of the validation; the loss first."""
+        names = dict.fromkeys(
+            name.removeprefix("val_") for one in self.points for name in one.values
+        )
+        return sorted(names, key=lambda name: name != "loss")
+
+
+def read_run(folder: Path, now: float | None = None) -> RunRecord:
+    """Read the folder of a run.
+
+    Args:
+        folder: a Trainer's run_dir.
+        now: seconds since 1970; None: ask the clock.
+
+    Raises:
+        UsageError: it holds no events.
+    """
+    path = folder / EVENTS
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise UsageError(
+            f"{folder} holds no run: {EVENTS} cannot be read ({error.strerror or error}). Name a folder that a Trainer "
+            "got as run_dir"
+        ) from error
+    reader = _Reader()
+    for event in _events(lines):
+        reader.take(event)
+    if not reader.workers:
+        raise UsageError(f"{path} holds no event: has the training begun?")
+    now = time.time() if now is None else now
+    return RunRecord(
+        name=folder.resolve().name,
+        config=_config(folder / CONFIG),
+        workers=reader.workers,
+        epochs_planned=reader.epochs_planned,
+        windows=[w for windows in reader.windows.values() for w in windows],
+        epochs=list(reader.epochs.values()),
+        occurrences=reader.occurrences,
+        checkpoints=reader.checkpoints,
+        end=reader.end,
+        is_live=not reader.end and now - reader.clock < LIVE_SECONDS,
+    )
+
+
+def _events(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and isinstance(event.get("time"), int | float):
+            yield event
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Reader:
+    """Takes the events of a run in their order.
+
+    Attributes:
+        windows, epochs: by the epoch's number.
+        clock: of the last event.
+    """
+
+    def __init__(self) -> None:
+        self.windows: dict[int, list[Window]] = {}
+        self.epochs: dict[int, Epoch] = {}
+        self.occurrences: list[Occurrence] = []
+        self.workers = self.epochs_planned = self.checkpoints = 0
+        self.end = ""
+        self.clock = 0.0
+        self._began = 0.0
+        self._before = 0.0  # Seconds of training in earlier processes.
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take one; what lacks a field is left out."""
+        kind = f"_{event.get('event')}"
+        known = {
+            "_begin": self._begin, "_steps": self._steps, "_epoch": self._epoch, "_ranks": self._ranks,
+            "_checkpoint": self._checkpoint, "_warning": self._warning, "_end": self._end,
+        }  # fmt: skip
+        clock = float(event["time"])
+        try:
+            if kind in known:
+                known[kind](event, clock)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return
+        self.clock = max(self.clock, clock)
+
+    def _begin(self, event: Mapping[str, Any], clock: float) -> None:
+        workers, epoch, step = int(event["workers"]), int(event["epoch"]), int(event["step"])
+        if self.workers:
+            self._before += max(0.0, self.clock - self._began)
+            with_workers = f"{workers} workers" if workers != 1 else "1 worker"
+            told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
+            self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
+        self._began, self.workers, self.epochs_planned = clock, workers, int(event["epochs"])
+        self.end = ""
+        # What was trained after the checkpoint is trained again.
+        for number in [n for n in self.windows if n >= epoch]:
+            offset = self._steps_before(number)
+            kept = [w for w in self.windows[number] if number == epoch and w.step - offset < step]
+            self.windows[number] = kept
+        self.epochs = {n: one for n, one in self.epochs.items() if n < epoch}
+
+    def _steps(self, event: Mapping[str, Any], clock: float) -> None:
+        epoch, seconds = int(event["epoch"]), float(event["seconds"])
+        rate = event.get("learning_rate")
+        self.windows.setdefault(epoch, []).append(
+            Window(
+                step=self._steps_before(epoch) + int(event["step"]),
+                seconds=self._at(clock),
+                examples_per_second=float(event["examples"]) / max(seconds, 1e-9),
+                slowest=float(event["slowest"]),
+                learning_rate=None if rate is None else float(rate),
+                values=_numbers(event["values"]),
+            )
+        )
+
+    def _epoch(self, event: Mapping[str, Any], clock: float) -> None:
+        number = int(event["epoch"])
+        values, step = _numbers(event["values"]), self._last_step()
+        self.epochs[number] = Epoch(step, self._at(clock), values, number)
+
+    def _ranks(self, event: Mapping[str, Any], clock: float) -> None:
+        found = self.epochs[int(event["epoch"])]
+        phases = {name: one for name, one in event.items() if isinstance(one, list)}
+        ranks = {name: [float(seconds) for seconds in one] for name, one in phases.items()}
+        self.epochs[found.number] = replace(found, ranks=ranks)
+
+    def _checkpoint(self, event: Mapping[str, Any], clock: float) -> None:
+        self.checkpoints += 1
+
+    def _warning(self, event: Mapping[str, Any], clock: float) -> None:
+        self._happened(clock, "warning", str(event["text"]))
+
+    def _end(self, event: Mapping[str, Any], clock: float) -> None:
+        self.end = str(event["how"])
+        self._happened(clock, "end", self.end)
+
+    def _happened(self, clock: float, what: str, text: str) -> None:
+        self.occurrences.append(Occurrence(clock, self._last_step(), what, text))
+
+    def _at(self, clock: float) -> float:
+        return self._before + clock - self._began
+
+    def _steps_before(self, epoch: int) -> int:
+        """Steps of the epochs before, which may have different numbers of them."""
+        ends = [w[-1].step for number, w in self.windows.items() if number < epoch and w]
+        return max(ends, default=0)
+
+    def _last_step(self) -> int:
+        return max((w[-1].step for w in self.windows.values() if w), default=0)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Those that are numbers; what was nan or inf is left out."""
+    return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
