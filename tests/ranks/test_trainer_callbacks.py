@@ -121,7 +121,7 @@ def test_a_rank_that_the_others_wait_for_is_named(results: Results, folder: Path
         for rank, whole in enumerate(seconds):
             assert 0 < sum(phase[rank] for phase in phases) <= whole + 0.01, epoch
     assert run.end == "finished"
-    assert [one.text for one in run.occurrences if one.what == "warning"] == first["slow"]
+    assert first["slow"][0] in [one.text for one in run.occurrences if one.what == "warning"]
 
 
 def test_run_dir(results: Results, folder: Path) -> None:
