@@ -1,4 +1,4 @@
-"""What rank 0 shows while it works: Keras's progress bar, or one line per epoch, with examples per second."""
+"""What rank 0 shows while it works: Keras's progress bar, or a line per epoch and minute, with examples per second."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from hvdtrain.environment import TERMINAL
 from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank
 
+LINE_SECONDS = 60.0
+"""Between two lines about one epoch, where there is no bar."""
+
 
 def resolve_verbose(verbose: str | int, rank: Rank) -> int:
-    """Return 0 (silent), 1 (bar) or 2 (one line an epoch); "auto" is a bar on a terminal."""
+    """Return 0 (silent), 1 (bar) or 2 (lines); "auto" is a bar on a terminal."""
     if verbose not in ("auto", 0, 1, 2):
         raise UsageError(f"verbose={verbose!r}: choose 'auto', 0, 1 or 2")
     if not rank.is_first:
@@ -42,9 +45,10 @@ class Progress:
         self._verbose = verbose
         self._title = title
         self._examples = 0
-        self._steps = done
+        self._steps = self._first = done
+        self._total = steps
         self._bar: Any = None
-        self._start = time.perf_counter()
+        self._start = self._told = time.perf_counter()
         self._seconds: float | None = None
         if verbose == 1:
             print(title)
@@ -61,11 +65,14 @@ class Progress:
         return self._examples / max(self.seconds, 1e-9)
 
     def step(self, steps: int, global_examples: int, logs: dict[str, Any]) -> None:
-        """Count `steps` with their examples and, with a bar, show this rank's running values."""
+        """Count `steps` with their examples and, with a bar or after a minute, show this rank's running values."""
         self._steps += steps
         self._examples += global_examples
         if self._bar is not None:
             self._show(logs, finalize=False)
+        elif self._verbose == 2 and time.perf_counter() - self._told >= LINE_SECONDS:
+            self._told = time.perf_counter()
+            self._print(f"step {self._steps:,}{self._left()}", logs)
 
     def stop(self) -> None:
         """Stop the clock: what follows (validation, callbacks) does not count."""
@@ -76,9 +83,19 @@ class Progress:
         if self._bar is not None:
             self._show(logs, finalize=True)
         elif self._verbose == 2:
-            values = "".join(f"  {name}: {np.mean(value):.4g}" for name, value in logs.items())
-            rate = f"{self.examples_per_second:,.0f} examples/s"
-            print(f"{self._title}  {self.seconds:.1f}s  {rate}{values}", flush=True)
+            self._print(f"{self.seconds:.1f}s", logs)
+
+    def _print(self, place: str, logs: dict[str, Any]) -> None:
+        values = "".join(f"  {name}: {np.mean(value):.4g}" for name, value in logs.items())
+        rate = f"{self.examples_per_second:,.0f} examples/s"
+        print(f"{self._title}  {place}  {rate}{values}", flush=True)
+
+    def _left(self) -> str:
+        """How many steps there are, and how long the rest will take if it takes as long as those before."""
+        if self._total is None:
+            return ""
+        each = self.seconds / (self._steps - self._first)
+        return f"/{self._total:,}, {each * (self._total - self._steps) / 60:.0f} min left"
 
     def _show(self, logs: dict[str, Any], finalize: bool) -> None:
         shown = {**logs, "examples/s": round(self.examples_per_second)}

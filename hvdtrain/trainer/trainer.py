@@ -235,7 +235,7 @@ class Trainer:
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
                 of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
             initial_epoch: epoch to start from, counted from 0.
-            verbose: 0 (silent), 1 (progress bar), 2 (one line per epoch) or "auto"; shown by rank 0.
+            verbose: 0 (silent), 1 (progress bar), 2 (a line per epoch and per minute) or "auto"; shown by rank 0.
 
         Raises:
             UsageError: arguments or data that cannot work.
