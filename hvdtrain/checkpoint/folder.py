@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def save(
         disk: the file system.
 
     Raises:
-        OSError: it cannot be written; those before it are all there.
+        OSError: it cannot be written; names the file. Those before it are all there, and nothing else is.
     """
     final = folder / f"{PREFIX}{number:09d}"
     temporary = folder / f"{UNFINISHED}{number:09d}"
@@ -102,10 +103,16 @@ def save(
         if left.name.startswith(UNFINISHED):
             disk.remove(left)
     parts = encoded_parts({"format": FORMAT, **vars(checkpoint)})
-    disk.write(temporary, [_checksum(parts), *parts])
-    disk.flush(temporary)
-    disk.rename(temporary, final)
-    disk.flush(folder)
+    try:
+        disk.write(temporary, [_checksum(parts), *parts])
+        disk.flush(temporary)
+        disk.rename(temporary, final)
+        disk.flush(folder)
+    except OSError as error:
+        with suppress(OSError):
+            disk.remove(temporary)  # On a full disk others have use for the room.
+        error.filename = error.filename or str(final)
+        raise
     found = newest_first({*there, final})
     here = found.index(final)
     # Newer ones were damaged: the training would have gone on from them.
