@@ -52,6 +52,17 @@ class CallbackStates:
             else:
                 vars(callback).update(states[name])
 
+    def exchange_averages(self, states: Mapping[str, Any]) -> None:
+        """Let averages of weights be in the model if they are now, where the model is that of `states`, as from `take`.
+
+        SwapEMAWeights exchanges them at the ends of epochs.
+        """
+        for name, callback in self._callbacks.items():
+            if isinstance(callback, keras.callbacks.SwapEMAWeights):
+                before = states.get(name, {}).get("_ema_weights_in_model", False)
+                if before != callback._ema_weights_in_model:
+                    callback._swap_variables()
+
     def _state(self, name: str, callback: Any) -> Any:
         if _speaks(callback):
             return callback.get_state()

@@ -134,7 +134,8 @@ class Loop:
         self.model.stop_training = False
         with self.strategy.restored_by_first(self.model):
             callbacks.on_train_begin()
-        states = CallbackStates(callbacks_with_history(own, callbacks)) if self.saved else None
+        if self.saved is not None:
+            self.saved.callbacks = CallbackStates(callbacks_with_history(own, callbacks))
         # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
@@ -150,21 +151,21 @@ class Loop:
             if not resumed.stopped and resumed.epoch < plan.epochs:
                 self._skip(plan, range(first, resumed.epoch))
             if resumed.step == 0:
-                self._restore(states)
+                self._restore()
         logs: Logs = {}
         stragglers = StragglerWatch()
         for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
-            logs = self._epoch(plan, epoch, callbacks, begin, states)
+            logs = self._epoch(plan, epoch, callbacks, begin)
             times = stragglers.look(epoch)
             if times and self.run_dir is not None:
                 self.run_dir.events.note("ranks", epoch=epoch + 1, **times)
             stopped = any_rank(bool(self.model.stop_training), "stop")
-            if self.saved is not None and states is not None:
+            if self.saved is not None:
                 last = stopped or epoch + 1 == plan.epochs
                 # However few steps an epoch has, and however long its validation took.
                 ends = not last and self.saved.is_told_to_end(now=True)
                 with in_phase("saving"):
-                    self.saved.save(self.model, states, {}, epoch + 1, 0, stopped, last or ends)
+                    self.saved.save(self.model, {}, epoch + 1, 0, stopped, last or ends)
                 if ends:
                     raise self.saved.preempted()
             if stopped:
@@ -197,7 +198,6 @@ class Loop:
         epoch: int,
         callbacks: keras.callbacks.CallbackList,
         begin: Position,
-        states: CallbackStates | None,
     ) -> Logs:
         """Train one epoch, the first one from the step of `begin` on; return its logs, those of all workers."""
         check_first_step = epoch == begin.epoch
@@ -216,7 +216,7 @@ class Loop:
             read = not plan.train.agreed
             seen = checksum_of(itertools.islice(shares, skip)) if read else None
             # Behind on_epoch_begin, which has run for this epoch before, and may have changed something once more.
-            self._restore(states)
+            self._restore()
             if self.saved is not None and seen is not None:
                 self.saved.require_seen(seen)
         # As in Keras, an epoch that is stopped before it begins has one step.
@@ -230,8 +230,8 @@ class Loop:
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
-            if self.saved is not None and states is not None and done > skip:
-                self._save_if_due(self.saved, states, step_logs, epoch, done)
+            if self.saved is not None and done > skip:
+                self._save_if_due(self.saved, step_logs, epoch, done)
             if self.losses is not None:
                 self.losses.look()
             if self.probe and done == 0 and check_first_step:
@@ -323,13 +323,11 @@ class Loop:
             evaluations = [0 for epoch in epochs if plan.validates_after(epoch)]
             plan.validation.skip(evaluations, part.index, part.count)
 
-    def _restore(self, states: CallbackStates | None) -> None:
-        assert self.saved is not None and states is not None
-        self.saved.give(self.model, states)
+    def _restore(self) -> None:
+        assert self.saved is not None
+        self.saved.give(self.model)
 
-    def _save_if_due(
-        self, saved: SavedFit, states: CallbackStates, step_logs: Logs, epoch: int, done: int
-    ) -> None:
+    def _save_if_due(self, saved: SavedFit, step_logs: Logs, epoch: int, done: int) -> None:
         """Raises Preempted if the job was told to end."""
         ends = saved.is_told_to_end()
         if ends or saved.is_due():
@@ -339,7 +337,7 @@ class Loop:
             rewound = self.losses is not None and self.losses.look(now=True)
             if ends or not rewound:
                 with in_phase("saving"):
-                    saved.save(self.model, states, step_logs, epoch, done, last=ends)
+                    saved.save(self.model, step_logs, epoch, done, last=ends)
         if ends:
             raise saved.preempted()
 

@@ -86,6 +86,7 @@ class SavedFit:
         saved_steps: as `steps`, when saving was last due.
         exists: whether a checkpoint is known to be written; rank 0 may be writing the first one.
         seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
+        callbacks: of this rank, as soon as training has begun.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class SavedFit:
     ) -> None:
         self.steps = self.saved_steps = self.seen = 0
         self.exists = False
+        self.callbacks = CallbackStates([])
         self._schedule = schedule
         self._resume = resume
         self._run_dir = run_dir
@@ -106,6 +108,7 @@ class SavedFit:
         self._alike = True
         self._writing: Writing | None = None
         self._failures: list[str] = []  # In a row, on rank 0.
+        self._same_as: dict[int, int] = {}  # By steps: checkpoints that are an earlier one again.
         self._mirror: Mirror | None = None
         self._opened = False
         self._preemption = Preemption(file=schedule.preemption_file)
@@ -182,7 +185,7 @@ class SavedFit:
             refuse_parts(self._found.ranks[0]["process"]["callbacks"])
         return {"position": before["position"], "alike": alike}
 
-    def give(self, model: keras.Model, callbacks: CallbackStates) -> None:
+    def give(self, model: keras.Model) -> None:
         """Set model and callbacks to what was found. A collective.
 
         Raises:
@@ -198,10 +201,10 @@ class SavedFit:
                 "Choose a new run_dir, or restore the model"
             ) from error
         self.seen = states["seen"]
-        callbacks.give(states["callbacks"])
+        self.callbacks.give(states["callbacks"])
 
     def rewind(self, model: keras.Model, epoch: int, epoch_ends: bool) -> int | None:
-        """Set the model to the newest checkpoint, while the data goes on; return its number of steps. A collective.
+        """Set the model to the newest checkpoint, while data and callbacks go on; return its steps. A collective.
 
         A learning rate that is a number stays as it is.
 
@@ -211,7 +214,7 @@ class SavedFit:
             epoch_ends: no step of it follows: the metrics stay as they are, rather than show nothing or that epoch.
 
         Returns:
-            None if there is no checkpoint.
+            None if there is no checkpoint. Where none was trained since another return, that one's.
         """
         self._finish_writing()
         found: Checkpoint | None = None
@@ -236,7 +239,8 @@ class SavedFit:
         rate = rate_variable(model.optimizer)
         # Callbacks, which go on, have set it for this epoch.
         kept = None if rate is None else rate.numpy()
-        self._state_of(model).give_variables(arrays, ranks, position["alike"])
+        own = self._state_of(model).give_variables(arrays, ranks, position["alike"])
+        self.callbacks.exchange_averages(own["process"]["callbacks"])
         if rate is not None:
             rate.assign(kept)
         within = position["epoch"] == epoch and position["step"] > 0
@@ -244,7 +248,10 @@ class SavedFit:
             write_state(model.metrics, counted)
         elif not within:
             self._strategy.reset_metrics(model)
-        return int(position["steps"])
+        steps = int(position["steps"])
+        steps = self._same_as.get(steps, steps)
+        self._same_as[self.steps] = steps
+        return steps
 
     def require_seen(self, seen: int) -> None:
         """Raise UsageError unless the batches that were trained before came once more. A collective."""
@@ -281,7 +288,6 @@ class SavedFit:
     def save(
         self,
         model: keras.Model,
-        callbacks: CallbackStates,
         logs: Logs,
         epoch: int,
         step: int = 0,
@@ -295,7 +301,6 @@ class SavedFit:
 
         Args:
             model: whose steps are finished.
-            callbacks: of this rank.
             logs: of the last step.
             epoch: see Position.
             step: see Position.
@@ -310,7 +315,7 @@ class SavedFit:
             self._finish_writing()
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         state = self._state_of(model)
-        own = state.own({"callbacks": callbacks.take(), "seen": self.seen}, rules)
+        own = state.own({"callbacks": self.callbacks.take(), "seen": self.seen}, rules)
         # Only rank 0 writes, so that only there anything is.
         failed = self._failed_too_often()
         here = [self._writing is not None, self.exists, failed is not None, own]

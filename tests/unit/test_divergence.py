@@ -257,3 +257,53 @@ def test_a_rate_that_a_callback_has_set_outlasts_a_return(
     with pytest.warns(UserWarning, match="The checkpoint of step 5 was restored"):
         one.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=Spoil())
     np.testing.assert_allclose(rates, [0.1] * 5 + [0.05] * 5)
+
+
+def test_epochs_that_all_end_in_a_return_end_the_training(tmp_path: Path) -> None:
+    """Each is saved as it ends, under a number of its own, and is the same checkpoint again."""
+
+    class Spoil(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.last = EXAMPLES // BATCH - 1 if epoch > 0 else -1
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if batch == self.last:
+                self.model.layers[-1].bias.assign([np.nan])
+
+    x = np.ones((EXAMPLES, 3), "float32")
+    one = trainer(tmp_path, on_nan="rewind", checkpoints=hvdtrain.Checkpoints())
+    with (
+        pytest.warns(UserWarning, match="The checkpoint of step 5 was restored"),
+        pytest.raises(hvdtrain.DivergedError, match="after 3 returns to the checkpoint of step 5"),
+    ):
+        one.fit(x, x[:, :1], epochs=9, verbose=0, callbacks=Spoil())
+
+
+def test_averages_that_were_in_the_model_when_an_epoch_ended_are_not_after_a_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+
+    class Spoil(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: object = None) -> None:
+            self.begins = epoch == 1
+            weights.append(self.model.get_weights())
+
+        def on_train_batch_begin(self, batch: int, logs: object = None) -> None:
+            if self.begins and batch == 2:
+                weights.append(self.model.get_weights())
+
+        def on_train_batch_end(self, batch: int, logs: object = None) -> None:
+            if self.begins and batch == 0:
+                self.model.layers[-1].bias.assign([np.nan])
+
+    monkeypatch.setattr(looks, "LOOK_SECONDS", 0.0)
+    x = np.ones((EXAMPLES, 3), "float32")
+    one = hvdtrain.Trainer(
+        model, keras.optimizers.SGD(use_ema=True), "mse", global_batch_size=BATCH, run_dir=tmp_path,
+        on_nan="rewind", checkpoints=hvdtrain.Checkpoints(),
+    )  # fmt: skip
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    with pytest.warns(UserWarning, match="The checkpoint of step 5 was restored"):
+        one.fit(x, x[:, :1], epochs=2, verbose=0, callbacks=[swap, Spoil()])
+    np.testing.assert_allclose(weights[2][0], weights[1][0], rtol=1e-6)

@@ -194,7 +194,7 @@ def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def step(number: int, last: bool = False, value: float | None = None) -> None:
             saved.steps = number
             weight["w"] = number if value is None else value
-            saved.save(keras.Sequential(), CallbackStates([]), {}, 0, number, last=last)
+            saved.save(keras.Sequential(), {}, 0, number, last=last)
 
         return saved, step
 
