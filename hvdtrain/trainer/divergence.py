@@ -256,6 +256,7 @@ class LossWatch:
             return ""
         path = self._run_dir.path / FILE
         try:
+            self._run_dir.keep()
             with path.open("a") as file:
                 file.write(json.dumps(asdict(found)) + "\n")
         except OSError:

@@ -43,10 +43,12 @@ class EventLog:
 
     Args:
         path: of the file.
+        keep: called before a line is written; raises OSError if the folder is another run's.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: Callable[[], None] = lambda: None) -> None:
         self._path = path
+        self._keep = keep
         self._is_open = self._warned = False
         self._began = 0.0
         self._steps = self._examples = 0
@@ -63,6 +65,7 @@ class EventLog:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(facts)}) + "\n"
         try:
+            self._keep()
             with self._path.open("ab+") as file:
                 # A killed run may have left half a line.
                 if file.tell() and not _ends_a_line(file):

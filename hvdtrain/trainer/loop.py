@@ -175,6 +175,7 @@ class Loop:
         with backups_kept(own):
             callbacks.on_train_end(logs)
             if self.run_dir is not None:
+                self._in_run_dir(lambda run_dir: run_dir.keep())
                 self.strategy.save(self.model, self.run_dir.model)
         return self.model.history
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ class SavedFit:
         self._name = f"run_dir {str(run_dir.path)!r}"
         self._folder = run_dir.path / FOLDER
         self._lock: int | None = None  # On rank 0.
+        self._keeping = threading.Lock()  # What writes checkpoints is not alone.
         self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
@@ -149,6 +151,7 @@ class SavedFit:
             finally:
                 if self._lock is not None:
                     os.close(self._lock)
+                    self._lock = None  # The end is noted yet.
 
     def _open(self, initial_epoch: int) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()
@@ -168,6 +171,7 @@ class SavedFit:
         self._run_dir.begin(initial_epoch, continued=began)
         self._folder.mkdir(exist_ok=True)
         self._lock = lock_folder(self._folder, self._name)
+        self._run_dir.keep = self._keep_folder
         self._found = newest(self._folder)
         if self._found is None:
             if numbered(self._folder):
@@ -221,8 +225,7 @@ class SavedFit:
 
         def read() -> dict[str, Any] | None:
             nonlocal found
-            # Or the folder might be another run's.
-            self._lock = lock_kept(self._folder, self._name, self._lock)
+            self._keep_folder()
             found = newest(self._folder)
             if found is None:
                 return None
@@ -344,7 +347,7 @@ class SavedFit:
     def _write(self, steps: int, content: Checkpoint, untrained: Collection[str]) -> None:
         # A pass over all memory, for which no step waits.
         require_finite(content.arrays.items(), untrained)
-        self._lock = lock_kept(self._folder, self._name, self._lock)
+        self._keep_folder()
         began = time.monotonic()
         path = save(self._folder, steps, content, self._schedule.keep)
         self._run_dir.events.note(
@@ -353,6 +356,11 @@ class SavedFit:
         tell_saved(ON_DISK)
         if self._mirror is not None:
             self._mirror.copy(path)
+
+    def _keep_folder(self) -> None:
+        """Make the folder again if it has gone; raise OSError if it is another run's by now."""
+        with self._keeping:
+            self._lock = lock_kept(self._folder, self._name, self._lock)
 
     def _failed_too_often(self) -> UsageError | None:
         """What ends the training on rank 0, which writes."""

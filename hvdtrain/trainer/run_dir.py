@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ MODEL = "model.keras"
 
 class RunDir:
     """Files of one run. config.json and the model are complete or absent: each is written beside its place and
-    renamed. metrics.csv grows by a line per epoch, events.jsonl as described in `event_log`."""
+    renamed. metrics.csv grows by a line per epoch, events.jsonl as described in `event_log`.
+
+    Attributes:
+        keep: called before something is written while training goes on; raises OSError if the folder is another run's.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.metrics = EpochTable(self.path / METRICS)
-        self.events = EventLog(self.path / EVENTS)
+        self.keep: Callable[[], None] = lambda: None
+        self.metrics = EpochTable(self.path / METRICS, lambda: self.keep())
+        self.events = EventLog(self.path / EVENTS, lambda: self.keep())
 
     def begin(self, first_epoch: int, continued: bool = False) -> None:
         """Make the folder.
@@ -64,10 +69,12 @@ class EpochTable:
 
     Args:
         path: of the file.
+        keep: see RunDir.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, keep: Callable[[], None]) -> None:
         self._path = path
+        self._keep = keep
         self._columns: list[str] = []
         self._waiting: list[dict[str, Any]] = []
         self._warned = False
@@ -78,15 +85,17 @@ class EpochTable:
         return bool(self._columns)
 
     def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
-        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs.
+        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs. A file
+        that was removed since begins anew.
 
         What cannot be written is warned of once, and written with the lines of a later epoch: no disk that is full ends
         a training.
         """
         self._waiting += rows
         try:
-            if not self._columns:
-                self._begin(self._waiting[0]["epoch"], columns)
+            self._keep()
+            if not (self._columns and self._path.exists()):
+                self._begin(self._waiting[0]["epoch"], self._columns or columns)
             self._write()
         except OSError as error:
             if not self._warned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ def unreadable(path: Path) -> None:
 
 
 def train(
-    folder: Path, checkpoints: Checkpoints = SCHEDULE, epochs: int = 2
+    folder: Path,
+    checkpoints: Checkpoints = SCHEDULE,
+    epochs: int = 2,
+    callbacks: Sequence[keras.callbacks.Callback] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
     """Return the weights and the History, as a new process would have them, with its names and the same seed."""
     keras.backend.clear_session()
@@ -57,7 +60,7 @@ def train(
         checkpoints=checkpoints,
         probe=False,
     )
-    history = trainer.fit(X, X[:, :1], epochs=epochs, verbose=0)
+    history = trainer.fit(X, X[:, :1], epochs=epochs, verbose=0, callbacks=list(callbacks))
     return trainer.model.get_weights(), history.history
 
 
@@ -100,3 +103,41 @@ def test_all_are_damaged(finished: tuple[Path, list[Any], dict[str, Any]], tmp_p
         pytest.raises(UsageError, match="all checkpoints are damaged"),
     ):
         train(run)
+
+
+class Between(keras.callbacks.Callback):
+    """Does something after the first epoch, of which a resumed run needs to know nothing."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        super().__init__()
+        self.get_state, self.set_state = (lambda: None), (lambda state: None)
+        self._work = work
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if epoch == 1:
+            self._work()
+
+
+def test_a_folder_that_was_removed_holds_what_comes_after(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, Checkpoints(), 3, [Between(lambda: shutil.rmtree(run))])
+    lines = (run / "metrics.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["epoch", "2", "3"]
+    assert (run / "model.keras").exists() and list(run.glob("checkpoints/step-*"))
+
+
+def test_a_folder_that_is_another_runs_by_now_is_left_alone(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def replace() -> None:
+        run.rename(tmp_path / "moved")
+        (run / "checkpoints").mkdir(parents=True)
+        for name in ("checkpoints/lock", "metrics.csv", "model.keras"):
+            (run / name).write_text("another run's\n")
+
+    told = "metrics.csv cannot be written: .*is another run's|No checkpoint was written"
+    with pytest.warns(UserWarning, match=told), pytest.raises(UsageError, match="is another run's"):
+        train(run, Checkpoints(), 3, [Between(replace)])
+    assert not list(run.glob("checkpoints/*step-*"))
+    for name in ("metrics.csv", "model.keras"):
+        assert (run / name).read_text() == "another run's\n"

@@ -203,10 +203,12 @@ def test_run_dir(tmp_path: Path) -> None:
 
 
 def test_lines_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
-    table = EpochTable(tmp_path / "metrics.csv")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    table = EpochTable(folder / "metrics.csv", lambda: None)
     rows = [{"epoch": epoch, "loss": 1 / epoch} for epoch in (1, 2, 3, 4)]
     table.append(rows[:1], ["epoch", "loss"])
-    (tmp_path / "metrics.csv").rename(tmp_path / "away")
+    folder.rename(tmp_path / "away")
     with pytest.warns(
         UserWarning, match=r"metrics\.csv cannot be written: .*\. Training continues"
     ):
@@ -214,9 +216,9 @@ def test_lines_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         table.append(rows[2:3], [])
-    (tmp_path / "away").rename(tmp_path / "metrics.csv")
+    (tmp_path / "away").rename(folder)
     table.append(rows[3:], [])
-    lines = (tmp_path / "metrics.csv").read_text().split()
+    lines = (folder / "metrics.csv").read_text().split()
     assert lines[0] == "epoch,loss" and [line[0] for line in lines[1:]] == ["1", "2", "3", "4"]
 
 
