@@ -78,9 +78,10 @@ class CallbackStates:
         if unknown and name not in self._warned and not _is_known(callback):
             self._warned.add(name)
             warn_user(
-                f"{type(callback).__name__} changed {', '.join(unknown)} during training, which checkpoints cannot "
-                "hold: a resumed run starts with the callback's initial values. Give the callback get_state() and "
-                "set_state(state); the state may hold numbers, strings, arrays, lists and dicts"
+                f"{type(callback).__name__} changed {', '.join(unknown)} during training, which cannot be "
+                "saved in a checkpoint: a resumed run would start with the callback's initial values. "
+                "Implement get_state() and set_state(state) in the callback; the state may contain numbers, "
+                "strings, arrays, lists and dicts"
             )
         return found
 

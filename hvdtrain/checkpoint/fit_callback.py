@@ -65,8 +65,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         model = self.model
         if self._has_ended:
             raise UsageError(
-                f"CheckpointCallback({str(self._folder)!r}) was used by a fit that has ended: create a new one, with "
-                "another folder if this is another run"
+                f"CheckpointCallback({str(self._folder)!r}) was already used by a fit that has finished: "
+                "create a new one, with its own folder if this is a different run"
             )
         if self._manager is not None:  # A fit that failed.
             self._manager.close()
@@ -113,8 +113,8 @@ class CheckpointCallback(keras.callbacks.Callback):
         ended = position["stopped"] or self._epochs_done >= epochs
         if ended and position["process"] == this_process():
             raise UsageError(
-                f"CheckpointCallback({str(self._folder)!r}): an earlier fit in this process has trained all its epochs "
-                "with this folder: give each fit its own"
+                f"CheckpointCallback({str(self._folder)!r}): an earlier fit in this process already completed "
+                "all its epochs in this folder: give each fit its own folder"
             )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:

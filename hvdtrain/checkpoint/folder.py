@@ -136,7 +136,7 @@ def newest(folder: Path) -> Checkpoint | None:
 
 def warn_damaged(name: str, error: Damaged) -> None:
     """Warn that the checkpoint `name`, such as its path in quotes, is passed over."""
-    warn_user(f"Checkpoint {name} is damaged: {error}. Using the one before it")
+    warn_user(f"Checkpoint {name} is damaged: {error}. Using the previous one")
 
 
 def warn_unsaved(step: int, why: object) -> None:
@@ -155,7 +155,7 @@ def require_finite(
     """
     for name, array in arrays:
         if not is_finite(array, name in untrained):
-            raise NotFinite(f"{name!r} holds nan or inf")
+            raise NotFinite(f"{name!r} contains nan or inf")
 
 
 def numbered(folder: Path) -> list[Path]:

@@ -92,7 +92,9 @@ def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
         return descriptor
     if begun:
         os.close(again)
-        raise OSError(f"this run's folder was moved or removed, and {name} is another run's")
+        raise OSError(
+            f"this run's folder was moved or removed, and {name} now belongs to another run"
+        )
     os.close(descriptor)
     return again
 

@@ -153,8 +153,8 @@ class CheckpointManager:
         alike = len(ranks) == ALL_RANKS.size()
         if not alike and any(one["waiting"] for one in ranks):
             raise UsageError(
-                f"the checkpoint of step {step} was saved in the middle of gradient accumulation: continue with "
-                f"{len(ranks)} workers, as before, or save right after an update"
+                f"the checkpoint of step {step} was saved in the middle of gradient accumulation: resume with "
+                f"{len(ranks)} workers, as before, or save only right after an update"
             )
         own = ranks[ALL_RANKS.rank() if alike else 0]
         if alike:
@@ -206,8 +206,8 @@ class CheckpointManager:
                 what = f"{piece.name!r} ({key}) has shape {shape} here, {before} in the checkpoint"
                 break
         raise UsageError(
-            f"the checkpoints in {str(self._folder)!r} hold other variables: {what}. Pass the same models and "
-            "optimizers in the same order, all of them built, or choose another folder"
+            f"the checkpoints in {str(self._folder)!r} do not match the variables here: {what}. Pass the same "
+            "models and optimizers in the same order, all of them built, or choose another folder"
         )
 
     def _named(self) -> dict[str, Piece]:
@@ -228,8 +228,8 @@ class CheckpointManager:
                 pieces = pieces_of(one.variables, sender=sender)
             if isinstance(one, keras.Model) and not pieces:
                 raise UsageError(
-                    f"CheckpointManager: the {kind} has no variables yet: build it first, model.build(input_shape) or "
-                    "call it on a batch"
+                    f"CheckpointManager: the {kind} has no variables yet: build it first, with "
+                    "model.build(input_shape) or by calling it on a batch"
                 )
             found |= {f"{number}/{kind}/{count}": piece for count, piece in enumerate(pieces)}
         return found

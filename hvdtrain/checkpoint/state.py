@@ -194,7 +194,7 @@ def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:
 def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
     if [tuple(v.shape) for v in variables] != [value.shape for value in values]:
         raise UsageError(
-            "seeds, statistics or metrics of this rank have other shapes than in the checkpoint"
+            "the shapes of seeds, statistics or metrics on this rank differ from those in the checkpoint"
         )
     for variable, value in zip(variables, values, strict=True):
         tf_variable(variable).assign(value)

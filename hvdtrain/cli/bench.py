@@ -48,7 +48,7 @@ _CONTROLLER = click.option(
     "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
 )
 _PASSES = click.option(
-    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Number of measurements of each.",
+    "--passes", type=click.IntRange(1), default=5, show_default=True, help="Number of measurements.",
 )  # fmt: skip
 
 

@@ -30,6 +30,6 @@ def completion(shell: str | None) -> None:
     name = shell or PurePath(os.environ.get("SHELL", "")).name
     made = get_completion_class(name) if name in SHELLS else None
     if made is None:
-        raise click.UsageError(f"Name your shell: {', '.join(SHELLS)}.")
+        raise click.UsageError(f"Specify a shell: {', '.join(SHELLS)}.")
     root = click.get_current_context().find_root().command
     click.echo(made(root, {}, "hvdtrain", VARIABLE).source())

@@ -34,7 +34,9 @@ def install_horovod(
     from hvdtrain.signals import leaving_on_signals
 
     if system_mpi and without_mpi:
-        raise click.UsageError("--system-mpi and --without-mpi exclude each other: use only one.")
+        raise click.UsageError(
+            "--system-mpi and --without-mpi are mutually exclusive: use only one."
+        )
     found = survey(gpu=gpu, system_mpi=system_mpi, without_mpi=without_mpi)
     tools = missing_tools(cache_folder(os.environ), Path(tempfile.gettempdir()))
     if isinstance(found, list):

@@ -69,7 +69,7 @@ def _folder(job: str | None) -> Path | Job:
         found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if not found:
             raise UsageError(
-                f"no run has written logs to {LOGS} here: name a job listed by hvdtrain ps"
+                f"there are no logs in {LOGS} here: specify a job that hvdtrain ps lists"
             )
         return found[-1]
     for folder in (Path(job), LOGS / job):

@@ -84,7 +84,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 @click.option(
     "--grace-seconds", type=Seconds(min=0), default=30.0, show_default=True, metavar="SECONDS",
     cls=GroupedOption, group="basic",
-    help="Time that a script which handles SIGTERM or KeyboardInterrupt has to stop.",
+    help="Time to stop for scripts that handle SIGTERM or KeyboardInterrupt.",
 )  # fmt: skip
 @click.option(
     "--hang-timeout", type=Seconds(min=0), default=HANG_SECONDS, show_default=True,
@@ -99,7 +99,7 @@ def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
 )  # fmt: skip
 @click.option(
     "--resume", type=click.Choice(["auto", "must", "never"]), cls=GroupedOption, group="basic",
-    help="Whether hvdtrain.Trainer resumes from its checkpoints; overrides its argument of the same name.",
+    help="Whether hvdtrain.Trainer resumes from its checkpoints; overrides Trainer(resume=...).",
 )  # fmt: skip
 @click.option(
     "--container", metavar="IMAGE", cls=GroupedOption, group="hosts",
@@ -223,10 +223,11 @@ def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
     if left_out:
         names = ", ".join(left_out)
         click.echo(
-            f"before you paste this, set {names}: secret values are left out of it", err=True
+            f"before you paste this, set {names}: the command does not contain secret values",
+            err=True,
         )
     if shown != list(argv):
-        click.echo(f"before you paste this, put the secret values where {MASK} is", err=True)
+        click.echo(f"before you paste this, replace {MASK} with the secret values", err=True)
 
 
 def _print_or_run(

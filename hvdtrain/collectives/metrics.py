@@ -105,8 +105,8 @@ def merge_state(
     )
     if float(total[0]) != ranks * _fingerprint(found):
         raise ReplicaError(
-            "The ranks combine the states of the metrics in different ways: the metrics, or the steps that update "
-            "them, differ between the ranks. Every rank must run the same script"
+            "The metrics, or the steps that update them, differ between the ranks, so their states cannot be "
+            "combined. Every rank must run the same script"
         )
     parts = tf.split(total[1:], [value.shape[0] for value in values])
     signs = {MAX: 1.0, MIN: -1.0}

@@ -207,8 +207,8 @@ def to_array(value: Any, name: str) -> np.ndarray | Rows:
     is_array = hasattr(value, "__array__") and type(value).__name__ not in UNSUPPORTED
     if not is_array and not isinstance(value, (list, tuple, *SCALARS)):
         raise UsageError(
-            f"{name} is a {type(value).__name__}, which is not an array. Pass a dense NumPy array "
-            "or tensor (a ragged or sparse one: call to_tensor or to_dense)."
+            f"{name} is a {type(value).__name__}, not an array. Pass a dense NumPy array or tensor (a ragged "
+            "or sparse one: call to_tensor or to_dense)."
         )
     try:
         array = _from_pandas(value, name)

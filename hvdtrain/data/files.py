@@ -234,8 +234,8 @@ class _Records:
             record, _ = self._reader(path).read(begin)
         except (tf.errors.OpError, IndexError) as error:
             raise UsageError(
-                f"{path}: the record at byte {begin} cannot be read ({error}). The file is damaged, or was changed "
-                "after training began."
+                f"{path}: the record at byte {begin} cannot be read ({error}). The file is damaged or was "
+                "changed after training began."
             ) from error
         return bytes(record)
 

@@ -80,8 +80,8 @@ def count_examples(data: tuple, where: str) -> int:
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise UsageError(
-            f"{where}: parts have different numbers of examples: {listed}. "
-            "Each part needs one entry for every example."
+            f"{where}: the arrays have different numbers of examples: {listed}. Each array needs one entry "
+            "per example."
         )
     return next(iter(lengths.values()))
 

@@ -127,7 +127,7 @@ def check_private_folder() -> Result:
     except HvdtrainError as error:
         return fail(name, str(error), "free space in /tmp, or make it writable: chmod 1777 /tmp")
     withdraw(launch_id)
-    return ok(name, "secret variables can be kept for the ranks")
+    return ok(name, "secret variables can be stored for the ranks")
 
 
 def write_error(folder: Path) -> str:

@@ -64,7 +64,7 @@ def install(wanted: Recipe, *, force: bool) -> bool:
             click.echo(f"Horovod {recipe.HOROVOD_VERSION} from the cache: {wheel.parent}")
         else:
             wheel = build(wanted, cache, log)
-        run(recipe.runtime_command(), label="Installing what Horovod imports", log=log)
+        run(recipe.runtime_command(), label="Installing Horovod's dependencies", log=log)
         run(recipe.install_command(wheel), label="Installing Horovod", log=log)
     try:
         test(wanted, log)
@@ -93,7 +93,9 @@ def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
         )
         wheels = list(workspace.wheels.glob("horovod-*.whl"))
         if len(wheels) != 1:
-            raise HvdtrainError(f"The build left no wheel in {workspace.wheels}; its log: {log}")
+            raise HvdtrainError(
+                f"The build produced no wheel in {workspace.wheels}; its log: {log}"
+            )
         return cache.keep(wanted.key, wheels[0])
 
 

@@ -126,8 +126,8 @@ def check_compiler() -> Missing | None:
     if shutil.which("c++") or shutil.which("g++"):
         return None
     return Missing(
-        "No C++ compiler (g++): install it (Debian, Ubuntu: apt-get install g++; Fedora, RHEL: "
-        "dnf install gcc-c++; clusters: module load gcc)."
+        "No C++ compiler (g++) found: install it (Debian, Ubuntu: apt-get install g++; Fedora, RHEL: dnf "
+        "install gcc-c++; clusters: module load gcc)."
     )
 
 
@@ -136,7 +136,7 @@ def check_make() -> Missing | None:
     if shutil.which("make"):
         return None
     return Missing(
-        "No make: install it (Debian, Ubuntu: apt-get install make; Fedora, RHEL: dnf install make)."
+        "No make found: install it (Debian, Ubuntu: apt-get install make; Fedora, RHEL: dnf install make)."
     )
 
 
@@ -182,8 +182,9 @@ def find_tensorflow(gpu: bool) -> TensorFlow | Missing:
     tensorflow = found[0]
     if gpu and tensorflow.distribution == "tensorflow-cpu":
         return Missing(
-            "--gpu needs TensorFlow's GPU wheel, and tensorflow-cpu is installed: use another environment, or "
-            f"`pip uninstall tensorflow-cpu` and `pip install 'tensorflow[and-cuda]=={tensorflow.version}'`."
+            "--gpu needs TensorFlow's GPU wheel, but tensorflow-cpu is installed: use another environment, "
+            "or `pip uninstall tensorflow-cpu` and `pip install "
+            f"'tensorflow[and-cuda]=={tensorflow.version}'`."
         )
     if tuple(int(part) for part in re.findall(r"\d+", tensorflow.version)[:2]) < OLDEST_TENSORFLOW:
         return Missing(
@@ -252,14 +253,15 @@ def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
     home = Path(named or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
     if not (home / "bin/nvcc").is_file():
         return Missing(
-            f"--gpu needs the CUDA 12 toolkit, and there is no nvcc in {home}: install it (the images "
+            f"--gpu needs the CUDA 12 toolkit, but there is no nvcc in {home}: install it (the images "
             "nvidia/cuda:12.*-devel have it; clusters: module load cuda/12) and set CUDA_HOME to its folder."
         )
     release = re.search(r"release (\d+)\.(\d+)", ask([str(home / "bin/nvcc"), "--version"]).text)
     if release is None or release[1] != "12":
         version = f"{release[1]}.{release[2]}" if release else "unknown"
         return Missing(
-            f"{home} is CUDA {version}, and TensorFlow is built with CUDA 12: set CUDA_HOME to a CUDA 12 toolkit."
+            f"{home} is CUDA {version}, but TensorFlow is built with CUDA 12: set CUDA_HOME to a CUDA 12 "
+            "toolkit."
         )
     wheel = Path(sysconfig.get_path("platlib"), "nvidia/nccl")
     named_nccl = environment.get("HOROVOD_NCCL_HOME")

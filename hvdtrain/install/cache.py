@@ -79,6 +79,6 @@ class WheelCache:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                click.echo("Another process builds the same wheel: waiting for it ...")
+                click.echo("Another process is building the same wheel: waiting for it ...")
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield

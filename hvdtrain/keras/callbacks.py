@@ -275,9 +275,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self.filepath:
-            raise UsageError(
-                "BestModelCheckpoint: filepath is required, BestModelCheckpoint(filepath=...)"
-            )
+            raise UsageError("BestModelCheckpoint: filepath is required")
         self.filepath = str(self.filepath)
         super().on_train_begin(logs)
 

@@ -112,7 +112,8 @@ class KerasState(TensorFlowState):
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
         if not is_built(model):
             raise UsageError(
-                "KerasState: build the model first, model.build(input_shape) or call it on a batch"
+                "KerasState: build the model first, with model.build(input_shape) or by calling it on a "
+                "batch"
             )
         self.model = model
         self.optimizer: Any = optimizer or getattr(model, "optimizer", None)

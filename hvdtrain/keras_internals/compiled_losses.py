@@ -52,16 +52,16 @@ def needs_whole_batch(model: keras.Model) -> str | None:
         function = getattr(loss, "fn", None)
         if function is keras.losses.circle:
             return (
-                f"The loss {loss.name!r} compares every example with all others of the batch, but "
-                "a worker has only its share of them: train on one worker"
+                f"The loss {loss.name!r} compares each example with all others in the batch, but a worker has "
+                "only its share of them: train on one worker"
             )
         if function in (keras.losses.dice, keras.losses.tversky):
             axis = loss._fn_kwargs.get("axis")
             if axis is None or 0 in np.atleast_1d(axis):
                 return (
-                    f"The loss {loss.name!r} is made from sums over all examples of the batch, "
-                    "but a worker has only its share of them: give it an axis without the first "
-                    "one, such as axis=(1, 2, 3) for images, so that there is a value for each "
-                    "example; or train on one worker"
+                    f"The loss {loss.name!r} is computed from sums over all examples of the batch, but a "
+                    "worker has only its share of them: pass an axis without the first dimension, such as "
+                    "axis=(1, 2, 3) for images, so that it returns one value per example; or train on one "
+                    "worker"
                 )
     return None

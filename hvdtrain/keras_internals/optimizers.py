@@ -50,10 +50,9 @@ class AppliesByKeras:
         result = super().apply(grads, trainable_variables)  # type: ignore[misc]
         if self.hvdtrain_applied == before and any(g is not None for g in grads):
             raise UsageError(
-                f"The optimizer {type(self).__name__} overrides apply without passing the "
-                "gradients on to keras.optimizers.Optimizer.apply, where those of all workers "
-                "become one update: let it call super().apply(grads, trainable_variables), or "
-                "pass the optimizer that it holds instead"
+                f"The optimizer {type(self).__name__} overrides apply without passing the gradients to "
+                "keras.optimizers.Optimizer.apply, where the workers' gradients are combined: call "
+                "super().apply(grads, trainable_variables) there, or pass the wrapped optimizer instead"
             )
         return result
 
@@ -165,7 +164,7 @@ def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> 
     """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
     if model.trainable_variables and not handed_out:
         raise UsageError(
-            f"The train_step of {type(model).__name__} passed no gradients to self.optimizer, so "
-            "there is nothing to add up over the workers: let it call "
-            "self.optimizer.apply(gradients, self.trainable_variables)"
+            f"The train_step of {type(model).__name__} passed no gradients to self.optimizer, so there are "
+            "none to combine over the workers: call self.optimizer.apply(gradients, "
+            "self.trainable_variables)"
         )

@@ -219,8 +219,8 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
         # computes or sends gradients has changed nothing.
         if arrival(self):
             raise UsageError(
-                "The train_step applies gradients twice, and with strategy='parameter-server' a step is one update, "
-                "which another worker can repeat as a whole: apply once, or use strategy='horovod'"
+                "The train_step applies gradients twice, but with strategy='parameter-server' a step must be "
+                "a single update that another worker can repeat: apply once, or use strategy='horovod'"
             )
         arrived = tf.group(*[g for g in gradients if g is not None])
         object.__setattr__(self, "arrival", arrived)

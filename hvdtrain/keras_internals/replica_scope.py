@@ -29,8 +29,9 @@ from hvdtrain.keras_internals.overlay import overlay
 from hvdtrain.keras_internals.variables import tf_variable
 
 ONE_UPDATE = (
-    "The gradients of several replicas in one process are added up and applied when the step is over, so it would see "
-    "the values from before the update. Do that in a callback (on_train_batch_end), or use strategy='horovod'"
+    "The gradients of several replicas in one process are added up and applied after the step, so the step "
+    "would see the values from before the update. Do this in a callback (on_train_batch_end), or use "
+    "strategy='horovod'"
 )
 
 
@@ -76,10 +77,10 @@ class ReplicaScope(keras.StatelessScope):
         for variable in self._assigned:
             if id(variable) not in known:
                 raise UsageError(
-                    f"The step changes the variable {variable.path!r}, which belongs neither to the model nor to a "
-                    "metric of it (a second optimizer's, the optimizer's own, or that of a random generator that the "
-                    "model does not hold), so what several replicas make of it would be lost. Make it an attribute "
-                    "of the model, or use strategy='horovod'"
+                    f"The step changes the variable {variable.path!r}, which belongs neither to the model nor "
+                    "to a metric of it (a second optimizer's, the optimizer's own, or that of a random "
+                    "generator that the model does not hold), so the changes made by several replicas would "
+                    "be lost. Make it an attribute of the model, or use strategy='horovod'"
                 )
 
     def _require_current(self, variable: Any) -> None:

@@ -102,7 +102,7 @@ def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
     missing = sorted(set(names) - environ.keys())
     if not missing:
         return ""
-    return f"--env {', '.join(missing)}: not set here, so no rank would have it: set it first"
+    return f"--env {', '.join(missing)}: not set in this environment: set it first"
 
 
 def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:

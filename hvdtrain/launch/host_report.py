@@ -94,13 +94,13 @@ def differences(host: str, report: HostReport, own: HostReport) -> str:
     """What makes a host unfit to run ranks together with this one; empty if nothing does."""
     if report.hvdtrain != own.hvdtrain:
         return (
-            f"host {host} has hvdtrain {report.hvdtrain}, this one has {own.hvdtrain}: "
-            "install the same version on every host"
+            f"host {host} has hvdtrain {report.hvdtrain}, this host has {own.hvdtrain}: install the same "
+            "version on every host"
         )
     if report.python.split(".")[:2] != own.python.split(".")[:2]:
         return (
-            f"host {host} has Python {report.python}, this one has {own.python}: "
-            "install the same version on every host"
+            f"host {host} has Python {report.python}, this host has {own.python}: install the same version on "
+            "every host"
         )
     return ""
 

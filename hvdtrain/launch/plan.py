@@ -110,7 +110,7 @@ class LaunchPlan:
         "tuning", "Fuse small tensors into one collective up to this size; 0 turns fusion off.", metavar="MB", least=0,
         unset="128")
     cycle_time_ms: float | None = option(
-        "tuning", "Time between Horovod's checks for tensors that are ready.", metavar="MILLISECONDS", least=0,
+        "tuning", "Time between Horovod's checks for ready tensors.", metavar="MILLISECONDS", least=0,
         unset="1; less where that is faster")
     cache_capacity: int | None = option(
         "tuning", "Entries in the response cache, which avoids renegotiating known tensors; 0 turns it off.",
@@ -122,16 +122,16 @@ class LaunchPlan:
     torus_allreduce: bool | None = option(
         "tuning", "Like --hierarchical-allreduce, but with NCCL across hosts as well.", needs=("several hosts",))
 
-    autotune: bool | None = option("autotune", "Let Horovod find values for the tuning options that are not given.")
+    autotune: bool | None = option("autotune", "Let Horovod tune the options above that are not given.")
     autotune_log_file: Path | None = option(
         "autotune", "CSV file of the values tried and their scores; the last line is the best.", metavar="FILE",
         needs=("autotune",))
     autotune_warmup_samples: int | None = option(
-        "autotune", "Samples to discard at the start.", metavar="N", least=0, needs=("autotune",), unset="3")
+        "autotune", "Number of samples to discard at the start.", metavar="N", least=0, needs=("autotune",), unset="3")
     autotune_steps_per_sample: int | None = option(
         "autotune", "Training steps per sample.", metavar="N", least=1, needs=("autotune",), unset="10")
     autotune_bayes_opt_max_samples: int | None = option(
-        "autotune", "Samples after which the search ends.", metavar="N", least=1, needs=("autotune",), unset="20")
+        "autotune", "Number of samples after which tuning ends.", metavar="N", least=1, needs=("autotune",), unset="20")
     autotune_gaussian_process_noise: float | None = option(
         "autotune", "Assumed noise of the samples, from 0 to 1.", metavar="NUMBER", least=0, most=1,
         needs=("autotune",), unset="0.8")
@@ -172,9 +172,9 @@ class LaunchPlan:
         needs=("one worker per host",))
 
     log_level: LogLevel | None = option(
-        "logging", "Lowest level of the messages of Horovod's core shown on standard error.", unset="WARNING")
+        "logging", "Minimum level of Horovod's messages on standard error.", unset="WARNING")
     log_with_timestamp: bool | None = option(
-        "logging", "Show the time in each line of Horovod's log.", off="--log-without-timestamp",
+        "logging", "Prefix each of Horovod's messages with the time.", off="--log-without-timestamp",
         names=("--log-with-timestamp/--log-without-timestamp",),
         aliases=("--no-log-hide-timestamp/--log-hide-timestamp",))
     # fmt: on

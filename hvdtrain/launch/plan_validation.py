@@ -240,8 +240,8 @@ def _check_what_reaches_a_shell(plan: LaunchPlan) -> None:
         for name, _, value in (word.partition("=") for word in words):
             if value and looks_secret(name, value):
                 raise UsageError(
-                    f"{option}: everybody on the hosts could read the value of {name} in mpirun's command line: "
-                    f"pass it as --env {name} instead, with the value in your environment"
+                    f"{option}: anyone on the hosts could read the value of {name} in mpirun's command line: "
+                    f"use --env {name} instead, with the value in your environment"
                 )
     for name in plan.network_interfaces:
         if not _INTERFACE.fullmatch(name):

@@ -47,8 +47,8 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
         for identity in _named(layers, pattern):
             if found.setdefault(identity, device) != device:
                 raise UsageError(
-                    f"place: layer {layers.paths[identity][0]!r} is placed on {found[identity]} and on {device}: let "
-                    "only one pattern match it"
+                    f"place: layer {layers.paths[identity][0]!r} is placed on {found[identity]} and on "
+                    f"{device}: only one pattern may match it"
                 )
     # Outer layers first, so that the inner ones' word is the last.
     for identity in sorted(found, key=lambda i: layers.paths[i][0].count("/")):
@@ -91,7 +91,7 @@ def _named(layers: Layers, pattern: str) -> list[int]:
             if not isinstance(layers.by_id[identity], keras.layers.InputLayer)
         ]
         shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
-        raise UsageError(f"place: no layer's path is {pattern!r}. Paths: {shown}")
+        raise UsageError(f"place: no layer path matches {pattern!r}. Paths: {shown}")
     return named
 
 

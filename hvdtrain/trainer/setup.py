@@ -113,8 +113,8 @@ def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
     for argument, value in given.items():
         if value is not None:
             raise UsageError(
-                f"{argument}: {name} overrides compile and is compiled with its own: leave "
-                f"{argument} out here"
+                f"{name} overrides compile, and was compiled with its own {argument}: leave {argument} out "
+                "here"
             )
 
 

@@ -166,10 +166,10 @@ def _stream_message(everyone: Any, other: int, step: int) -> str:
     elif count != other_count:
         what = f"the batch of step {step + 1} has {count} examples on rank 0 and {other_count} on rank {other}"
     else:
-        what = f"the batch of step {step + 1} on rank {other} is not that of rank 0"
+        what = f"the batch of step {step + 1} on rank {other} differs from that of rank 0"
     return (
-        f"The ranks read different data: {what}. Every rank must read the same stream; hvdtrain gives each its "
-        "share. Call hvdtrain.init(seed=1) before the data is created, or shuffle with a seed "
-        "(Dataset.shuffle(..., seed=1)). Put maps with random numbers after hvdtrain.data.shard, "
-        "and pass sharded=True if you divide the data yourself."
+        f"The ranks read different data: {what}. Every rank must read the same data; hvdtrain gives each rank "
+        "its share. Call hvdtrain.init(seed=1) before the data is created, or shuffle with a seed "
+        "(Dataset.shuffle(..., seed=1)). Put maps with random numbers after hvdtrain.data.shard, and pass "
+        "sharded=True if you divide the data yourself."
     )

@@ -23,11 +23,11 @@ from hvdtrain.worker.heartbeat import Phase, own_seconds
 
 OUTSIDE: dict[Phase, tuple[str, str]] = {
     "input": (
-        "waiting for its data",
-        "Look at what reads the data there: a slow disk, few threads, a busy processor",
+        "waiting for data",
+        "Check the input pipeline on that host: slow disk, too few threads, busy CPU?",
     ),
-    "callbacks": ("in callbacks", "Look for a callback that works on this rank alone"),
-    "saving": ("saving", "Save less often, or to a faster disk"),
+    "callbacks": ("in callbacks", "Check for a callback that does its work on this rank only"),
+    "saving": ("saving", "Save less often or to a faster disk"),
 }
 """Phase outside of steps -> what a rank does in it, and what to do about it."""
 LEAST_SHARE = 0.05
@@ -123,8 +123,9 @@ class StragglerWatch:
         host = self._ranks.exchange(socket.gethostname(), "hosts")[slow.rank]
         if self._ranks.rank() == 0:
             warn_user(
-                f"Rank {slow.rank} (host {host}) holds the others back: it spent {slow.seconds:.1f} of the "
-                f"{slow.epoch_seconds:.1f} s of epoch {epoch + 1} {what}, the others {slow.typical:.1f} s. {advice}"
+                f"Rank {slow.rank} (host {host}) slows the others down: it spent {slow.seconds:.1f} of the "
+                f"{slow.epoch_seconds:.1f} s of epoch {epoch + 1} {what}, the others {slow.typical:.1f} s. "
+                f"{advice}"
             )
 
 

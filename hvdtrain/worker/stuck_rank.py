@@ -80,8 +80,8 @@ def reason_to_end(beat: Heartbeat, now: float, resumed: float, limit: float) -> 
     if not expected or now - max(beat.since, resumed) < limit:
         return ""
     return (
-        f"has made no progress for {limit:g} s, in {beat.place}: a rank that it waits for may be frozen or gone. "
-        f"This ends the job; {HANG_TIMEOUT} changes the limit (0: none). What this rank is doing:"
+        f"has made no progress for {limit:g} s, in {beat.place}: a rank that it waits for may be frozen or "
+        f"gone. The job is ended; {HANG_TIMEOUT} changes the limit (0: none). Stack of this rank:"
     )
 
 

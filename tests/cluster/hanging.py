@@ -47,7 +47,7 @@ def assert_named(stderr: str, stopped: int, phase: str, host: str = "") -> None:
     """One sentence says which rank is frozen, and the picture of all ranks says in which phase."""
     place = f" on host {host}" if host else ""
     assert re.search(
-        rf"^rank {stopped}{place} \(process \d+\) is stopped \(SIGSTOP\), and the others wait",
+        rf"^rank {stopped}{place} \(process \d+\) is stopped \(SIGSTOP\), and the others are waiting",
         stderr,
         re.MULTILINE,
     ), stderr

@@ -59,7 +59,7 @@ def test_what_a_command_must_have_and_cannot_is_refused(
         timeout=SECONDS,
     )
     assert done.returncode == 1
-    assert f"shorten {name}, the longest (108" in done.stderr
+    assert f"shorten the longest, {name} (108" in done.stderr
     assert len(done.stderr.splitlines()) <= 3
 
 

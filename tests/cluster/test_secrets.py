@@ -57,5 +57,5 @@ def test_a_secret_for_mpirun_is_refused(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert "pass it as --env API_KEY instead" in done.stderr
+    assert "use --env API_KEY instead" in done.stderr
     assert "hush" not in done.stderr + done.stdout

@@ -292,7 +292,7 @@ def test_a_task_that_falls_silent(
     _, stderr = job.communicate(timeout=SECONDS)
     print(f"{line} {after} {number!r}: {time.monotonic() - begun:.1f} s: {stderr}")
     assert job.returncode == hanging.EXIT_HANG, stderr
-    assert re.search(r"^no news from rank 1 on host n2 for (30|60) s: ", stderr, re.MULTILINE), (
+    assert re.search(r"^no report from rank 1 on host n2 for (30|60) s: ", stderr, re.MULTILINE), (
         stderr
     )
     assert slurm.left(seconds=10) == []

@@ -162,7 +162,7 @@ def test_what_waits_for_a_rank_on_another_host_is_frozen(
     _, stderr = job.end()
     assert job.process.returncode == hanging.EXIT_HANG, stderr
     assert f"\n{name} on host node2 (process " in stderr
-    assert "is stopped (SIGSTOP): was it a debugger" in stderr
+    assert "is stopped (SIGSTOP): by a debugger" in stderr
     assert left(hosts, END_SECONDS) == {}
 
 

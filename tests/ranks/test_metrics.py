@@ -63,7 +63,7 @@ def test_a_metric_that_does_not_combine_is_named(results: Results) -> None:
 
 def test_other_rules_on_another_rank(results: Results) -> None:
     for message in results.of("case_other_rules"):
-        assert "combine the states of the metrics in different ways" in message
+        assert "so their states cannot be combined" in message
 
 
 def test_counter_of_a_layer(results: Results) -> None:

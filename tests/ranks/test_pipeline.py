@@ -156,7 +156,7 @@ def test_what_cannot_work_is_refused_everywhere(two: Results) -> None:
     assert "already distributed" in first["optimizer"]
     assert "matches no layer" in first["pattern"]
     assert "too few layers" in first["few"]
-    assert "The loss 'circle' compares every example with all others" in first["whole batch"]
+    assert "The loss 'circle' compares each example with all others" in first["whole batch"]
 
 
 def test_what_micro_batches_do_otherwise_is_said_once(two: Results) -> None:

@@ -134,7 +134,7 @@ def test_saved_model(strategy: str) -> None:
 def test_what_cannot_be_right_is_said(strategy: str) -> None:
     found = complaints(strategy, "case_refusals")
     expected = {
-        "whole batch": "is made from sums over all examples of the batch",
+        "whole batch": "is computed from sums over all examples of the batch",
         "devices in use": "call hvdtrain.init() first",
         "Horovod's optimizer": "without DistributedOptimizer",
         "Horovod's layer": "BatchNormalization(synchronized=True)",

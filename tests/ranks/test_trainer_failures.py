@@ -74,9 +74,9 @@ def test_disagreements(results: Results) -> None:
 STREAMS = {
     "length": "the data of rank 0 ended after 3 steps, while rank 1 has more",
     "shorter": "the data of rank 1 ended after 3 steps, while rank 0 has more",
-    "shuffle": "the batch of step 1 on rank 1 is not that of rank 0",
-    "shard": "the batch of step 1 on rank 1 is not that of rank 0",
-    "content": "the batch of step 1 on rank 1 is not that of rank 0",
+    "shuffle": "the batch of step 1 on rank 1 differs from that of rank 0",
+    "shard": "the batch of step 1 on rank 1 differs from that of rank 0",
+    "content": "the batch of step 1 on rank 1 differs from that of rank 0",
     "once": "it can be read only once",
 }
 
@@ -101,7 +101,7 @@ USAGE = {
     "optimizer": "'sdg'",
     "compiled anew": "create a new one, Trainer(trainer.model",
     "frozen": "create a new one, Trainer(trainer.model",
-    "whole batch": "The loss 'dice' is made from sums over all examples of the batch",
+    "whole batch": "The loss 'dice' is computed from sums over all examples of the batch",
     "several optimizers": "pass one optimizer for all weights",
 }
 

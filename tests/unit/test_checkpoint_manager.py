@@ -190,6 +190,6 @@ def test_another_number_of_ranks(managed: Any) -> None:
     read = changed._read
     changed._read = of_two
     with pytest.raises(
-        UsageError, match="in the middle of gradient accumulation: continue with 2 workers"
+        UsageError, match="in the middle of gradient accumulation: resume with 2 workers"
     ):
         changed.restore()

@@ -159,8 +159,8 @@ def test_what_to_do_before_a_printed_command_is_pasted(
     result = call(*words, "--token", "hush")
     assert "hush" not in result.output
     assert result.stderr == (
-        "before you paste this, set API_KEY: secret values are left out of it\n"
-        "before you paste this, put the secret values where *** is\n"
+        "before you paste this, set API_KEY: the command does not contain secret values\n"
+        "before you paste this, replace *** with the secret values\n"
     )
     assert call(*words).stderr == ""  # It is set by now.
 

@@ -221,7 +221,7 @@ def test_bash_completes_with_the_printed_script(tmp_path: Path) -> None:
 def test_completion_for_an_unknown_shell() -> None:
     result = CliRunner(env={"SHELL": "/bin/tcsh"}).invoke(main, ["completion"])
     assert result.exit_code == 2
-    assert "Name your shell: bash, zsh, fish." in result.stderr
+    assert "Specify a shell: bash, zsh, fish." in result.stderr
 
 
 # Exit codes

@@ -115,9 +115,12 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ({"gpus": "0"}, "--gpus 0: expected all"),
         ({"ssh_port": 22}, "--ssh-port 22: .* from 1024 to 65535"),
         ({"several_hosts": True}, "several hosts .* need keys: .* --ssh-keys"),
-        ({"ssh_keys": Path("/no/keys")}, "there is no folder /no/keys"),
-        ({"volumes": ("/no/data:/data",)}, "--volume /no/data:/data: there is no /no/data"),
-        ({"volumes": ("~nobody-here:/x",)}, "there is no ~nobody-here"),
+        ({"ssh_keys": Path("/no/keys")}, "no such folder: /no/keys"),
+        (
+            {"volumes": ("/no/data:/data",)},
+            "--volume /no/data:/data: no such file or folder: /no/data",
+        ),
+        ({"volumes": ("~nobody-here:/x",)}, "no such file or folder: ~nobody-here"),
         ({"volumes": ("",)}, "--volume '': expected a folder"),
         ({"env": ("A=b",)}, "--env A: pass only the name"),
         ({"image": "--privileged"}, "'--privileged' is not an image"),
@@ -193,7 +196,7 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     code, text = call("--dry-run", "--engine", "docker", "train.py", "--api-key", "s3cret")
     assert code == 0
-    assert " train.py --api-key '***'\nbefore you paste this, put the secret values " in text
+    assert " train.py --api-key '***'\nbefore you paste this, replace *** with " in text
     code, text = call("--dry-run", "--engine", "docker", "--ssh-keys", "keys", "--sshd")
     assert code == 0
     assert "--network=host" in text and text.endswith(" hvdtrain:cpu sshd\n")

@@ -163,7 +163,7 @@ def test_the_reason_for_an_end_is_said(
     job.driver.stop(RESET_LIMIT_EXCEEDED_MESSAGE.format(3))
     job.driver.stop("no hosts are left")
     said = capfdbinary.readouterr().err.decode()
-    assert "the job ends: --reset-limit 3 allows no more restarts" in said
+    assert "the job ends: the number of restarts has reached --reset-limit (3)" in said
     assert "the job ends: no hosts are left" in said
 
 
@@ -199,7 +199,7 @@ def test_a_host_whose_ranks_keep_failing(
     assert not job.driver.finished()
     said = capfdbinary.readouterr().err.decode()
     assert said.count("local rank 1 of host b failed and is being restarted") == MOST_FAILURES - 1
-    assert "host b is left out: ranks failed there 3 times in a row" in said
+    assert "host b is skipped: ranks failed there 3 times in a row" in said
 
 
 def test_failures_with_progress_between_them_are_not_in_a_row(start: Callable[..., Job]) -> None:
@@ -268,9 +268,12 @@ def test_no_rank_is_left_that_was_training(
     if saved:
         job.arrive(("a", 1))
         assert job.told() == {("a", 0): 0, ("a", 1): 1}
-        assert "no rank is left that was training: the job continues from the newest check" in said
+        assert (
+            "none of the ranks that were training is left: the job continues from the newest check"
+            in said
+        )
     else:
-        assert "the job ends: no rank is left that holds the state of the training" in said
+        assert "the job ends: no rank with the state of the training is left" in said
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -48,7 +48,7 @@ def test_ranks_that_are_given_new_numbers() -> None:
         (
             [placed(0), placed(1, state="stopped", held=20, host="b")],
             [101],
-            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others wait for it",
+            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others are waiting for it",
         ),
         (
             [placed(0, phase="init", waiting=True, idle=301), placed(1, idle=301, quiet=301)],
@@ -146,7 +146,7 @@ def test_a_host_that_has_left_tells_nothing_any_more(monkeypatch: pytest.MonkeyP
     dog.verdict()
     dog.forget_host("c")
     now = 301.0
-    assert dog.verdict().text.startswith("no news from host b for 300 s")
+    assert dog.verdict().text.startswith("no report from host b for 300 s")
     dog.forget_host("b")
     assert not dog.verdict()
     assert not dog.statuses

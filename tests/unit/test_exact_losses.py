@@ -118,10 +118,10 @@ def test_a_loss_without_reduction_is_the_sum_of_its_entries() -> None:
 def test_losses_that_need_the_whole_batch() -> None:
     images = (None, 4, 4, 3)
     refused: dict[str, tuple[Any, tuple[int | None, ...]]] = {
-        "is made from sums over all examples": (keras.losses.Dice(), images),
+        "is computed from sums over all examples": (keras.losses.Dice(), images),
         "'tversky'": (keras.losses.Tversky(axis=(0, 1)), images),
         "'dice'": ("dice", images),
-        "compares every example": (keras.losses.Circle(), (None, 4)),
+        "compares each example": (keras.losses.Circle(), (None, 4)),
     }
     for words, (loss, shape) in refused.items():
         complaint = needs_whole_batch(compiled(loss, shape))

@@ -80,7 +80,7 @@ def test_what_is_not_finite(value: float, warned: bool) -> None:
 def test_what_is_not_trained_may_hold_inf_in_a_checkpoint() -> None:
     arrays = [("mask", np.array([0.0, -np.inf], np.float32)), ("kernel", np.ones(2, np.float32))]
     require_finite(arrays, {"mask"})
-    with pytest.raises(NotFinite, match="'mask' holds nan or inf"):
+    with pytest.raises(NotFinite, match="'mask' contains nan or inf"):
         require_finite(arrays)
 
 

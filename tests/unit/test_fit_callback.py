@@ -49,7 +49,7 @@ def test_it_goes_on_and_says_so(
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
     assert f"folder '{tmp_path}': resuming in epoch 4 of 5" in capsys.readouterr().out
     with pytest.raises(
-        UsageError, match="an earlier fit in this process has trained all its epochs"
+        UsageError, match="an earlier fit in this process already completed all its epochs"
     ):
         fit(CheckpointCallback(tmp_path), epochs=5)
     monkeypatch.setattr(fit_callback, "this_process", lambda: "another one")
@@ -61,7 +61,9 @@ def test_it_goes_on_and_says_so(
 def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:
     callback = CheckpointCallback(tmp_path)
     fit(callback)
-    with pytest.raises(UsageError, match="was used by a fit that has ended: create a new one"):
+    with pytest.raises(
+        UsageError, match="was already used by a fit that has finished: create a new one"
+    ):
         fit(callback)
     with pytest.raises(
         UsageError, match=r"kernel.*has shape \[4, 5\] here, \[4, 3\] in the checkpoint"
@@ -73,7 +75,7 @@ def test_one_fit_a_callback_and_one_model_a_folder(tmp_path: Path) -> None:
 def test_weights_that_are_nan_do_not_replace_a_checkpoint(tmp_path: Path) -> None:
     fit(CheckpointCallback(tmp_path))
     with pytest.warns(
-        UserWarning, match="No checkpoint was written after step 3: .*kernel.* holds nan or inf"
+        UserWarning, match="No checkpoint was written after step 3: .*kernel.* contains nan or inf"
     ):
         fit(CheckpointCallback(tmp_path), epochs=3, factor=np.nan)
     assert sorted(path.name[-1] for path in tmp_path.glob("step-*")) == ["1", "2"]

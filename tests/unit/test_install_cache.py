@@ -81,7 +81,7 @@ def test_lock_waits_for_the_other_process_and_ends_with_it(
     with WheelCache(tmp_path).lock("another key"):
         assert said == []
     with WheelCache(tmp_path).lock("key"):
-        assert said == ["Another process builds the same wheel: waiting for it ..."]
+        assert said == ["Another process is building the same wheel: waiting for it ..."]
     other.join(10)
 
 

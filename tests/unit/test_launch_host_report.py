@@ -62,10 +62,10 @@ def test_what_ssh_says_and_means(exit_code: int, stderr: str, expected: str) -> 
 def test_versions_must_agree() -> None:
     assert differences("b", THERE, HERE) == ""
     assert differences("b", replace(THERE, python="3.11.9"), HERE) == ""
-    assert "host b has hvdtrain 0.9, this one has 1.0" in differences(
+    assert "host b has hvdtrain 0.9, this host has 1.0" in differences(
         "b", replace(THERE, hvdtrain="0.9"), HERE
     )
-    assert "host b has Python 3.12.7, this one has 3.11.7" in differences(
+    assert "host b has Python 3.12.7, this host has 3.11.7" in differences(
         "b", replace(THERE, python="3.12.7"), HERE
     )
 

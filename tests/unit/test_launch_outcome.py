@@ -36,7 +36,7 @@ def test_the_first_cause_not_its_consequences() -> None:
 def test_the_same_error_of_many_ranks_is_said_once() -> None:
     alike = [Failure(rank, 2, False, "wrong data") for rank in (2, 0, 1)]
     assert judge(1, *alike) == Outcome(
-        2, "rank 2 (and ranks 0, 1 likewise) failed: wrong data" + LOGS, 2, "wrong data"
+        2, "rank 2 (and ranks 0, 1) failed: wrong data" + LOGS, 2, "wrong data"
     )
 
 
@@ -153,7 +153,7 @@ def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> No
 
 
 def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:
-    assert "mpirun ends its ranks like this when it receives a signal" in judge(1).message
+    assert "mpirun ends this way when it receives a signal" in judge(1).message
 
 
 def test_bare_exit_codes() -> None:

@@ -105,8 +105,8 @@ def test_what_is_brought_is_loaded_when_it_is_asked_for(site: Path) -> None:
     for name, message in (
         ("broken", r"broken_launcher:prepare cannot be loaded \(ModuleNotFoundError: .*\): repair broken,"),
         ("none", r"launcher_without:prepare is not a function prepare\(plan, site\): repair none,"),
-        ("brokn", r"there is no such launcher here. Did you mean 'broken'\?"),
-        ("xyz", r"there is no such launcher here. Choose from horovodrun, srun, broken, none"),
+        ("brokn", r"no such launcher. Did you mean 'broken'\?"),
+        ("xyz", r"no such launcher. Choose from horovodrun, srun, broken, none"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=f"^--launcher {name}: {message}"):
             find_launcher(name)

@@ -72,7 +72,7 @@ def test_the_shell_of_a_step_is_no_task_of_many() -> None:
     step = {"STEP_ID": "0", "STEP_NUM_TASKS": "4", "PTY_PORT": "40000"}
     allocation = read_allocation(environment(**step, PROCID="0"))
     assert allocation is not None and allocation.in_step
-    with pytest.raises(UsageError, match="srun started this in 4 tasks"):
+    with pytest.raises(UsageError, match="srun started this command as 4 tasks"):
         read_allocation(environment(**step, PROCID="1"))
 
 
@@ -92,14 +92,17 @@ def test_outside_of_slurm() -> None:
     [
         ({"JOB_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: cannot read the node list 'n[1-'"),
         ({"NTASKS": "two"}, "SLURM_NTASKS='two': expected a number"),
-        ({"NTASKS": "1"}, "SLURM_NTASKS=1 is fewer tasks than the 2 nodes"),
+        ({"NTASKS": "1"}, "SLURM_NTASKS=1 is fewer than one task per node (2 nodes)"),
         ({"NTASKS": "3", "TASKS_PER_NODE": "1;2"}, "SLURM_TASKS_PER_NODE: cannot read '1;2'"),
         (
             {"NTASKS": "3", "TASKS_PER_NODE": "1(x3)"},
             "SLURM_TASKS_PER_NODE=1(x3) describes 3 nodes, but SLURM_JOB_NODELIST=n[1-2] names 2",
         ),
         ({"GPUS_PER_NODE": "a100"}, "SLURM_GPUS_PER_NODE='a100': expected a number"),
-        ({"STEP_NUM_TASKS": "4"}, "srun started this in 4 tasks: start it once, without srun"),
+        (
+            {"STEP_NUM_TASKS": "4"},
+            "srun started this command as 4 tasks: start it once, without srun",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_named(variables: dict[str, str], said: str) -> None:

@@ -120,7 +120,7 @@ def test_values_are_one_word_to_sbatch(name: str) -> None:
         ({"directives": ("constraint=a",)}, "--sbatch 'constraint=a': expected an option of sbatch"),
         ({"directives": ("--comment=a\nrm -rf x",)}, "contains a newline"),
         ({"job_name": "a\n#SBATCH --exclusive"}, "contains a newline"),
-        ({"job_name": "exp/1"}, "--job-name 'exp/1': '/' would name a folder"),
+        ({"job_name": "exp/1"}, "--job-name 'exp/1': '/' would be a folder"),
         ({"directives": ("--array=0-3",)}, "--sbatch '--array=0-3': hvdtrain submit has its own option"),
         ({"directives": ("-a 0-3",)}, "own option for this: use --array"),
         ({"directives": ("--signal=TERM@9",)}, "own option for this: use --warning"),
@@ -342,7 +342,7 @@ def test_a_job_is_followed_over_its_restart(
 def test_slurm_that_does_not_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.launch.slurm.job_queue.SILENCE_SECONDS", 0.05)
     play(slurm, "scontrol", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1")
-    with pytest.raises(HvdtrainError, match=r"no longer answers about job 7.*: slurm_load_jobs"):
+    with pytest.raises(HvdtrainError, match=r"no longer reports on job 7.*: slurm_load_jobs"):
         follow_job("7", None, print)  # type: ignore[arg-type]
 
 

@@ -121,7 +121,7 @@ def test_a_python_that_is_not_there(launch_id: str, own: HostReport) -> None:
 def test_other_versions_are_refused(launch_id: str, own: HostReport) -> None:
     with agents_of(["a"], launch_id) as agents:
         problems = greeted(agents, replace(own, hvdtrain="0.0.1")).problems
-    assert "this one has 0.0.1" in problems["a"]
+    assert "this host has 0.0.1" in problems["a"]
 
 
 OTHER_VERSION = """
@@ -142,7 +142,7 @@ def test_another_version_that_tells_and_hears_more(own: HostReport) -> None:
         agents.order("a", folder="", more=1)
         problems = greeted(agents, own).problems
     assert problems == {
-        "a": f"host a has hvdtrain 9.9, this one has {own.hvdtrain}: install the same version on every host"
+        "a": f"host a has hvdtrain 9.9, this host has {own.hvdtrain}: install the same version on every host"
     }
 
 

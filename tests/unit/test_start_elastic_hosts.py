@@ -63,7 +63,7 @@ def test_a_host_that_no_command_could_start_ranks_on_is_left_out(
     os.close(stand_in._orders)
     said = capfd.readouterr().err
     assert "host 192.0.2.1: too many variables" in said
-    assert "host 192.0.2.1 is left out until it can run ranks" in said
+    assert "host 192.0.2.1 is skipped until it can run ranks" in said
 
 
 def test_variables_that_do_not_fit_into_a_command_are_named(
@@ -73,5 +73,5 @@ def test_variables_that_do_not_fit_into_a_command_are_named(
     assert _too_long(arguments, ()) == ""
     monkeypatch.setenv("PYTHON_A", "a" * 50_000)
     monkeypatch.setenv("PYTHON_B", "b" * 60_000)
-    assert "or shorten PYTHON_B, the longest (60008 bytes)" in _too_long(arguments, ())
+    assert "or shorten the longest, PYTHON_B (60008 bytes)" in _too_long(arguments, ())
     assert _too_long(Namespace(use_gloo=False), ()) == "", "mpirun sends the values itself"

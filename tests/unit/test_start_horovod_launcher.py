@@ -24,7 +24,7 @@ def test_a_variable_that_is_asked_for_must_be_set(
 ) -> None:
     monkeypatch.setenv("HVDTRAIN_FORWARD", "PATH,NO_KEY")
     assert exit_code_of(lambda: launch_ranks(["--help"])) == 2
-    said = "hvdtrain: --env NO_KEY: not set here, so no rank would have it: set it first\n"
+    said = "hvdtrain: --env NO_KEY: not set in this environment: set it first\n"
     assert capsys.readouterr().err == said
 
 

@@ -353,7 +353,7 @@ def test_an_ignored_hangup_stays_ignored() -> None:
 
 def test_a_variable_that_is_asked_for_must_be_set() -> None:
     words = ["--workers", "1", "--ps", "1", "--env", "PATH", "--env", "NO_KEY", "--", "python"]
-    with pytest.raises(UsageError, match="--env NO_KEY: not set here, so"):
+    with pytest.raises(UsageError, match="--env NO_KEY: not set in this environment"):
         parameter_server_launcher._options(words)
 
 

@@ -167,9 +167,9 @@ def test_in_code_nothing_stays_split() -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "message"),
     [
-        (mlp, {"blok/up": "column"}, "no layer's path is 'blok/up'. Paths .* up, down"),
+        (mlp, {"blok/up": "column"}, "no layer path matches 'blok/up'. Paths .* up, down"),
         (mlp, {"up": "heads"}, "is a Dense, which can be split by column or row, not by heads"),
-        (mlp, {"up": "column", "u.": "row"}, "let only one pattern match it"),
+        (mlp, {"up": "column", "u.": "row"}, "only one pattern may match it"),
         (lambda: mlp(layers.PReLU(name="x")), {"u?x?": "column"}, "is a PReLU, which cannot be"),
         (
             lambda: keras.Sequential([keras.Input((4,)), layers.Dense(9, name="up")]),

@@ -83,7 +83,7 @@ def streams(*orders, **options):
 def test_streams_that_differ_stop_all_ranks():
     same = on_ranks(streams([1, 2, 3, 4], [1, 2, 3, 4]))
     assert [share.data.numpy().tolist() for (share,) in same] == [[1, 2], [3, 4]]
-    with pytest.raises(ReplicaError, match="batch of step 1 on rank 1 is not that of rank 0"):
+    with pytest.raises(ReplicaError, match="batch of step 1 on rank 1 differs from that of rank 0"):
         on_ranks(streams([1, 2, 3, 4], [1, 2, 4, 3]))
     with pytest.raises(ReplicaError, match="has 4 examples on rank 0 and 3 on rank 1"):
         on_ranks(streams([1, 2, 3, 4], [1, 2, 3]))
@@ -98,7 +98,9 @@ def test_streams_that_differ_later_stop_all_ranks_before_that_step():
         np.concatenate([s.data for both in zip(*same, strict=True) for s in both]).tolist() == whole
     )
     changed = [*whole[:-1], 0]
-    with pytest.raises(ReplicaError, match="batch of step 50 on rank 1 is not that of rank 0"):
+    with pytest.raises(
+        ReplicaError, match="batch of step 50 on rank 1 differs from that of rank 0"
+    ):
         on_ranks(streams(whole, changed))
     with pytest.raises(ReplicaError, match="rank 1 ended after 21 steps, while rank 0 has more"):
         on_ranks(streams(whole, whole[: 4 * 21]))

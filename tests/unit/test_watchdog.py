@@ -51,15 +51,13 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
     [
         (
             [rank(0), rank(1, state="stopped", held=20, host="b")],
-            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others wait for it: "
-            "was it a debugger, Ctrl-Z or `kill -STOP`?\n"
-            "  rank 0: in training, step 8\n"
-            "  rank 1: in training, step 8, stopped",
+            "rank 1 on host b (process 101) is stopped (SIGSTOP), and the others are waiting for it: by a debugger, "
+            "Ctrl-Z or `kill -STOP`?\n  rank 0: in training, step 8\n  rank 1: in training, step 8, stopped",
         ),
         (
             [rank(0), rank(1), rank(2, state="gone", held=21)],
             "rank 2 (process 102) is gone before the end of the script (os._exit? out of memory?) "
-            "while others run on without it\n"
+            "while others are still running\n"
             "  ranks 0, 1: in training, step 8\n"
             "  rank 2: in training, step 8, gone",
         ),
@@ -87,7 +85,8 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
                 rank(1, "ended", state="gone", held=1),
                 rank(2, "init", waiting=True, idle=3),
             ],
-            "rank 1 (process 101) is missing: the script has ended there, and others wait for it in hvdtrain.init()\n"
+            "rank 1 (process 101) is missing: the script has ended there, but others are waiting for it in "
+            "hvdtrain.init()\n"
             "  ranks 0, 2: in hvdtrain.init()\n"
             "  rank 1: in shutdown, gone",
         ),
@@ -98,7 +97,7 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         ),
         (
             [rank(n, "init", waiting=True, idle=301, size=4) for n in (0, 2)],
-            "ranks 1, 3 have not started (or ended at once), and for 300 s the others have waited in "
+            "ranks 1, 3 have not started (or ended at once), and the others have waited 300 s in "
             "hvdtrain.init(): check the hosts where no rank has started\n"
             "  ranks 0, 2: in hvdtrain.init()",
         ),
@@ -188,7 +187,7 @@ def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> Non
     dog.hear([rank(0)])
     now += 1
     assert dog.verdict().text.startswith(
-        "no news from rank 1 on host b (process 101) for 300 s: have hvdtrain"
+        "no report from rank 1 on host b (process 101) for 300 s: have hvdtrain"
     )
 
 
@@ -208,7 +207,7 @@ def test_a_host_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> No
     now += 1
     dog.hear([rank(0), rank(1, host="b")])
     dog.hear_host("b")
-    assert dog.verdict().text.startswith("no news from host c for 300 s: have hvdtrain")
+    assert dog.verdict().text.startswith("no report from host c for 300 s: have hvdtrain")
 
 
 @pytest.mark.parametrize(
@@ -290,11 +289,11 @@ def test_whom_a_failed_rank_may_have_missed() -> None:
         ([rank(0, "init", waiting=True), rank(1, state="gone")], ""),  # Perhaps ended with the run.
         (
             [rank(0, "init", waiting=True, state="gone"), rank(1, "ended", state="gone")],
-            "rank 1 (process 101) is missing: the script has ended there while others still need it",
+            "rank 1 (process 101) is missing: the script has ended there, but others still need it",
         ),
         (
             [rank(0, "init", waiting=True, size=3)],
-            "ranks 1, 2 ended, or did not start, while others waited in hvdtrain.init()",
+            "ranks 1, 2 ended or did not start, while others waited in hvdtrain.init()",
         ),
     ],
 )
@@ -335,7 +334,7 @@ def test_who_waits_in_different_collectives() -> None:
     limits = replace(LIMITS, apart=80.0)
     assert verdict(ranks, limits).text.startswith(
         "the ranks have waited 80 s for each other in different collectives: all ranks must call the same "
-        "collectives, by the same names\n"
+        "collectives with the same names\n"
         "  ranks 0, 2: in training, step 8, collective a\n"
     )
     assert not verdict(ranks, LIMITS)

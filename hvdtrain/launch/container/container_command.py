@@ -109,7 +109,7 @@ class Container:
                 "the same on all hosts)"
             )
         if self.ssh_keys is not None and not self.ssh_keys.is_dir():
-            raise UsageError(f"--ssh-keys: there is no folder {self.ssh_keys}")
+            raise UsageError(f"--ssh-keys: no such folder: {self.ssh_keys}")
         for volume in self.volumes:
             source = volume.partition(":")[0]
             if not source:
@@ -117,7 +117,7 @@ class Container:
                     f"--volume {volume!r}: expected a folder, such as /data or /data:/inside"
                 )
             if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
-                raise UsageError(f"--volume {volume}: there is no {source}")
+                raise UsageError(f"--volume {volume}: no such file or folder: {source}")
 
 
 def docker_argv(container: Container, machine: Machine) -> list[str]:
@@ -232,8 +232,8 @@ def check_name(name: str) -> None:
     """Raises UsageError unless it is a name, without a value."""
     if not is_name(name):
         raise UsageError(
-            f"--env {name.partition('=')[0]}: pass only the name, and set the value in the "
-            "environment: everybody on this machine could read it in the command"
+            f"--env {name.partition('=')[0]}: pass only the name, and set the value in the environment: "
+            "anyone on this machine could read it in the command line"
         )
 
 

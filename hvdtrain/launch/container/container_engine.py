@@ -78,7 +78,7 @@ def ask_engine(
             _answer(name, "info", "--format", "{{json .}}", environ=environ, limit=limit)
         )
     except ValueError as error:
-        raise Refused("its answer is not JSON") from error
+        raise Refused("its output is not JSON") from error
     cdi = any(b"nvidia.com/gpu" in _content(f) for d in cdi_folders for f in d.glob("*"))
     if name == "podman":
         rootless = info.get("host", {}).get("security", {}).get("rootless")

@@ -41,7 +41,7 @@ def find_launcher(name: str) -> Prepare:
     if entry is None:
         names = launcher_names()
         hint = did_you_mean(name, names) or f" Choose from {', '.join(names)}."
-        raise UsageError(f"--launcher {name}: there is no such launcher here.{hint}")
+        raise UsageError(f"--launcher {name}: no such launcher.{hint}")
     try:
         found = entry.load()
     except Exception as error:

@@ -49,9 +49,9 @@ def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) 
         count = len(visible_gpus(environ))
         if count < 2:
             raise UsageError(
-                f"strategy {CENTRAL_STORAGE} needs at least two GPUs in one machine, and this one "
-                f"has {'one' if count else 'none'}: use -np N for N replicas on the cores "
-                "of this machine, or leave --strategy out"
+                f"strategy {CENTRAL_STORAGE} needs at least two GPUs in one machine, but this one has "
+                f"{'one' if count else 'none'}: use -np N for N replicas on the cores of this machine, or "
+                "leave --strategy out"
             )
     if strategy == TPU and not tpu_here(environ):
         raise UsageError(

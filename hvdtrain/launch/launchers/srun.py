@@ -106,7 +106,7 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
         if strangers:
             raise UsageError(
                 f"{', '.join(strangers)}: not a node of job {allocation.job_id}, which has "
-                f"{', '.join(map(str, allocation.hosts))}: srun reaches only those"
+                f"{', '.join(map(str, allocation.hosts))}: srun can start workers only on those"
             )
         return "srun"
     return "horovodrun" if strangers or names <= {allocation.this_node} else "srun"

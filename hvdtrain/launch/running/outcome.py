@@ -30,7 +30,9 @@ _SRUN_EXIT = re.compile(
 # What the programs of hvdtrain.start say themselves: about hosts and servers, in whole sentences.
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
-_SILENT = "no reason is known; mpirun ends its ranks like this when it receives a signal (kill, a closed terminal)"
+_SILENT = (
+    "no reason is known; mpirun ends this way when it receives a signal (kill, a closed terminal)"
+)
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def outcome_of(
     if _MPI_NOT_STARTED in launcher_text:
         # It says so whenever a daemon's ssh ends.
         orted = "mpirun's daemon (orted) on another host"
-        what = "did not start: is Open MPI installed there as it is here?"
+        what = "did not start: is the same Open MPI installed there?"
         what = "was killed, or the connection to it broke" if started else what
         return Outcome(EXIT_FAILURE, f"{orted} {what}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
@@ -176,7 +178,7 @@ def _only(process_names: ProcessNames) -> str:
 
 def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNames) -> str:
     alike = sorted({f.rank for f in failures if f.text == cause.text} - {cause.rank})
-    also = f" (and {ranks_in_words(alike)} likewise)" if alike else ""
+    also = f" (and {ranks_in_words(alike)})" if alike else ""
     name = process_names.name(cause.rank) if process_names == RANKS else _only(process_names)
     if not cause.text:
         return f"{name}{also} {how_it_ended(cause.exit_code)}"

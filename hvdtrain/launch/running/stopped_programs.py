@@ -39,8 +39,8 @@ class StoppedProgram:
     def __str__(self) -> str:
         place = f" on host {self.host}" if self.host else ""
         return (
-            f"{self.name}{place} (process {self.pid}), which the run waits for, "
-            "is stopped (SIGSTOP): was it a debugger, Ctrl-Z or `kill -STOP`?"
+            f"{self.name}{place} (process {self.pid}), which the run waits for, is stopped (SIGSTOP): by a "
+            "debugger, Ctrl-Z or `kill -STOP`?"
         )
 
 

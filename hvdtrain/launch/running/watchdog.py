@@ -201,8 +201,8 @@ class Watchdog:
         if not found:
             return Verdict()
         return Verdict(
-            f"no news from {', '.join(found)} for {min(found.values()):g} s: "
-            "have hvdtrain's processes there been stopped (`ps -eo pid,stat,args`)?"
+            f"no report from {', '.join(found)} for {min(found.values()):g} s: have hvdtrain's processes "
+            "there been stopped (`ps -eo pid,stat,args`)?"
         )
 
     def progress(self) -> str:
@@ -225,7 +225,7 @@ class Watchdog:
         if not any(_meeting(one) == INIT for one in known):
             return ""
         unseen = set(range(max(one.size for one in known))) - {one.rank for one in known}
-        never = f"{ranks_in_words(sorted(unseen))} ended, or did not start, while others waited in {INIT}"
+        never = f"{ranks_in_words(sorted(unseen))} ended or did not start, while others waited in {INIT}"
         return _away(known, _AWAY[:-1]) or (never if unseen else "")
 
 
@@ -248,11 +248,11 @@ _AWAY: tuple[_Way, ...] = (
     ),
     (
         lambda one: one.has_ended,
-        "missing: the script has ended there while others still need THEM",
+        "missing: the script has ended there, but others still need THEM",
     ),
     (
         lambda one: one.state == "gone",
-        "gone before the end of the script (os._exit?) while others need THEM",
+        "gone before the end of the script (os._exit?), but others still need THEM",
     ),
 )
 
@@ -285,8 +285,8 @@ def _frozen(ranks: Sequence[RankStatus]) -> Verdict:
     # However short: a rank that is stopped while nothing moves is what the others wait for.
     return _sentence(
         [one for one in ranks if one.state == "stopped"],
-        "stopped (SIGSTOP), and the others wait for THEM",
-        "was it a debugger, Ctrl-Z or `kill -STOP`?",
+        "stopped (SIGSTOP), and the others are waiting for THEM",
+        "by a debugger, Ctrl-Z or `kill -STOP`?",
     )
 
 
@@ -303,8 +303,7 @@ def _lost(
         return Verdict()
     return _sentence(
         found,
-        "gone before the end of the script (os._exit? out of memory?) while others run on "
-        "without THEM",
+        "gone before the end of the script (os._exit? out of memory?) while others are still running",
         "",
     )
 
@@ -318,7 +317,7 @@ def _left(
     if limits.elastic or not waiting:
         return Verdict()
     return _sentence(
-        ended, f"missing: the script has ended there, and others wait for THEM in {INIT}", ""
+        ended, f"missing: the script has ended there, but others are waiting for THEM in {INIT}", ""
     )
 
 
@@ -349,8 +348,8 @@ def _awaited(
         if unseen and not limits.elastic:
             have = "has" if len(unseen) == 1 else "have"
             return Verdict(
-                f"{ranks_in_words(unseen)} {have} not started (or ended at once), and for {limit:g} s the others have "
-                f"waited in {where}: check the hosts where no rank has started"
+                f"{ranks_in_words(unseen)} {have} not started (or ended at once), and the others have waited "
+                f"{limit:g} s in {where}: check the hosts where no rank has started"
             )
         waited = (
             f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
@@ -384,8 +383,8 @@ def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
     if len(collectives) < 2 or "" in collectives:
         return Verdict()
     return Verdict(
-        f"the ranks have waited {seconds:g} s for each other in different collectives: all ranks must call the same "
-        "collectives, by the same names"
+        f"the ranks have waited {seconds:g} s for each other in different collectives: all ranks must call "
+        "the same collectives with the same names"
     )
 
 

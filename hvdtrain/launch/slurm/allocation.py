@@ -73,15 +73,15 @@ def read_allocation(environ: Mapping[str, str], *, own_hosts: bool = False) -> A
         if own_hosts:
             return None
         raise UsageError(
-            f"{_VARIABLES['components']}={environ[_VARIABLES['components']]}: srun would start ranks "
-            "in one component of this heterogeneous job only: name the hosts with -H, to reach them "
-            "by ssh, or ask for a job of one component"
+            f"{_VARIABLES['components']}={environ[_VARIABLES['components']]}: srun would start ranks only in "
+            "one component of this heterogeneous job: name the hosts with -H, to use ssh, or request a job "
+            "with one component"
         )
     in_terminal = _VARIABLES["terminal of step"] in environ and _number(environ, "task") == 0
     if (_number(environ, "tasks of step") or 1) > 1 and not in_terminal:
         raise UsageError(
-            f"srun started this in {environ[_VARIABLES['tasks of step']]} tasks: start it once, "
-            "without srun; it starts the ranks of the allocation itself"
+            f"srun started this command as {environ[_VARIABLES['tasks of step']]} tasks: start it once, "
+            "without srun; it starts the ranks on all nodes itself"
         )
     names = _nodes(environ)
     return Allocation(
@@ -98,8 +98,8 @@ def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
     text = environ.get(_VARIABLES["nodes"])
     if text is None:
         raise UsageError(
-            f"{_VARIABLES['job']} is set but {_VARIABLES['nodes']} is not: the Slurm environment "
-            f"is incomplete. Unset {_VARIABLES['job']}, or start inside a job"
+            f"{_VARIABLES['job']} is set but {_VARIABLES['nodes']} is not: the Slurm environment is "
+            f"incomplete. Unset {_VARIABLES['job']}, or run inside a job"
         )
     try:
         return expand_nodes(text)
@@ -121,8 +121,8 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
     assert tasks is not None
     if tasks < nodes:
         raise UsageError(
-            f"{_VARIABLES['tasks']}={tasks} is fewer tasks than the {nodes} nodes of the job: ask "
-            "for at least one per node, or name the hosts with -H"
+            f"{_VARIABLES['tasks']}={tasks} is fewer than one task per node ({nodes} nodes): request at least "
+            "one per node, or name the hosts with -H"
         )
     return tuple(tasks // nodes + (index < tasks % nodes) for index in range(nodes))
 

@@ -169,7 +169,7 @@ def _ask(job_id: str) -> list[JobState]:
             return states
         if time.monotonic() > deadline:
             raise HvdtrainError(
-                f"Slurm no longer answers about job {job_id}, which may still be running: {said.last_line}"
+                f"Slurm no longer reports on job {job_id}, which may still be running: {said.last_line}"
             )
         time.sleep(POLL_SECONDS)
 

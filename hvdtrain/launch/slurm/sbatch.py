@@ -119,7 +119,8 @@ class JobRequest:
             _check_directive(line, _options(self))
         if "/" in self.job_name:
             raise UsageError(
-                f"--job-name {self.job_name!r}: '/' would name a folder in the job's output file: leave it out"
+                f"--job-name {self.job_name!r}: '/' would be a folder in the name of the job's output file: "
+                "leave it out"
             )
         for value in (*_options(self).values(), *self.directives):
             if value is not None and ("\n" in value or "\0" in value):

@@ -172,9 +172,9 @@ def require_graph(model: keras.Model) -> Any:
     functional = graph_internals.functional_of(model)
     if functional is None:
         what = (
-            "it has no keras.layers.Input, so it has no shapes yet: add one at the start"
+            "it has no keras.layers.Input, so its shapes are unknown: add one at the start"
             if isinstance(model, keras.Sequential)
-            else "it is a subclassed model, of which only the code of call is known: write it as "
+            else "it is a subclassed model, whose layers are known only to its call method: write it as "
             "keras.Sequential or keras.Model(inputs, outputs)"
         )
         raise UsageError(f"Pipeline stages: the model {model.name!r} cannot be cut: {what}")

@@ -179,13 +179,14 @@ def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
             paths = layers.splittable()
             shown = ", ".join(paths[:12]) + (", ..." if len(paths) > 12 else "")
             raise UsageError(
-                f"split: no layer's path is {pattern!r}. Paths of layers that can be split: {shown or 'none'}"
+                f"split: no layer path matches {pattern!r}. Paths of layers that can be split: "
+                f"{shown or 'none'}"
             )
         for i in named:
             if found.setdefault(i, way) != way:
                 raise UsageError(
-                    f"split: layer {layers.paths[i][0]!r} is split by {found[i]} by {by_pattern[i]!r} and by {way} "
-                    f"by {pattern!r}: let only one pattern match it"
+                    f"split: layer {layers.paths[i][0]!r} is split by {found[i]} by {by_pattern[i]!r} and by "
+                    f"{way} by {pattern!r}: only one pattern may match it"
                 )
             by_pattern[i] = pattern
     return {i: found[i] for i in layers.by_id if i in found}

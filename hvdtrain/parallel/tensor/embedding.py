@@ -48,7 +48,7 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
         words = tf.where(words < 0, words + size, words)
         known = tf.debugging.Assert(
             tf.reduce_all((words >= 0) & (words < size)),
-            [f"Embedding {self.name!r}: a number is not in [0, {self.input_dim}):", words],
+            [f"Embedding {self.name!r}: an index is not in [0, {self.input_dim}):", words],
         )
         if tf.executing_eagerly():
             return words

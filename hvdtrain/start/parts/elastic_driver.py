@@ -153,7 +153,7 @@ class PatientDriver(ElasticDriver):
         """Horovod's, which keeps the reason to itself."""
         if error_message:
             _, reset, limit = error_message.partition(RESET_LIMIT_EXCEEDED_MESSAGE.format(""))
-            told = f"--reset-limit {limit} allows no more restarts"
+            told = f"the number of restarts has reached --reset-limit ({limit})"
             say(f"the job ends: {told if reset else error_message}")
         super().stop(error_message)
 
@@ -184,7 +184,7 @@ class PatientDriver(ElasticDriver):
         failed = self._failed()
         for host in sorted({host for host, _ in failed}):
             if self._keeps_failing(host):
-                say(f"host {host} is left out: ranks failed there {MOST_FAILURES} times in a row")
+                say(f"host {host} is skipped: ranks failed there {MOST_FAILURES} times in a row")
                 self._host_manager.leave_out(host)
         if all(map(self._host_manager.is_blacklisted, self._host_assignments)):
             self.stop("no hosts are left for the ranks")
@@ -198,9 +198,11 @@ class PatientDriver(ElasticDriver):
         if had_state and not self._have_state:
             # New ones alone would begin from scratch, without a word.
             if not self.has_checkpoint:
-                self.stop("no rank is left that holds the state of the training")
+                self.stop("no rank with the state of the training is left")
                 return
-            say("no rank is left that was training: the job continues from the newest checkpoint")
+            say(
+                "none of the ranks that were training is left: the job continues from the newest checkpoint"
+            )
         try:
             super().resume()
         except EngineError as error:
