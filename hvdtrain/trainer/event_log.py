@@ -8,7 +8,7 @@ Each line has "event" and "time" (seconds since 1970), and further fields:
 | steps | every second, or less often | epoch, step, seconds, learning_rate, values, steps, examples, slowest |
 | epoch | the end of an epoch | epoch, seconds, examples_per_second, learning_rate, values |
 | ranks | the same, with several workers | epoch, seconds of every rank in each phase |
-| checkpoint | one was written | steps since the beginning, bytes, seconds |
+| checkpoint | one was written | steps since the beginning, bytes of variables, seconds |
 | warning | Python showed one | text |
 | end | the training ended | how |
 

@@ -350,9 +350,9 @@ class SavedFit:
         self._keep_folder()
         began = time.monotonic()
         path = save(self._folder, steps, content, self._schedule.keep)
-        self._run_dir.events.note(
-            "checkpoint", steps=steps, bytes=path.stat().st_size, seconds=time.monotonic() - began
-        )
+        size = sum(array.nbytes for array in content.arrays.values())
+        seconds = time.monotonic() - began
+        self._run_dir.events.note("checkpoint", steps=steps, bytes=size, seconds=seconds)
         tell_saved(ON_DISK)
         if self._mirror is not None:
             self._mirror.copy(path)

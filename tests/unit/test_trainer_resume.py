@@ -87,7 +87,7 @@ def test_a_folder_that_was_moved_while_its_run_goes_on(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="moved or removed, and run is in use by process 7"):
             lock_kept(folder, "run", stale)
         other.stdin.close()
-    with pytest.raises(OSError, match="run is another run's"):
+    with pytest.raises(OSError, match="run now belongs to another run"):
         lock_kept(folder, "run", stale)
     os.close(stale)
 
