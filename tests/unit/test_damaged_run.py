@@ -135,8 +135,8 @@ def test_a_folder_that_is_another_runs_by_now_is_left_alone(tmp_path: Path) -> N
         for name in ("checkpoints/lock", "metrics.csv", "model.keras"):
             (run / name).write_text("another run's\n")
 
-    told = "metrics.csv cannot be written: .*is another run's|No checkpoint was written"
-    with pytest.warns(UserWarning, match=told), pytest.raises(UsageError, match="is another run's"):
+    told = "metrics.csv cannot be written: .*belongs to another run|No checkpoint was written"
+    with pytest.warns(UserWarning, match=told), pytest.raises(UsageError, match="belongs to another run"):
         train(run, Checkpoints(), 3, [Between(replace)])
     assert not list(run.glob("checkpoints/*step-*"))
     for name in ("metrics.csv", "model.keras"):
