@@ -106,14 +106,16 @@ class Loop:
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train; return Keras's History."""
         with ExitStack() as blocks:
+            position = None
+            if self.saved is not None:
+                facts = facts_of(
+                    self.config, plan.train, plan.validation, self.model, plan.callbacks
+                )
+                position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
             if self.run_dir is not None:
+                # As long as the folder is this run's.
                 blocks.enter_context(self.run_dir.events.watching())
-            if self.saved is None:
-                return self._fit(plan, None)
-            facts = facts_of(self.config, plan.train, plan.validation, self.model, plan.callbacks)
-            return self._fit(
-                plan, blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
-            )
+            return self._fit(plan, position)
 
     def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
         """Train from where `resumed` says; None: from the beginning."""

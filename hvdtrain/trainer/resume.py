@@ -151,7 +151,6 @@ class SavedFit:
             finally:
                 if self._lock is not None:
                     os.close(self._lock)
-                    self._lock = None  # The end is noted yet.
 
     def _open(self, initial_epoch: int) -> dict[str, Any] | None:
         path, began = str(self._run_dir.path), self._folder.is_dir()

@@ -136,8 +136,12 @@ def test_a_folder_that_is_another_runs_by_now_is_left_alone(tmp_path: Path) -> N
             (run / name).write_text("another run's\n")
 
     told = "metrics.csv cannot be written: .*belongs to another run|No checkpoint was written"
-    with pytest.warns(UserWarning, match=told), pytest.raises(UsageError, match="belongs to another run"):
+    with (
+        pytest.warns(UserWarning, match=told),
+        pytest.raises(UsageError, match="belongs to another run"),
+    ):
         train(run, Checkpoints(), 3, [Between(replace)])
     assert not list(run.glob("checkpoints/*step-*"))
+    assert not (run / "events.jsonl").exists()
     for name in ("metrics.csv", "model.keras"):
         assert (run / name).read_text() == "another run's\n"
