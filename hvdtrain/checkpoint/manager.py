@@ -106,8 +106,10 @@ class CheckpointManager:
         }
         ranks = ALL_RANKS.exchange(own | random_states(), "checkpoint_saved")
         arrays = gather(self._pieces())
-        if ALL_RANKS.rank() != 0:
-            return
+        # All ranks wait: one that exits with a code has the launcher end rank 0 as well, before it has written.
+        on_first(lambda: self._write(step, arrays, ranks), f"folder {str(self._folder)!r}")
+
+    def _write(self, step: int, arrays: State, ranks: list[Any]) -> None:
         models = [one for one in self._tracked if isinstance(one, keras.Model)]
         constant = untrained(v for model in models for v in model.variables)
         try:

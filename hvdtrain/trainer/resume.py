@@ -328,14 +328,14 @@ class SavedFit:
         if any(busy):
             return
         arrays = state.variables()
-        if ALL_RANKS.rank() != 0:
-            return
-        position = Position(epoch, step, self.steps, stopped)
-        content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
-        write = partial(self._write, self.steps, content, state.untrained)
-        self._writing = Writing(self.steps, write)
+        if ALL_RANKS.rank() == 0:
+            position = Position(epoch, step, self.steps, stopped)
+            content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
+            write = partial(self._write, self.steps, content, state.untrained)
+            self._writing = Writing(self.steps, write)
         if last:
-            self._finish_writing()
+            # On all ranks: one that exits with a code has the launcher end rank 0 as well, before it has written.
+            on_first(self._finish_writing, self._name)
 
     def _state_of(self, model: keras.Model) -> TrainingState:
         """The state of the one model of this fit."""

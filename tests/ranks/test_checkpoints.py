@@ -25,11 +25,13 @@ def test_ended_at_any_step(results: Results) -> None:
 def test_a_job_that_is_told_to_end_saves_and_stops(results: Results) -> None:
     for found in results.of("case_preempted"):
         assert found["differences"] == [] and found["restored"]
-        (first, code), (second, other) = found["messages"]
-        assert code == other == EXIT_PREEMPTED
+        steps = []
+        for message, code, written in found["messages"]:
+            assert code == EXIT_PREEMPTED
+            steps.append(int(re.search(r"after (\d+) steps", message)[1]))
+            assert f"step-{steps[-1]:09}" in written, "when a rank ends, rank 0 has written"
         # The ranks look once a second, and a step takes milliseconds.
-        assert 2 <= int(re.search(r"after (\d+) steps", first)[1]) < 42
-        assert int(re.search(r"after (\d+) steps", second)[1]) > 2
+        assert 2 <= steps[0] < 42 and steps[1] > 2
 
 
 @pytest.mark.slow

@@ -6,9 +6,11 @@ import csv
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -16,6 +18,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import Checkpoints
+from hvdtrain.checkpoint.folder import Disk
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first
 from hvdtrain.data import from_files
@@ -335,18 +338,25 @@ def case_steps_per_execution() -> list[str]:
     return ended_and_resumed("momentum", 2, [3], steps_per_execution=2, warmup_epochs=2)
 
 
+def slow_rename(self: Disk, path: Path, to: Path) -> None:
+    time.sleep(0.2)
+    path.replace(to)
+
+
 def case_preempted() -> dict[str, Any]:
     """One rank is told to end: all save at one step, soon, and go on there. Checkpoints are far apart else."""
     undisturbed = train(folder(), every=None)
     run_dir, messages = folder(), []
     before = signal.getsignal(signal.SIGTERM)
+    mock.patch.object(Disk, "rename", slow_rename).start()
     for number, steps in ((signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
         heard = signal.getsignal(signal.SIGUSR1)
         preemption_notice.listen(ALL_RANKS.rank())
         try:
             train(run_dir, every=1000, told=(number, steps))
         except hvdtrain.Preempted as error:
-            messages.append([str(error), error.exit_code])
+            written = [one.name for one in (run_dir / "checkpoints").iterdir()]
+            messages.append([str(error), error.exit_code, written])
         finally:
             signal.signal(signal.SIGUSR1, heard)
     found = train(run_dir, every=1000)
