@@ -24,6 +24,7 @@ from hvdtrain.launch.container.container_command import (
     SSHD,
     Container,
     Machine,
+    arguments_out_of_reach,
     check_reachable,
     docker_argv,
     passed_names,
@@ -126,6 +127,8 @@ def docker(
     machine = _machine(found)
     if not sshd:
         _check_paths(said, container, machine)
+        for warning in arguments_out_of_reach(said["arguments"], container, machine):
+            click.echo(f"Warning: {warning}", err=True)
     argv = docker_argv(container, machine)
     if dry_run:
         print_command(argv)

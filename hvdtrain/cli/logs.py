@@ -45,7 +45,8 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
             more = ": --follow waits for it" if is_running(folder) else ""
             click.echo(f"rank {rank} has written nothing to {stream}{more}", err=True)
             return
-        raise UsageError(f"--rank {rank}: no such rank in {folder}; available: {', '.join(have)}")
+        ranks = ", ".join(name.removeprefix("rank.") for name in have)
+        raise UsageError(f"--rank {rank}: no such rank in {folder}; available: {ranks}")
     for data in _new(path or folder / f"rank.{rank}" / stream, folder, follow):
         click.echo(data, nl=False)
 

@@ -9,10 +9,11 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.environment import LAUNCH_ID, LOG_DIR
 from hvdtrain.errors import UsageError
@@ -127,7 +128,9 @@ def _slurm_jobs() -> Iterable[Job]:
 
 
 def _slurm_job(state: JobState) -> Job:
-    status, folder = _status_of(state)
+    number = state.name.partition("_")[0]
+    own = (one for one in _statuses(state.folder) if one[0].slurm_job == number)
+    status, folder = next(own, (None, None))
     return Job(
         name=state.name,
         kind="slurm",
@@ -141,14 +144,13 @@ def _slurm_job(state: JobState) -> Job:
     )
 
 
-def _status_of(state: JobState) -> tuple[RunStatus | None, Path | None]:
-    """What the run inside a Slurm job wrote, if the job's folder is visible from here."""
+def _statuses(folder: Path) -> Iterator[tuple[RunStatus, Path]]:
+    """What the runs started in this folder wrote, and where; the newest first. Empty if it cannot be read."""
     with suppress(OSError):
-        for folder in sorted((state.folder / LOGS).iterdir(), reverse=True):
-            status = read_status(folder)
-            if status is not None and status.slurm_job == state.name.partition("_")[0]:
-                return status, folder
-    return None, None
+        for log_dir in sorted((folder / LOGS).iterdir(), reverse=True):
+            status = read_status(log_dir)
+            if status is not None:
+                yield status, log_dir
 
 
 def _containers() -> Iterable[Job]:
@@ -161,21 +163,36 @@ def _containers() -> Iterable[Job]:
             seen.add(line.strip())
             about = json.loads(ask([engine, "inspect", line.strip()]).answer or "[{}]")[0]
             config = about.get("Config", {})
-            started = about.get("State", {}).get("StartedAt", "")
+            started = _time(about.get("State", {}).get("StartedAt", ""))
+            status, folder = _run_in_container(config, started)
             yield Job(
-                name=line.strip()[:SHORT],
+                name=line.strip(),
                 kind="container",
                 state="running",
                 command=" ".join(config.get("Cmd") or []),
-                seconds=_seconds_since(started),
+                seconds=time.time() - started if started else None,
                 stop=(engine, "stop", "--time=40", line.strip()),
+                status=status,
+                log_dir=folder,
                 show=(engine, "logs", line.strip()),
             )
 
 
-def _seconds_since(text: str) -> float | None:
-    """Of a time such as 2026-01-31T12:00:00.123456789Z."""
+def _run_in_container(
+    config: Mapping[str, Any], started: float | None
+) -> tuple[RunStatus | None, Path | None]:
+    """What the run inside a container wrote: the container's working folder is also on this machine."""
+    own = [
+        (status, folder)
+        for status, folder in _statuses(Path(config.get("WorkingDir") or os.devnull))
+        if status.host == config.get("Hostname") and started and status.started >= started
+    ]
+    # With --network=host, later containers may have the same host name.
+    return own[-1] if own else (None, None)
+
+
+def _time(text: str) -> float | None:
+    """Seconds since the epoch, of a time such as 2026-01-31T12:00:00.123456789Z."""
     with suppress(ValueError):
-        when = datetime.datetime.fromisoformat(text[:19] + "+00:00")
-        return time.time() - when.timestamp()
+        return datetime.datetime.fromisoformat(text[:19] + "+00:00").timestamp()
     return None

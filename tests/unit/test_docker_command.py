@@ -38,19 +38,22 @@ def test_the_whole_command_of_each_engine() -> None:
     common = f"--ulimit memlock=-1:-1 {STACK} --user 1000:100 {FOLDER} {END}"
     assert (
         printed(CONTAINER, MACHINE)
-        == f"docker run --rm --label hvdtrain --init --ipc=host {common}"
+        == f"docker run --rm --label hvdtrain --init --no-healthcheck --ipc=host {common}"
     )
     podman = replace(MACHINE, engine="podman")
-    assert printed(CONTAINER, podman) == f"podman run --rm --label hvdtrain --ipc=host {common}"
+    assert (
+        printed(CONTAINER, podman)
+        == f"podman run --rm --label hvdtrain --no-healthcheck --ipc=host {common}"
+    )
 
 
 def test_the_whole_command_of_one_of_several_hosts(tmp_path: Path) -> None:
     container = replace(CONTAINER, gpus="all", several_hosts=True, ssh_port=2345, ssh_keys=tmp_path,
                         env=("HF_TOKEN", "NCCL_DEBUG"), extra=("--cpus=4",))  # fmt: skip
     assert printed(container, replace(MACHINE, rdma=True)) == (
-        f"docker run --rm --label hvdtrain --init --gpus all --ipc=host --ulimit memlock=-1:-1 {STACK} --network=host "
-        "--device /dev/infiniband --cap-add IPC_LOCK --env HVDTRAIN_SSH_PORT=2345 --user 1000:100 "
-        f"--volume /home/ann/digits:/home/ann/digits --volume {tmp_path}:/run/hvdtrain/ssh:ro "
+        f"docker run --rm --label hvdtrain --init --no-healthcheck --gpus all --ipc=host --ulimit memlock=-1:-1 "
+        f"{STACK} --network=host --device /dev/infiniband --cap-add IPC_LOCK --env HVDTRAIN_SSH_PORT=2345 "
+        f"--user 1000:100 --volume /home/ann/digits:/home/ann/digits --volume {tmp_path}:/run/hvdtrain/ssh:ro "
         f"--workdir /home/ann/digits --env HF_TOKEN --env NCCL_DEBUG --cpus=4 {END}"
     )
 
@@ -94,7 +97,7 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "--shm-size 8g" in own and "--ipc" not in own
     terminal = printed(CONTAINER, replace(MACHINE, terminal=True))
     assert terminal.startswith(
-        "docker run --rm --label hvdtrain --init --interactive --tty --ipc=host"
+        "docker run --rm --label hvdtrain --init --no-healthcheck --interactive --tty --ipc=host"
     )
     volumes = printed(replace(CONTAINER, volumes=(str(tmp_path), "data:/data:ro")), MACHINE)
     assert f"--volume {tmp_path}:{tmp_path} --volume data:/data:ro --workdir" in volumes
@@ -122,6 +125,8 @@ def test_smaller_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ),
         ({"volumes": ("~nobody-here:/x",)}, "no such file or folder: ~nobody-here"),
         ({"volumes": ("",)}, "--volume '': expected a folder"),
+        ({"volumes": ("nodata",)}, "--volume nodata: no such file or folder: nodata"),
+        ({"extra": ("cpus=4",)}, "--docker-arg cpus=4: expected an option"),
         ({"env": ("A=b",)}, "--env A: pass only the name"),
         ({"image": "--privileged"}, "'--privileged' is not an image"),
         ({"image": ""}, "'' is not an image"),
@@ -200,6 +205,28 @@ def test_the_command_line(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code, text = call("--dry-run", "--engine", "docker", "--ssh-keys", "keys", "--sshd")
     assert code == 0
     assert "--network=host" in text and text.endswith(" hvdtrain:cpu sshd\n")
+    assert "--no-healthcheck" not in text
+
+
+def test_data_that_the_container_does_not_see_is_named(work: Path) -> None:
+    data = work.parent / "data"
+    data.mkdir()
+    (data / "x.npz").touch()
+    words = (
+        "--dry-run",
+        "--engine",
+        "docker",
+        "train.py",
+        f"--data={data}/x.npz",
+        str(data),
+        f"{work}/y",
+    )
+    warning = "is not visible in the container: if the script reads it, add --volume"
+    code, text = call(*words, "/dev/null", "/no/file", "x" * 5000)
+    assert code == 0 and text.count(warning) == 2
+    assert f"Warning: {data}/x.npz {warning} {data}\n" in text
+    assert warning not in call("--volume", str(data), *words)[1]
+    assert warning not in call("--volume", f"{work}:{data}", *words)[1]
 
 
 @pytest.mark.parametrize(

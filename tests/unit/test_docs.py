@@ -38,6 +38,7 @@ NOT_HERE = (
     "pip",
     "horovodrun",
     "docker",
+    "mkdir",
 )
 # These have tests of their own, which run them.
 RUN_ELSEWHERE = {"docs/notebooks.md", "docs/adding-a-launcher.md"}
@@ -180,6 +181,7 @@ def test_options() -> None:
         *("--epochs", "--password"),  # of the user's script
         *("--allow-run-as-root", "--oversubscribe", "--tag-output"),  # of mpirun
         "--config-file",  # of horovodrun
+        *("--build", "--format", "--rm"),  # of docker and podman
         *("--strict", "--write"),  # of mkdocs, and of the table of what is exact
     }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hvdtrain.cli import ps as ps_module
 from hvdtrain.cli.logs import logs
 from hvdtrain.cli.ps import ps
 from hvdtrain.errors import UsageError
+from hvdtrain.launch import running_jobs
 from hvdtrain.launch.running.run_status import NAME, RunStatus, read_status
 from hvdtrain.launch.running_jobs import Job, _is_launcher
 
@@ -57,6 +60,35 @@ def test_only_the_runs_own_launcher_is_told_to_end() -> None:
     ]
     for change in changes:
         assert not _is_launcher(replace(own, **change)), change
+
+
+def test_a_container_has_the_status_of_the_run_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of three runs in its folder: one of another host, one from before, and its own."""
+    began = datetime.datetime.fromisoformat("2026-01-31T12:00:00+00:00").timestamp()
+    for name, host, after in (("1", "c1", -9.0), ("2", "c1", 1.0), ("3", "c2", 2.0)):
+        (tmp_path / running_jobs.LOGS / name).mkdir(parents=True)
+        RunStatus(name, "train.py", host=host, started=began + after, step=4).write(
+            tmp_path / running_jobs.LOGS / name
+        )
+    about = {
+        "Config": {"Cmd": ["train.py"], "Hostname": "c1", "WorkingDir": str(tmp_path)},
+        "State": {"StartedAt": "2026-01-31T12:00:00.123Z"},
+    }
+
+    def ask(argv: list[str]) -> Any:
+        return SimpleNamespace(
+            answer=json.dumps([about]) if argv[1] == "inspect" else "0123456789ab\n"
+        )
+
+    monkeypatch.setattr(running_jobs, "ask", ask)
+    (job,) = running_jobs._containers()
+    assert job.name == "0123456789ab" and job.log_dir == tmp_path / running_jobs.LOGS / "2"
+    assert job.status is not None and (job.status.run, job.status.step) == ("2", 4)
+    about["Config"]["WorkingDir"] = "/nowhere"
+    (job,) = running_jobs._containers()
+    assert (job.status, job.log_dir) == (None, None)
 
 
 def test_logs_of_a_container_and_of_a_batch_job_are_followed(

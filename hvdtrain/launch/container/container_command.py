@@ -6,8 +6,9 @@ the others runs a container that only has an ssh server (`docker_argv` with the 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,6 +29,7 @@ SSHD = ("sshd",)
 _STACK_BYTES = 64 * 2**20
 """NVIDIA's figure for training in containers."""
 _OF_A_PATH = ("/", ".", "~")
+_OF_ANY_IMAGE = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
 
 
@@ -116,8 +118,13 @@ class Container:
                 raise UsageError(
                     f"--volume {volume!r}: expected a folder, such as /data or /data:/inside"
                 )
-            if volume.startswith(_OF_A_PATH) and not _whole(source).exists():
+            is_path = ":" not in volume or volume.startswith(_OF_A_PATH)
+            if is_path and not _whole(source).exists():
                 raise UsageError(f"--volume {volume}: no such file or folder: {source}")
+        if self.extra and not self.extra[0].startswith("-"):
+            raise UsageError(
+                f"--docker-arg {self.extra[0]}: expected an option, such as --docker-arg=--cpus=4"
+            )
 
 
 def docker_argv(container: Container, machine: Machine) -> list[str]:
@@ -126,6 +133,8 @@ def docker_argv(container: Container, machine: Machine) -> list[str]:
         *(machine.engine, "run", "--rm", "--label", LABEL),
         # Podman's --init needs a program that is often not installed; the image brings its own.
         *(["--init"] if machine.engine == "docker" else []),
+        # The image's check is of the ssh server.
+        *(["--no-healthcheck"] if container.command != SSHD else []),
         *(["--interactive", "--tty"] if machine.terminal else []),
         *_gpus(container.gpus, machine.engine),
         *_memory(container, machine),
@@ -242,12 +251,36 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
 
     Only the current folder and the volumes are.
     """
-    places = [machine.folder.resolve()]
-    places += [_whole(volume.partition(":")[0]).resolve() for volume in container.volumes]
     for path in paths:
         whole = (machine.folder / path.expanduser()).resolve()
-        if not any(whole.is_relative_to(place) for place in places):
+        if not _is_mounted(whole, container, machine):
             raise UsageError(
                 f"{path} is not visible in the container, which mounts only {machine.folder}: "
                 f"start from a folder that contains it, or add --volume {whole.parent}"
             )
+
+
+def arguments_out_of_reach(
+    arguments: Iterable[str], container: Container, machine: Machine
+) -> Iterator[str]:
+    """A warning for each of the script's arguments that names a file of this machine which is not in the container.
+
+    Absolute paths only, alone or as in `--data=/data`; folders of the system are in every image.
+    """
+    for argument in arguments:
+        path = Path(argument.partition("=")[2] if argument.startswith("-") else argument)
+        inside = [
+            *_OF_ANY_IMAGE,
+            *(volume.split(":")[1] for volume in container.volumes if ":" in volume),
+        ]
+        known = not path.is_absolute() or any(path.is_relative_to(place) for place in inside)
+        # A long argument is not a path, for which Path.exists raises.
+        if known or not os.path.exists(path) or _is_mounted(path.resolve(), container, machine):  # noqa: PTH110
+            continue
+        folder = path if path.is_dir() else path.parent
+        yield f"{path} is not visible in the container: if the script reads it, add --volume {folder}"
+
+
+def _is_mounted(path: Path, container: Container, machine: Machine) -> bool:
+    places = [machine.folder, *(_whole(volume.partition(":")[0]) for volume in container.volumes)]
+    return any(path.is_relative_to(place.resolve()) for place in places)
