@@ -1,4 +1,4 @@
-"""Can this machine, and can these hosts, train? Real checks, each with a time limit and, where red, the fix.
+"""Checks whether this machine, and other hosts, can train. Each check has a time limit and, if it fails, a fix.
 
 `checks` has what all share. The others, each with its `checks(options)`, in the order in which they are shown:
 

@@ -1,4 +1,4 @@
-"""Checks: how they run (groups beside each other, the checks of one group in turn, each within its time), and their
+"""How checks run (groups in parallel, the checks of a group in turn, each with a time limit), and their
 results as lines for a person or as JSON for a program."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WORDS: dict[Status, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the doctor's.
+    """One result of the doctor.
 
     Attributes:
         name: what was checked.

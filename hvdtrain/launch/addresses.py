@@ -24,7 +24,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host name is one of this machine's: only an own address can be bound. False for an unknown name."""
+    """Whether a host name belongs to this machine, found by binding its address. False for an unknown name."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((name, 0))

@@ -66,7 +66,7 @@ class Entry:
 
 
 def read_config(path: Path, fields: Mapping[str, str]) -> dict[str, Entry]:
-    """The entries of a file by field. A key without value is as if it was not there.
+    """The entries of a file, by field. A key without a value is ignored.
 
     Args:
         fields: the field of every name that a key may have, written with `-`.

@@ -64,14 +64,14 @@ def _count_gpus(environ: Mapping[str, str], root: Path) -> int:
 
 
 def usable_cores() -> int:
-    """Physical cores in this process's mask, and no more than its control group grants the time of."""
+    """Physical cores in this process's affinity mask, limited by the CPU quota of its control group."""
     cores = physical_cores(os.sched_getaffinity(0), _CPUS)
     quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
 def physical_cores(cpus: Iterable[int], root: Path) -> int:
-    """The number of cores that these logical CPUs are on. What does not tell its core is one of its own.
+    """The number of cores of these logical CPUs. A CPU whose core is unknown counts as a core.
 
     Args:
         root: /sys/devices/system/cpu.
@@ -87,7 +87,7 @@ def physical_cores(cpus: Iterable[int], root: Path) -> int:
 
 
 def cgroup_quota(root: Path, own: Path) -> float | None:
-    """Cores' worth of time that the control groups of this process grant: the least on the way to the root.
+    """The CPU quota of this process's control groups, in cores: the lowest one on the path to the root.
 
     Args:
         root: /sys/fs/cgroup.

@@ -82,7 +82,7 @@ class EnvVar:
 
 
 def is_name(text: str) -> bool:
-    """Whether a shell takes `text` for the name of a variable. The environment may hold others."""
+    """Whether `text` is a valid variable name in a shell. The environment may contain other names."""
     return bool(_NAME.fullmatch(text))
 
 
@@ -98,7 +98,7 @@ def parse_variable(text: str) -> EnvVar:
 
 
 def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
-    """What to say of variables that the ranks shall have and that are not set; empty if all are."""
+    """An error message about variables requested with --env that are not set; empty if all are set."""
     missing = sorted(set(names) - environ.keys())
     if not missing:
         return ""
@@ -106,7 +106,7 @@ def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
 
 
 def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """The variables that ranks on other hosts get: the named set and what was asked for."""
+    """The variables for ranks on other hosts: the named set, and those requested with --env."""
     wanted = set(asked)
     return {
         name: value
@@ -117,13 +117,13 @@ def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, st
 
 
 def into_tasks(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """What srun gets, and with it its tasks: what travels, and what a session has anyway."""
+    """The environment for srun and its tasks: the variables for other hosts, and those of a login session."""
     slurm = (name for name in environ if name.startswith("SLURM"))
     return travelling(environ, [*asked, *_SESSION, *slurm])
 
 
 def into_container(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
-    """The names that a container gets: what a run is made of, the options of `hvdtrain run`, and what was asked for."""
+    """Names of the variables for a container: of the libraries, of `hvdtrain run`, and those requested with --env."""
     named = {
         name
         for name in environ

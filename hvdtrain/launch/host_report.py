@@ -35,7 +35,7 @@ class HostReport:
 
 
 def report_of(told: Mapping[str, Any]) -> HostReport:
-    """The report that a host sent. Another version's may contain more fields, or raise TypeError for lack of some."""
+    """The report that a host sent. Ignores unknown fields; raises TypeError if some are missing."""
     known = {one.name for one in fields(HostReport)}
     return HostReport(**{name: value for name, value in told.items() if name in known})
 
@@ -83,7 +83,7 @@ def ssh_problem(
 
 
 def late(host: str, seconds: float) -> str:
-    """A host that answers ssh, or not even that, but does not report in time."""
+    """The message about a host that does not report in time, whether or not it answers ssh."""
     return (
         f"host {host}: no answer over ssh within {seconds:g} s: it may be overloaded, or its "
         "network slow; --start-timeout sets a longer limit"
@@ -91,7 +91,7 @@ def late(host: str, seconds: float) -> str:
 
 
 def differences(host: str, report: HostReport, own: HostReport) -> str:
-    """What makes a host unfit to run ranks together with this one; empty if nothing does."""
+    """Why a host cannot run ranks together with this one; empty if it can."""
     if report.hvdtrain != own.hvdtrain:
         return (
             f"host {host} has hvdtrain {report.hvdtrain}, this host has {own.hvdtrain}: install the same "
@@ -106,7 +106,7 @@ def differences(host: str, report: HostReport, own: HostReport) -> str:
 
 
 def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport]) -> str:
-    """Which hosts have none of the wanted interfaces, and what they have; empty if all have one."""
+    """Which hosts have none of the requested interfaces, and which they have; empty if all have one."""
     problems = [
         f"{f'host {host}' if host else 'this host'} has no network interface "
         f"{' or '.join(wanted)}: it has "

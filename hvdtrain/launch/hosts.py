@@ -45,7 +45,7 @@ class Host:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether Horovod, ssh and a shell take `text` for the name of a host."""
+    """Whether `text` is a valid host name for Horovod, ssh and a shell."""
     return bool(_NAME.fullmatch(text)) and not text.startswith("-")
 
 

@@ -24,7 +24,7 @@ _SIGNS: dict[Controller, tuple[bytes, ...]] = {
 
 
 def installed_controllers() -> frozenset[Controller]:
-    """Those of the Horovod of this Python. Raises EngineError if there is none for TensorFlow."""
+    """The controllers of this Python's Horovod. Raises EngineError if no Horovod for TensorFlow is installed."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         raise EngineError(f"Horovod is not installed for {sys.executable}: {INSTALL_HINT}")
@@ -56,7 +56,7 @@ def find_mpirun(path: str | None = None) -> str | None:
 
 
 def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | None) -> Controller:
-    """The controller to use; `auto` takes MPI, the faster one, if it was built and mpirun is there.
+    """The controller to use. `auto` is MPI, the faster one, if Horovod was built with it and there is an mpirun.
 
     Raises:
         UsageError: the wanted controller cannot be used here.

@@ -80,7 +80,7 @@ def _home() -> str:
 
 
 def check_started_once(environ: Mapping[str, str]) -> None:
-    """Raises UsageError in one of several processes of another launch."""
+    """Raises UsageError if this process is one of several that another launcher started."""
     name = size_variable(environ)
     if name:
         size = environ[name]
@@ -120,7 +120,7 @@ class Prepared:
 
     @property
     def typed(self) -> list[str]:
-        """The command as a user can type it, which sets the variables as well."""
+        """The command as a user would type it, including the variables."""
         return self.with_settings(self.words)
 
     def with_settings(self, argv: Sequence[str]) -> list[str]:
@@ -156,5 +156,5 @@ def forward(plan: LaunchPlan) -> dict[str, str]:
 
 
 def values_of(variables: Sequence[EnvVar]) -> dict[str, str]:
-    """Those of the variables whose values a command may show."""
+    """The variables whose values may appear in a command."""
     return {one.name: one.value for one in variables if one.value is not None}

@@ -89,7 +89,7 @@ class Option:
 
 
 def option(group: str, help: str, default: Any = None, **about: Any) -> Any:
-    """A field of a dataclass that is an option: what is unusual `about` it, as in `Option`. MISSING: no default."""
+    """A dataclass field that is an option; `about` holds attributes of `Option`. MISSING: no default."""
     return field(default=default, metadata={"group": group, "help": help, **about})
 
 

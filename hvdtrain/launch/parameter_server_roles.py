@@ -39,7 +39,7 @@ CHIEF = Role("chief", 0)
 
 
 def cast(workers: int, servers: int) -> tuple[Role, ...]:
-    """All processes: the chief, the workers, the servers."""
+    """All processes: chief, workers, servers."""
     return (
         CHIEF,
         *(Role("worker", index) for index in range(workers)),
@@ -76,7 +76,7 @@ def tf_config(addresses: Mapping[Role, str], role: Role) -> str:
 
 
 def role_environment(addresses: Mapping[Role, str], role: Role) -> dict[str, str]:
-    """The variables of one process, on whatever host."""
+    """The variables of one process, the same on any host."""
     hosts = sorted({address.rpartition(":")[0] for address in addresses.values()})
     return {
         STRATEGY: PARAMETER_SERVER,
@@ -96,7 +96,7 @@ def host_environment(
     cores: int,
     gpus: Sequence[str],
 ) -> dict[str, str]:
-    """What a process sets for its share of its host.
+    """The variables that give a process its share of the host.
 
     The cores are shared equally. A worker has a GPU to itself, or shares it if there are more
     workers than GPUs; chief and servers use none, of which TensorFlow would take all memory.

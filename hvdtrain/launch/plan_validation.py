@@ -79,7 +79,7 @@ RIVALS = {
 
 
 def check(plan: LaunchPlan) -> None:
-    """Raise UsageError for the first thing in `plan` that cannot work."""
+    """Raise UsageError for the first option of `plan` that cannot work."""
     if plan.program.kind == "script":
         check_script(plan.program.name)
     for option in options_of(plan):
@@ -96,7 +96,7 @@ def check(plan: LaunchPlan) -> None:
 
 
 def is_given(value: Any) -> bool:
-    """Whether the value of an option asks for something: neither unset nor switched off."""
+    """Whether an option is given and not switched off."""
     return value is not None and value is not False and value != ()
 
 
@@ -131,7 +131,7 @@ def mpi_words(option: str, text: str) -> list[str]:
 
 
 def check_bounds(option: Option, value: Any) -> None:
-    """Raises UsageError for a number that the option cannot have."""
+    """Raises UsageError for a number outside the option's range."""
     least, most = option.least, option.most
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
@@ -152,7 +152,7 @@ def _range(option: Option) -> str:
 
 
 def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:
-    """Raises UsageError for --workers and --ps that cannot be, or have no effect."""
+    """Raises UsageError for values of --workers and --ps that are invalid or have no effect."""
     for option, number in (("--workers", workers), ("--ps", servers)):
         if number is not None and strategy != PARAMETER_SERVER:
             raise UsageError(
@@ -163,7 +163,7 @@ def check_servers(strategy: str, workers: int | None, servers: int | None) -> No
 
 
 def check_image(image: str) -> None:
-    """Raises UsageError for an image that what runs it would take for one of its options."""
+    """Raises UsageError for an image that the container engine would read as an option."""
     if not image or image.startswith("-"):
         raise UsageError(f"{image!r} is not an image: expected a name, such as hvdtrain:cpu")
 
@@ -227,7 +227,7 @@ def _check_exclusions(plan: LaunchPlan) -> None:
 
 
 def check_variables(variables: Sequence[EnvVar]) -> None:
-    """Raises UsageError for one that is given twice."""
+    """Raises UsageError if a variable is given twice."""
     names = [variable.name for variable in variables]
     for name in names:
         if names.count(name) > 1:

@@ -28,7 +28,7 @@ _MOST_WORKERS_OF_CORES = 8
 def plan_of(
     values: Mapping[str, Any], site: Site, say: Callable[[str], None], behind: Container[str] = ()
 ) -> LaunchPlan:
-    """The plan that the options of `hvdtrain run` ask for, here. Raises UsageError.
+    """The plan for the options of `hvdtrain run` on this machine. Raises UsageError.
 
     Args:
         values: of the options; None: not given.

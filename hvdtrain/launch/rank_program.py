@@ -60,7 +60,7 @@ def rank_command(program: Program) -> list[str]:
 
 
 def program_of(name: Path, arguments: Sequence[str], *, module: bool = False) -> Program:
-    """What the words mean. Raises UsageError if there is nothing to run.
+    """The program that these words describe. Raises UsageError if there is nothing to run.
 
     Args:
         name: the first word.

@@ -1,4 +1,4 @@
-"""What runs: launches on this machine, Slurm jobs and containers that hvdtrain started.
+"""The running jobs: launches on this machine, Slurm jobs and containers that hvdtrain started.
 
 Nothing is registered anywhere: /proc, Slurm's queue and the container engine know it."""
 
@@ -58,13 +58,13 @@ class Job:
 
 
 def find_jobs() -> list[Job]:
-    """All that this user has running, the oldest first."""
+    """All running jobs of this user, oldest first."""
     found = [*_runs_here(), *_slurm_jobs(), *_containers()]
     return sorted(found, key=lambda job: -(job.seconds or 0.0))
 
 
 def the_job(name: str, jobs: Sequence[Job]) -> Job:
-    """The job with this name or prefix. Raises UsageError if there is none, or several."""
+    """The job with this name or prefix. Raises UsageError if there is no such job, or more than one."""
     found = [job for job in jobs if job.name == name] or [
         job for job in jobs if name and job.name.startswith(name)
     ]

@@ -1,4 +1,4 @@
-"""Which values nobody may read: those that look secret never stand in a command line, and are masked wherever one is
+"""Secret values: those that look secret are never in a command line, and are masked wherever one is
 printed."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HARMLESS = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "ssh-identity-file"})
 def looks_secret(name: str, value: str = "") -> bool:
     """Whether the value of a variable or option of this name should not be shown.
 
-    A name that may be a secret's (`--key`) is taken for one: a value once shown cannot be taken
+    A name that may be a secret's (`--key`) is treated as one: a value that was shown cannot be taken
     back, and one that is masked is only to be written in again.
     """
     return name not in _HARMLESS and (_is_secrets(name, value) or _masked_urls(value) != value)

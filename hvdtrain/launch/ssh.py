@@ -1,6 +1,6 @@
-"""How ssh reaches another host, for a launch and for the doctor alike: as the user's own configuration of ssh says.
+"""The ssh options for a launch and for the doctor: ssh uses the user's own configuration.
 
-Only what it says of host keys that have changed is overruled: they are always refused.
+One setting is overridden: host keys that have changed are always refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def where(port: int | None, identity_file: object | None) -> list[str]:
 
 
 def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What an interpreter needs on another host to be found, and to find its modules, as it does here."""
+    """The variables by which the interpreter and its modules are found on another host."""
     return {name: environ[name] for name in _PATHS if name in environ}
 
 

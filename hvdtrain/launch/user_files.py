@@ -1,4 +1,4 @@
-"""The files that a user names: configurations, hostfiles, scripts, and those that Horovod writes."""
+"""Files that the user specifies: configurations, hostfiles, scripts, and those that Horovod writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIPE_SECONDS = 10.0
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return what is in the file of `what`, such as "hostfile".
+    """Return the text of a file; `what` is its kind, such as "hostfile", for messages.
 
     Raises:
         UsageError: it cannot be read, is not UTF-8, is longer than MOST_BYTES, or is a pipe whose writer is silent for

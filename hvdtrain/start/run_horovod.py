@@ -23,7 +23,7 @@ from hvdtrain.signals import listen_for_warnings, quit_on_ctrl_c
 
 
 def main() -> None:
-    """Launch; exit as the launch does."""
+    """Launch; exit with the launch's exit code."""
     quit_on_ctrl_c()
     listen_for_warnings()
     # Horovod starts a helper process a rank over Gloo, which loads this module again: it stays light.

@@ -21,7 +21,7 @@ from hvdtrain.signals import quit_on_ctrl_c
 
 
 def main() -> None:
-    """Launch; exit as the chief does."""
+    """Launch; exit with the chief's exit code."""
     quit_on_ctrl_c()
     from hvdtrain.errors import exit_code_of
     from hvdtrain.start.parts.parameter_server_launcher import launch_roles

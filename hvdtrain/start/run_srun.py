@@ -18,7 +18,7 @@ from hvdtrain.signals import quit_on_ctrl_c
 
 
 def main() -> None:
-    """Launch; exit as srun does."""
+    """Launch; exit with srun's exit code."""
     quit_on_ctrl_c()
     from hvdtrain.errors import exit_code_of
     from hvdtrain.start.parts.srun_launcher import launch_tasks

@@ -37,7 +37,7 @@ TICK_SECONDS = 0.1
 
 
 def main() -> None:
-    """Run the command; exit as it does."""
+    """Run the command; exit with its exit code."""
     # Slurm signals all processes of a task: this one stays, to forward what the command prints then.
     outlive_signals()
     try:

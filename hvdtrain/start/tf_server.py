@@ -3,7 +3,7 @@
     TF_CONFIG=... python -m hvdtrain.start.tf_server
 
 It ends with 0 when the chief has ended, and at once on SIGTERM. A worker that was started again under the same
-address is taken back into the job. What it may use (GPUs, threads) the environment says.
+address is taken back into the job. The environment determines what it may use (GPUs, threads).
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def wait_for_end(
     sleep: Callable[[float], None] = time.sleep,
     start_seconds: float = START_SECONDS,
 ) -> None:
-    """Return when the chief, once it was there, has gone.
+    """Wait for the chief to start, then return when it has ended.
 
     Raises:
-        EngineError: it did not come.
+        EngineError: it did not start in time.
     """
     for _ in range(round(start_seconds / POLL_SECONDS)):
         if chief_answers():

@@ -69,7 +69,7 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
 
     Raises:
         EngineError: it did so before, again and again, and no new checkpoint came of it; the launcher has gone.
-        SystemExit: the job goes on without this worker.
+        SystemExit: the job continues without this worker.
     """
     times = starts_before(os.environ, steps) + 1
     if times > MOST_STARTS:

@@ -1,4 +1,4 @@
-"""Let Horovod's background thread in promptly where ranks fill the cores.
+"""Schedule Horovod's background thread promptly when ranks occupy all cores.
 
 Every millisecond that thread asks the other ranks what is ready, and waits for their answer. Where a rank
 computes on all of its cores, the kernel gives the thread its turn only when a time slice ends, some

@@ -1,4 +1,4 @@
-"""Horovod's notification service of an elastic rank, at the address of the job's interface alone.
+"""Horovod's notification service for an elastic rank, listening only on the job's interface.
 
 The launcher tells it when hosts come and go. It runs what whoever has its key sends, and Horovod has it listen on every
 interface of the host.

@@ -1,4 +1,4 @@
-"""What a worker of an elastic job asks its launcher, its place among the others, and tells it: that it has saved."""
+"""How a worker of an elastic job asks its launcher for its place among the others, and reports that it has saved."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
     Horovod asks for it itself when it starts for the second time in a process; a new process must know it.
 
     Raises:
-        EngineError: the launcher has gone.
-        SystemExit: the job goes on without this worker.
+        EngineError: the launcher has ended.
+        SystemExit: the job continues without this worker.
     """
     # Horovod's own launcher knows only its own question.
     return _place(environ, NEXT_PLACE) or _place(environ, HOROVODS_PLACE)
@@ -60,7 +60,7 @@ def tell_saved(where: str) -> None:
 
 
 class Commits:
-    """Tells the launcher of commits, now and then."""
+    """Reports commits to the launcher, at intervals."""
 
     def __init__(self) -> None:
         self._told = float("-inf")

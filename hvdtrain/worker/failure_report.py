@@ -70,7 +70,7 @@ def from_line(line: str) -> Failure | None:
 
 
 def text_of(error: object) -> str:
-    """`str(error)`, whatever the class of the script's own makes of it."""
+    """`str(error)`, even if the class's own `__str__` fails."""
     try:
         return str(error)
     except BaseException:

@@ -1,6 +1,6 @@
 """What each rank of `hvdtrain.launch` runs: `python -m hvdtrain.worker -m hvdtrain.worker.function_rank`.
 
-It fetches the function, calls it, and hands over what it returned. A failure is reported as that of any script.
+It fetches the function, calls it and returns its result. Failures are reported as for any script.
 """
 
 from __future__ import annotations

@@ -107,14 +107,14 @@ def beat(
     allowed: float = 0.0,
     rank: int | None = None,
 ) -> None:
-    """Note that this rank has made progress, and what it does now. `step`, `rank` None: as before."""
+    """Record that this rank has made progress, and what it is doing. `step`, `rank`: None leaves them unchanged."""
     page = _own_page()
     if page is not None:
         page.write(phase, step, detail, waiting, allowed, rank)
 
 
 def current() -> Heartbeat:
-    """What this rank noted last."""
+    """The last heartbeat of this rank."""
     page = _own_page()
     return Heartbeat() if page is None else page.read()
 
@@ -129,7 +129,7 @@ def own_seconds() -> dict[Phase, float]:
 def in_phase(
     phase: Phase, detail: str = "", *, waiting: bool = False, allowed: float = 0.0
 ) -> Iterator[None]:
-    """This rank is in a phase, and afterwards in the one that it was in before."""
+    """Mark this rank as in a phase within the block; afterwards its previous phase is restored."""
     before = current()
     beat(phase, None, detail, waiting=waiting, allowed=allowed)
     try:
@@ -213,7 +213,7 @@ class Page:
             self._own[phase] = self._own.get(phase, 0.0) + now - since
 
     def read(self) -> Heartbeat:
-        """Raises ValueError for a page that is being written, again and again."""
+        """Raises ValueError if the page is being written at each attempt."""
         for _ in range(100):
             beats, step, rank, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
                 self._memory

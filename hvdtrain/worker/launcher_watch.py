@@ -34,7 +34,7 @@ def end_when_orphaned() -> None:
 
 
 def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -> threading.Thread:
-    """Call `end` once `look` gives something else than it does now."""
+    """Call `end` once `look` returns something different from now."""
     before = look()
 
     def poll() -> None:

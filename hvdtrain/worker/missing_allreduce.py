@@ -1,4 +1,4 @@
-"""A job of several ranks that never exchanged anything, without noticing: each rank trained its own model.
+"""Detects jobs whose ranks never exchange anything, so that each trains its own model.
 
 That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
 Horovod's own Keras module, which does nothing on Keras 3. Both end without an error, so they are told as early as it
@@ -113,7 +113,7 @@ class Watch:
 
 
 def watch() -> Watch | None:
-    """Something that looks on; None on all ranks but the first, and where there is but one."""
+    """A Watch; None on all ranks but the first, and in jobs with one rank."""
     if size_of(os.environ) == 1 or rank_of(os.environ):
         return None
     return Watch(say)

@@ -38,7 +38,7 @@ def frame(data: bytes) -> bytes:
 
 
 def escaped(data: bytes) -> bytes:
-    """What stands in a frame: `data` without line ends and '<'. Not to be cut behind \\x10."""
+    """The content of a frame: `data` without line ends and '<'. Do not cut it after \\x10."""
     for plain, sequence in _ESCAPED:
         data = data.replace(plain, sequence)
     return data.translate(_IN)
@@ -63,7 +63,7 @@ class Unframer:
         return b"".join(parts)
 
     def finish(self) -> bytes:
-        """What looked like the beginning of a frame, and was none."""
+        """What looked like the beginning of a frame, but was not."""
         held, self._held = self._held, b""
         return b"" if self._framed else held
 

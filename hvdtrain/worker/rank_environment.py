@@ -23,7 +23,7 @@ def available_cores() -> int:
 
 
 def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the variables to add to `environ`; none that is set there already.
+    """Return the variables to add to `environ`; none that is already set there.
 
     `cores` are those that all ranks of this host share. Each rank computes with an equal share, at
     least one, or with as many as its launcher says are its own. More inter-op threads than cores

@@ -60,7 +60,7 @@ class Caller:
             return unseal(self.key, FUNCTION, connection.recv_bytes())
 
     def give(self, rank: int, result: bytes) -> None:
-        """Hand a rank's pickled result over. Raises OSError, EOFError."""
+        """Send a rank's pickled result. Raises OSError, EOFError."""
         with self._connected() as connection:
             connection.send_bytes(result_of(rank))
             connection.send_bytes(seal(self.key, result_of(rank), result))

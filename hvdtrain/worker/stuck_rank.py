@@ -31,7 +31,7 @@ def end_when_stuck(environ: Mapping[str, str]) -> None:
         environ: of this process. HVDTRAIN_HANG_TIMEOUT: seconds, 1800 if not set; 0: never.
 
     Raises:
-        UsageError: the variable is no time.
+        UsageError: the variable is not a number of seconds.
     """
     limit = _limit(environ)
     name = "hvdtrain-stuck-rank"
@@ -66,7 +66,7 @@ def _watch(limit: float, rank: int) -> None:
 
 
 def reason_to_end(beat: Heartbeat, now: float, resumed: float, limit: float) -> str:
-    """What is wrong with a rank; empty as long as nothing is.
+    """Why a rank must be ended; empty if there is no reason.
 
     Args:
         beat: what it noted last.

@@ -1,1 +1,1 @@
-"""Launches in a container: the command, and the engine that carries it out."""
+"""Launches in a container: the command, and the engine that runs it."""

@@ -39,7 +39,7 @@ LABEL = "hvdtrain"
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the command depends on, of the machine that it runs on.
+    """The properties of this machine that the command depends on.
 
     Attributes:
         engine: what runs containers.
@@ -65,7 +65,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """One container to run. Raises UsageError for what cannot work.
+    """One container to run. Raises UsageError if the settings cannot work.
 
     Attributes:
         image: its image, made from docker/Dockerfile.cpu or .gpu, or on top of one.
@@ -128,7 +128,7 @@ class Container:
 
 
 def docker_argv(container: Container, machine: Machine) -> list[str]:
-    """The complete command. Values of environment variables are not in it: names only."""
+    """The complete command. It contains the names of environment variables, not their values."""
     return [
         *(machine.engine, "run", "--rm", "--label", LABEL),
         # Podman's --init needs a program that is often not installed; the image brings its own.

@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 def find_container_engine(wanted: str) -> ContainerEngine:
-    """The engine `wanted`, or of `auto` the first that answers. Raises HvdtrainError if none does."""
+    """The engine `wanted`; for `auto`, the first that responds. Raises HvdtrainError if none does."""
     problems = []
     for name in get_args(EngineName):
         if wanted not in ("auto", name):
@@ -103,7 +103,7 @@ def check_gpus(engine: ContainerEngine) -> None:
 
 
 def check_image(engine: ContainerEngine, image: str) -> None:
-    """Raises HvdtrainError if it is one of our own images, which are built and not pulled, and is not here."""
+    """Raises HvdtrainError if it is one of hvdtrain's own images, which must be built, and does not exist yet."""
     if image not in _DOCKERFILES:
         return
     try:

@@ -28,12 +28,12 @@ GROUP = "hvdtrain.launchers"
 
 
 def launcher_names() -> list[str]:
-    """The launchers that there are here."""
+    """The names of the installed launchers."""
     return [*LAUNCHERS, *sorted(_entry_points().keys() - LAUNCHERS.keys())]
 
 
 def find_launcher(name: str) -> Prepare:
-    """A launcher's function. Raises UsageError if there is none of this name, or it cannot be loaded."""
+    """A launcher's `prepare`. Raises UsageError if no launcher has this name, or it cannot be loaded."""
     if name in LAUNCHERS:
         prepare: Prepare = import_module(LAUNCHERS[name]).prepare
         return prepare

@@ -33,7 +33,7 @@ class OneProcessPlan:
 
 
 def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
-    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`. What would make a rank of the process is taken away."""
+    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`. Variables that would make the process a rank are unset."""
     settings = {
         **dict.fromkeys(sorted(filter(is_place, site.environ))),
         STRATEGY: plan.strategy,

@@ -79,7 +79,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
 
 
 def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) -> int:
-    """How many were asked for, else as many as the hosts have slots for beside the servers.
+    """The requested number, or else the number of slots that the servers leave free.
 
     Raises UsageError if their number is not known.
     """
@@ -94,7 +94,7 @@ def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) 
 
 
 def roomy(hosts: Sequence[Host], processes: int) -> tuple[Host, ...]:
-    """The nodes of a job with slots for so many processes, at least those that they have."""
+    """The nodes of a job, with enough slots for this many processes."""
     each = -(-processes // len(hosts))
     if sum(host.slots for host in hosts) >= processes:
         return tuple(hosts)

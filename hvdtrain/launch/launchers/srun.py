@@ -87,7 +87,7 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
 
 
 def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> str:
-    """srun where ranks run on other nodes of an allocation, else horovodrun, unless one is asked for.
+    """The requested launcher; else srun if ranks run on other nodes of an allocation, else horovodrun.
 
     Raises UsageError if srun is wanted where it cannot work.
     """
@@ -113,7 +113,7 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
 
 
 def choose_srun_controller(wanted: str, built: frozenset[Controller]) -> Controller:
-    """What ranks that srun started coordinate through; `auto` takes Gloo.
+    """The controller of ranks that srun starts; `auto` is Gloo.
 
     Over Gloo nothing has to fit together. MPI needs a Slurm with PMIx and an MPI with the same PMIx.
     """

@@ -1,1 +1,1 @@
-"""A launch while it runs: its processes, their output, their end and the reason of it."""
+"""A running launch: its processes, their output, and why it ended."""

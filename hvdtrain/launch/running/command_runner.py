@@ -59,13 +59,13 @@ class Run(Protocol):
         """The command wrote this line to the pipe whose descriptor is in HVDTRAIN_NEWS."""
 
     def idle(self) -> None:
-        """The command wrote nothing for one tick."""
+        """The command has written nothing for one tick."""
 
     def finish(self) -> None:
-        """All that the command wrote was taken."""
+        """All output of the command has been read."""
 
     def is_behind(self) -> bool:
-        """Whether output that was taken is still to be shown: until it is, no more is read, or memory would fill."""
+        """Whether output that was read is not shown yet; until it is, no more is read, to bound memory."""
 
     def catch_up(self, seconds: float) -> None:
         """Show some of it, waiting up to `seconds`."""

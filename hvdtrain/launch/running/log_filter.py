@@ -78,12 +78,12 @@ _LARGEST_MEMORY = 10_000
 
 
 def is_noise(line: bytes) -> bool:
-    """Whether `line` (one line of standard error) is start-up noise."""
+    """Whether `line`, from standard error, is start-up noise."""
     return _GREETINGS.match(line) is not None
 
 
 def without_noise(lines: bytes) -> tuple[list[bytes], list[bytes]]:
-    """Those of these lines that are no start-up noise, and the same as `without_stamp`."""
+    """The lines that are not start-up noise, also as `without_stamp` returns them."""
     kept = lines.splitlines(keepends=True)
     if _REMARKABLE.search(b"\n" + lines.replace(b"\r", b"\n")) is None:
         return kept, kept
@@ -92,7 +92,7 @@ def without_noise(lines: bytes) -> tuple[list[bytes], list[bytes]]:
 
 
 def may_be_noise(begin: bytes) -> bool:
-    """Whether the line that begins so may turn out to be noise."""
+    """Whether a line with this beginning may turn out to be noise."""
     return _BEGUN.match(begin) is not None
 
 

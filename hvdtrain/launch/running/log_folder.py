@@ -1,4 +1,4 @@
-"""The folder where the files of a run are kept, for the user's eyes only.
+"""The folder with the files of a run, readable only by the user.
 
 A run that names none gets a new one under `.hvdtrain/logs`, where the last ones are kept. In a folder that
 is named, the files of an earlier run are moved aside: those of two runs never mix. While a run lasts it
@@ -48,7 +48,7 @@ def make_log_dir(wanted: Path | None) -> Path:
 
 @contextlib.contextmanager
 def running_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, where the file system has locks."""
+    """Hold the folder's lock, if the file system supports locks."""
     lock = folder / _LOCK
     try:
         descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -66,7 +66,7 @@ def running_in(folder: Path) -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a run that is still running, or may be, has its files in `folder`."""
+    """Whether `folder` belongs to a run that is, or may be, still running."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Why a run failed: the first cause, said once."""
+"""Why a run failed: the first cause, reported once."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNam
 
 
 def how_it_ended(code: int) -> str:
-    """What to say of a process that ended with this exit code, as a shell reports it."""
+    """Describes how a process ended, from its exit code as a shell reports it."""
     if code > EXIT_SIGNAL_BASE:
         try:
             name = signal.Signals(code - EXIT_SIGNAL_BASE).name

@@ -1,4 +1,4 @@
-"""What the user sees of a run, and what is kept of it.
+"""What of a run's output is shown, and what is saved.
 
 By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is
 shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
@@ -109,14 +109,14 @@ class Output:
         self._running.close()
 
     def feed(self, stream: Stream, data: bytes) -> None:
-        """Take what horovodrun wrote to `stream`."""
+        """Process what horovodrun wrote to `stream`."""
         self._looked_at = 0
         for piece in self._readers[stream].feed(data):
             self._take(piece)
         self._flush()
 
     def settle(self) -> None:
-        """Nothing more came for a moment: unfinished lines may be seen."""
+        """Nothing has arrived for a moment: show unfinished lines."""
         for reader in self._readers.values():
             for piece in reader.pause():
                 self._take(piece)
@@ -140,7 +140,7 @@ class Output:
         self._flush()
 
     def say(self, text: str) -> None:
-        """Tell the user something, in lines of their own."""
+        """Show a message to the user, on its own lines."""
         self._write_lines("stderr", encoded(f"{text}\n"))
         self._flush()
 
@@ -155,7 +155,7 @@ class Output:
             screen.flush(seconds)
 
     def hurry(self) -> None:
-        """The run is to end: from now on it does not wait long for a reader that takes nothing."""
+        """The run is ending: from now on, do not wait long for a reader that does not read."""
         for screen in self._screens.values():
             screen.patience = FAREWELL_SECONDS
 

@@ -1,4 +1,4 @@
-"""Whose bytes are these? Takes the output of a launcher apart by rank.
+"""Splits the output of a launcher by rank.
 
 There are two kinds of tags, and the first one in a stream tells which it is.
 
@@ -91,7 +91,7 @@ class TagReader:
         yield from self._joined(data[:cut])
 
     def pause(self) -> Iterator[Piece]:
-        """What looked like the beginning of a tag, and was none."""
+        """What looked like the beginning of a tag, but was not."""
         held, self._held = self._held, b""
         yield from self._joined(held)
 

@@ -1,4 +1,4 @@
-"""What the processes of a launch are called: ranks by their numbers, others by their roles."""
+"""Names of the processes of a launch: ranks by number, others by role."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ProcessNames:
         return self._role(number) or str(number)
 
     def is_vital(self, number: int) -> bool:
-        """Whether its failure is the run's: any rank's is, of roles only the first one's."""
+        """Whether the run fails if this process fails: true for every rank, but only for the first of several roles."""
         return not self.roles or number == 0
 
     def _role(self, number: int) -> str:

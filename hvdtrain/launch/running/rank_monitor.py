@@ -207,7 +207,7 @@ class RankMonitor:
     _resumed: float = float("-inf")
 
     def look(self, *, search: bool = False) -> list[RankStatus]:
-        """The ranks that were found so far, those that have gone as well, by number.
+        """The ranks found so far, by number, including those that have ended.
 
         With `search`, any that is missing is looked for now, not only when it is time.
         """
@@ -227,13 +227,13 @@ class RankMonitor:
         return [self._seen[slot].status for slot in sorted(self._seen)]
 
     def processes(self) -> Iterator[tuple[int, int]]:
-        """(rank, process id) of those that are there."""
+        """(rank, process id) of the ranks that are running."""
         for seen in self._seen.values():
             if seen.is_there:
                 yield seen.status.rank, seen.pid
 
     def left_behind(self) -> dict[int, str]:
-        """What scripts have started and what lives on after all ranks of this host: process ids with their names."""
+        """Processes that scripts started and that outlived all ranks of this host: process ids and names."""
         if any(seen.is_there for seen in self._seen.values()):
             return {}
         found = {}

@@ -47,7 +47,7 @@ class RunStatus:
     step: int = 0
 
     def with_ranks(self, ranks: Sequence[RankStatus]) -> RunStatus:
-        """This run, whose ranks are so now."""
+        """This run, updated with the current state of its ranks."""
         there = [one for one in ranks if one.heartbeat and one.state != "gone"]
         slowest = min(
             there, key=lambda one: one.heartbeat.step if one.heartbeat else 0, default=None

@@ -73,7 +73,7 @@ class View:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a run is waited for, and whether it is given another chance.
+    """How long to wait for a run, and whether to restart it.
 
     Attributes:
         restarts: how often it is started again when it failed and had made progress.

@@ -1,4 +1,4 @@
-"""What the tasks of srun tell of themselves.
+"""What the tasks of srun report about themselves.
 
 srun does not notice that hvdtrain's process of a task is stopped, or that a slurmstepd, Slurm's daemon above it, was
 killed: the task is then silent while others go on telling.
@@ -23,7 +23,7 @@ _WITNESS_SECONDS = 3 * NEWS_SECONDS
 
 @dataclass
 class SrunTasks:
-    """When each task was heard last.
+    """When each task reported last.
 
     Attributes:
         hosts: the node of each rank; empty for ranks that srun did not start.
@@ -40,7 +40,7 @@ class SrunTasks:
         self.hosts, self._begin = hosts, begin
 
     def hear(self, rank: int, *, ended: bool) -> None:
-        """A task has told of itself, or that its command has ended."""
+        """Record a report of a task: it is alive, or its command has ended."""
         now = time.monotonic()
         self._first = self._first or now
         self._heard[rank] = now
@@ -48,7 +48,7 @@ class SrunTasks:
             self._ended.add(rank)
 
     def silent(self, awake: float, longest: float) -> Iterator[tuple[str, float]]:
-        """Those of which nothing was heard for too long, and for how many seconds at least.
+        """The tasks that have been silent for too long, and for how many seconds at least.
 
         Args:
             awake: how long this process has listened without a pause, in seconds.

@@ -1,4 +1,4 @@
-"""What a launch is given on its standard input goes to rank 0, as under mpirun.
+"""Forwards the standard input of a launch to rank 0, as mpirun does.
 
 The command reads a pipe, never the terminal itself: it runs in a session of its own, where nothing would stop it from
 taking what is typed at the shell's prompt while the launch is in the background.
@@ -21,7 +21,7 @@ _ENDING_SECONDS = 0.5
 
 
 class InputRelay:
-    """Use as a context manager; at its end nothing reads the input any more.
+    """Use as a context manager; after it, nothing reads the input.
 
     Attributes:
         reading: the descriptor that the command reads.

@@ -1,4 +1,4 @@
-"""Programs between `hvdtrain run` and its ranks that are stopped: nobody else looks after them, and a run cannot end
+"""Stopped programs between `hvdtrain run` and its ranks: nothing else watches them, and a run cannot end
 without them. On this host that is all that the launch command has started; on others Open MPI's daemon, or the
 shell of each rank."""
 
@@ -22,7 +22,7 @@ PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class StoppedProgram:
-    """One that is stopped.
+    """A stopped program.
 
     Attributes:
         name: of its file, or of the module that Python runs.
@@ -46,14 +46,14 @@ class StoppedProgram:
 
 @dataclass
 class StoppedPrograms:
-    """Looks at some programs and at what they have started on this host, down to the ranks."""
+    """Watches programs and the processes that they have started on this host, down to the ranks."""
 
     _since: dict[int, float] = field(default_factory=dict)
     _looked: float = float("-inf")
     _elsewhere: dict[str, list[StoppedProgram]] = field(default_factory=dict)
 
     def look(self, programs: Iterable[int]) -> list[StoppedProgram]:
-        """Those that are stopped, also on other hosts. Call regularly.
+        """The stopped programs, on all hosts. Call regularly.
 
         Args:
             programs: their process ids.

@@ -165,7 +165,7 @@ class _Kept:
 
 @contextlib.contextmanager
 def ending_commands() -> Iterator[None]:
-    """End all running commands on the way out, also out of a signal."""
+    """End all running commands on exit, also when a signal ends the process."""
     with leaving_on_signals():
         try:
             yield

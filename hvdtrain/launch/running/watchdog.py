@@ -1,4 +1,4 @@
-"""Decides from what the ranks do whether their run can still go on, and who is in its way. Pure but for its memory.
+"""Decides from the state of the ranks whether a run can continue, and which ranks block it.
 
 Horovod's own stall check runs inside rank 0. It sees a rank that does not come to a collective, and no rank that is
 frozen, never called init or has gone: over MPI it waits for such a rank itself. Over Gloo it says nothing and ends
@@ -52,7 +52,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot go on; empty as long as it can. culprits: the ranks that the others wait for, if known."""
+    """Why a run cannot continue; empty while it can. culprits: the ranks that the others wait for, if known."""
 
     text: str = ""
     culprits: tuple[RankStatus, ...] = ()
@@ -91,7 +91,7 @@ def limits_of(hang: float, plan: LaunchPlan | None = None) -> Limits:
 
 @dataclass
 class Watchdog:
-    """What is known of a launch's ranks.
+    """What is known about the ranks of a launch.
 
     Attributes:
         limits: of the ranks; None: others look after them, or nobody.
@@ -115,7 +115,7 @@ class Watchdog:
     _resumed: float = float("-inf")
 
     def hear(self, statuses: Iterable[RankStatus]) -> None:
-        """The ranks of a host, now."""
+        """Record the state of a host's ranks."""
         for one in statuses:
             place = (one.host, one.slot or str(one.rank))
             before = self.statuses.get(place)
@@ -130,7 +130,7 @@ class Watchdog:
                 self.steps = max(self.steps, one.heartbeat.step)
 
     def hear_host(self, name: str) -> None:
-        """Something was told of a host, of ranks there or that there are none yet."""
+        """Record a report from a host, even if it has no ranks yet."""
         self._hosts[name] = time.monotonic()
 
     def forget_host(self, name: str) -> None:
@@ -140,7 +140,7 @@ class Watchdog:
             del self.statuses[place]
 
     def dismiss(self, culprits: Iterable[RankStatus]) -> None:
-        """These ranks are being ended, and count no more: the others wait for those that take their places."""
+        """Stop watching these ranks, which are being ended: the others wait for their replacements."""
         self._dismissed |= set(map(_process, culprits))
         self._begin_anew()
 
@@ -162,7 +162,7 @@ class Watchdog:
             self._resumed = time.monotonic()
 
     def verdict(self, programs: Iterable[StoppedProgram] = ()) -> Verdict:
-        """Why the run cannot go on.
+        """Why the run cannot continue.
 
         Args:
             programs: those that look after the ranks and are stopped.
@@ -206,7 +206,7 @@ class Watchdog:
         )
 
     def progress(self) -> str:
-        """What the ranks have done, as far as it is known; empty if they finished no step and worked for no minute."""
+        """What the ranks are known to have done; empty if they finished no step and worked for less than a minute."""
         if self.steps > 0:
             return f"{self.steps} step{'s' if self.steps > 1 else ''}"
         worked = time.monotonic() - self.working_since if self.working_since else 0.0
@@ -265,7 +265,7 @@ def _away(ranks: Sequence[RankStatus], ways: Sequence[_Way]) -> str:
 
 
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
-    """Why a run with these ranks cannot go on, and what each of them does."""
+    """Why a run with these ranks cannot continue, and what each rank is doing."""
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
     for held_up in (_stopped, _lost, _left, _awaited, _apart, _idle, _over):
@@ -441,7 +441,7 @@ def _meets_others(one: RankStatus) -> bool:
 
 
 def picture(ranks: Sequence[RankStatus]) -> str:
-    """A line for all ranks that do the same: where they are, in which state."""
+    """One line per group of ranks that do the same: where they are, and in which state."""
     return "\n".join(
         f"  {ranks_in_words(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
     )

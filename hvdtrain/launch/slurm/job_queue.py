@@ -34,7 +34,7 @@ ENDED = frozenset(
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says about a job, or about one task of an array.
+    """The state of a Slurm job, or of one task of an array.
 
     Attributes:
         name: its number; `12_3` for a task of an array, `12_[4-9]` for those that wait together.

@@ -1,1 +1,1 @@
-"""The programs that a launch consists of are made of these; none of them is run by itself."""
+"""The components of the programs in `hvdtrain.start`; none of them is run by itself."""

@@ -1,4 +1,4 @@
-"""The supervisor's side of the agents, one on each host as long as the launch: how they are reached, told and heard."""
+"""The supervisor's connection to the agents, one per host for the whole launch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Horovod's driver of an elastic job, which starts a failed rank again in its place.
 
-Horovod's own gives up the whole host of a rank that fails: it ends the ranks there that are well, and a job on one host
-with them. Here a host is left out only when its ranks fail again and again.
+Horovod's own driver drops the whole host of a failed rank: it ends the healthy ranks there, and a job on one host
+with them. Here a host is skipped only if its ranks fail repeatedly.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hvdtrain.start.parts.rendezvous import say
 from hvdtrain.worker.elastic_place import ON_DISK
 
 MOST_FAILURES = 3
-"""In a row on one host: without progress between them, which is a new state that the training can go on from."""
+"""In a row on one host, without progress in between (a new state from which the training can continue)."""
 IN_A_ROW_SECONDS = 600.0
 """Between two failures that have the same cause: a rank may need minutes to come to where it fails."""
 POLL_SECONDS = 0.05
 
 
 class PatientHosts(HostManager):
-    """Horovod's list of the job's hosts; one failure leaves no host out."""
+    """Horovod's list of the job's hosts, except that one failure does not exclude a host."""
 
     def blacklist(self, host: str) -> None:
         """Horovod's for each failure: `PatientDriver.resume` decides."""
@@ -54,7 +54,7 @@ class PatientRegistry(WorkerStateRegistry):
             super().record_ready(host, slot)
 
     def has_ended(self) -> bool:
-        """Whether a rank of this round has."""
+        """Whether a rank of this round has ended."""
         return self.count(FAILURE) + self.count(SUCCESS) > 0
 
     def _on_workers_recorded(self) -> None:
@@ -79,7 +79,7 @@ class PatientDriver(ElasticDriver):
     """Horovod's, whose ranks are started again where they failed.
 
     Attributes:
-        has_checkpoint: whether the training can go on without any rank that lives.
+        has_checkpoint: whether the training can continue even if no rank is alive.
     """
 
     _host_assignments: dict[str, list[SlotInfo]]
@@ -150,7 +150,7 @@ class PatientDriver(ElasticDriver):
         super().start(num_proc, create)
 
     def stop(self, error_message: str | None = None) -> None:
-        """Horovod's, which keeps the reason to itself."""
+        """Horovod's method, which does not print the reason."""
         if error_message:
             _, reset, limit = error_message.partition(RESET_LIMIT_EXCEEDED_MESSAGE.format(""))
             told = f"the number of restarts has reached --reset-limit ({limit})"
@@ -158,7 +158,7 @@ class PatientDriver(ElasticDriver):
         super().stop(error_message)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> DiscoveredHosts:
-        """Horovod's. Raises EngineError that tells what was waited for."""
+        """Horovod's method. Raises EngineError with what was missing."""
         try:
             return super().wait_for_available_slots(min_num_proc, min_hosts)
         except TimeoutException:

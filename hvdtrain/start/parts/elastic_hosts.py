@@ -44,7 +44,7 @@ class Discovery(Protocol):
     """As Horovod has it."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Host -> slots, of those that there are now."""
+        """Host -> slots, for the hosts available now."""
         ...
 
 

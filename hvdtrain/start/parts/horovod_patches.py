@@ -84,10 +84,10 @@ the shell itself, or ssh; and 255 by one that ssh does not give."""
 
 
 def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
-    """Fill in what the arguments of Horovod's launcher leave open.
+    """Complete the arguments of Horovod's launcher.
 
     Raises:
-        EngineError: Horovod was built without what they ask for.
+        EngineError: Horovod was built without something that they require.
     """
     if not arguments.hosts and not arguments.host_discovery_script:
         arguments.hosts = (
@@ -165,7 +165,7 @@ def start_elastic_ranks(
 
 
 def noted_signals() -> list[int]:
-    """From now on the list gets the signals that end this process once it has ended its ranks over Gloo."""
+    """From now on, append to this list the signals that end this process after it has ended its ranks over Gloo."""
     came: list[int] = []
     register = gloo_run.register_shutdown_event
 

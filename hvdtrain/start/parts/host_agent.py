@@ -87,7 +87,7 @@ class Agent:
         self._orders = Lines(longest=LONGEST_ORDER)
 
     def serve(self) -> None:
-        """Obey orders until the input ends."""
+        """Carry out orders until the input ends."""
         self._pipes.add(None, 0)
         heard = time.monotonic()
         while True:

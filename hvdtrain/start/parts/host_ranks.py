@@ -65,7 +65,7 @@ class HostRanks:
         self.pipes.add_output(popen, (number, 1), (number, 2))
 
     def pass_on(self, name: tuple[int, int], data: bytes) -> None:
-        """Tell what a process wrote."""
+        """Report what a process wrote."""
         if data:
             # latin-1 maps every byte to one character.
             self.tell(output=[*name, data.decode("latin-1")])
@@ -75,7 +75,7 @@ class HostRanks:
         self._to_warn.add(number)
 
     def tick(self) -> None:
-        """Tell which processes have ended, after the last of their output; send warnings that are due."""
+        """Report which processes have ended, after all of their output; send warnings that are due."""
         now = time.monotonic()
         passed = min(max(0.0, now - self._ticked), LONGEST_TICK_SECONDS)
         self._ticked = now

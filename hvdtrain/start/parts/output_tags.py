@@ -63,7 +63,7 @@ class CurrentRank(int):
     _now: Callable[[], int]
 
     def now(self) -> int:
-        """The number that it has now; that of its start if it has lost its place."""
+        """The current number; the initial one if it has lost its place."""
         now = self._now()
         return now if now >= 0 else int(self)
 

@@ -74,7 +74,7 @@ def launch_roles(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Who runs where.
+    """Which process runs on which host.
 
     Attributes:
         roles: all processes; their order is their numbers.
@@ -96,7 +96,7 @@ class Layout:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """Where everything runs. The chief is on this machine, or on a job's first node if this is not one of its nodes."""
+    """The hosts of all processes. The chief is on this machine, or on the job's first node if this is not one."""
     roles = cast(options.workers, options.ps)
     hosts: tuple[Host, ...] = parse_hosts(options.hosts) if options.hosts else ()
     if not hosts:

@@ -25,6 +25,6 @@ class RankHelper(SpawnProcess):
 
 
 class RankHelpers(SpawnContext):
-    """What Horovod makes its processes with."""
+    """What Horovod uses to create its processes."""
 
     Process = RankHelper

@@ -1,4 +1,4 @@
-"""The ranks of a launch on one host: watch them, warn them, forward signals to them."""
+"""Watches the ranks of a launch on one host, warns them, and forwards signals to them."""
 
 from __future__ import annotations
 

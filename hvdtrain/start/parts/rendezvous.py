@@ -1,16 +1,16 @@
-"""Horovod's rendezvous, safe to have in a network.
+"""A safe replacement for Horovod's rendezvous server.
 
-Over Gloo the ranks learn each other's addresses from an HTTP server in the launching process. Horovod's own listens on
-every interface, and in an elastic job unpickles what is PUT there: whoever can reach the port runs code as the user
-(CVE-2024-10190). Here it listens at one address, and nothing that was received is ever unpickled:
+Over Gloo the ranks learn each other's addresses from an HTTP server in the launching process. Horovod's own server
+listens on every interface, and in an elastic job unpickles what is PUT there: anyone who can reach the port can run
+code as the user (CVE-2024-10190). Here it listens at one address, and nothing that was received is ever unpickled:
 
 - An elastic worker PUTs the addresses of its notification service and the key to it, as a pickle of Horovod's. It is
   decoded by `plain_value`, which knows texts, numbers and containers of these, and neither imports nor calls anything.
 - What was decoded is given to nobody: with that key, anyone could run code in the worker.
 - `WorkerNotifier` speaks to these services without reading their answers.
 
-The ranks cannot sign what they PUT (much of it comes from Horovod's C++ library), so whoever reaches the port can still
-disturb the job, as he can at the ranks' own ports.
+The ranks cannot sign what they PUT (much of it comes from Horovod's C++ library), so anyone who can reach the port can
+still disturb the job, as at the ranks' own ports.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def _is_interface(name: object, several: object) -> bool:
 
 
 def say(text: str) -> None:
-    """Tell the user now: what a launcher prints unmarked is shown only when the job has failed."""
+    """Show a message at once: other unmarked output of a launcher is shown only if the job fails."""
     mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
     sys.stderr.buffer.write(mark)
     sys.stderr.buffer.flush()

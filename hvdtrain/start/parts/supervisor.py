@@ -275,7 +275,7 @@ class _End:
 
 
 def how_lost(host: str, code: int, words: str) -> str:
-    """Why a host's agent is not there any more.
+    """Why a host's agent has ended.
 
     Args:
         host: its name.
