@@ -172,5 +172,5 @@ def _plain(value: Any) -> Any:
 
 def _told(done: int, epochs: int, ended: bool, folder: Path) -> str:
     if ended:
-        return f"folder {str(folder)!r}: this run has finished after {done} of {epochs} epochs: nothing to train"
+        return f"folder {str(folder)!r}: this run is complete ({done} of {epochs} epochs): nothing to train"
     return f"folder {str(folder)!r}: resuming in epoch {done + 1} of {epochs}"

@@ -53,7 +53,7 @@ CAP_SYS_RESOURCE = 24
 )  # fmt: skip
 @click.option(
     "--engine", type=click.Choice(["auto", "docker", "podman"]), default="auto", show_default=True,
-    help="Container engine. auto: the first that answers.",
+    help="Container engine. auto: docker if it is running, else podman.",
 )  # fmt: skip
 @click.option(
     "--gpus", default="auto", show_default=True, metavar="GPUS",
@@ -84,8 +84,8 @@ CAP_SYS_RESOURCE = 24
 )  # fmt: skip
 @click.option(
     "--sshd", is_flag=True,
-    help="For several hosts: wait for the job on a host other than the first. Run it in the same folder; Ctrl-C ends "
-    "it.",
+    help="For several hosts: run an ssh server that waits for the job, on each host but the first. Start it "
+         "in the same folder; Ctrl-C ends it.",
 )  # fmt: skip
 @click.option(
     "--docker-arg", "extra", multiple=True, metavar="ARGUMENT",

@@ -39,7 +39,7 @@ PARTS = (software, machine, services, horovod_checks, other_hosts)
 @click.command()
 @click.option(
     "-H", "--hosts", metavar="NAME[:SLOTS],...",
-    help="Check these hosts too, with an allreduce across them.",
+    help="Also check these hosts, with an allreduce across all of them.",
 )  # fmt: skip
 @click.option(
     "--hostfile", type=PATH, metavar="FILE", help="File with one host per line, as 'NAME slots=N'."
@@ -53,7 +53,7 @@ PARTS = (software, machine, services, horovod_checks, other_hosts)
 )  # fmt: skip
 @click.option(
     "--network-interfaces", metavar="NAME,...",
-    help="Network interfaces; each host must have one of them and be reachable over it.",
+    help="Network interfaces; each host must have one of them, and be reachable over it.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",

@@ -74,7 +74,7 @@ def skip(name: str, seen: str, fix: str = "") -> Result:
 
 
 def took_too_long(name: str, limit: float, fix: str = "") -> Result:
-    """The result of what did not end."""
+    """The result of a check that did not end in time."""
     return fail(
         name,
         f"took longer than {limit:g} s",
@@ -95,7 +95,7 @@ def marked_answer(said: Ran, marker: str) -> dict[str, Any] | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if it is not there, or not for this user."""
+    """The names in a folder; none if it does not exist or cannot be read."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError:
@@ -123,13 +123,13 @@ class Options:
 
     @property
     def quick(self) -> float:
-        """Seconds for what answers at once on a machine that works; less if the user allows less."""
+        """Time limit, in seconds, of commands that respond at once on a healthy machine; at most `limit`."""
         return min(10.0, self.limit)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One look at one thing.
+    """One check.
 
     Attributes:
         group, name: where and as what it is shown; checks of one group run one after the other.
@@ -146,7 +146,7 @@ class Check:
 def run_checks(
     checks: Sequence[Check],
 ) -> Iterator[tuple[Check, Future[Sequence[Result]]]]:
-    """Start `checks`; yield each with its results to come, in the order of `checks`."""
+    """Start `checks`; yield each with the future of its results, in order."""
     stopped = threading.Event()
     started: list[tuple[Check, Future[Sequence[Result]]]] = [(check, Future()) for check in checks]
 
@@ -186,7 +186,7 @@ def _within_limit(check: Check) -> Sequence[Result]:
 
 
 def lines_of(result: Result) -> list[str]:
-    """The result, and below it the fix if there is one."""
+    """The lines of a result: what was seen, and the fix if there is one."""
     word, colour = _WORDS[result.status]
     mark = click.style(f"{word:<4}", fg=colour, bold=result.status == "fail")
     lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {_in_a_line(result.seen)}"]

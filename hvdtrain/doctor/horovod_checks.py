@@ -243,7 +243,7 @@ def check_nccl(
 
 
 def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
-    """What an allreduce over NCCL on `wanted` GPUs gave."""
+    """The result of an allreduce over NCCL on `wanted` GPUs."""
     if said is None or said.returncode is None:
         fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
         return took_too_long(NCCL, limit, fix)
@@ -333,7 +333,7 @@ def allreduce_result(
 
 
 def reason(lines: Sequence[str]) -> str:
-    """The one line of a failed launch's that says most: an exception's last line, else the first one."""
+    """The most informative line of a failed launch: the last line of an exception, else the first line."""
     errors = [
         line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Exit): ", line)
     ]

@@ -78,7 +78,7 @@ def reached(addresses):  # type: ignore[no-untyped-def]
 
 
 def reaches(address: str, port: int):  # type: ignore[no-untyped-def]
-    """Whether somebody accepts a connection there."""
+    """Whether a connection is accepted there."""
     try:
         socket.create_connection((address, port), _CONNECT_SECONDS).close()
     except OSError:

@@ -82,7 +82,7 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
 
 
 def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
-    """The folders in which every run writes: its logs, its temporary files, what its ranks are given in secret."""
+    """The folders to which every run writes: logs, temporary files, and secret variables for its ranks."""
     return [
         check_log_folder(environ),
         check_temporary_folder(environ),
@@ -91,7 +91,7 @@ def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
 
 
 def check_log_folder(environ: Mapping[str, str]) -> Result:
-    """The folder that the user has named, or the one that a run makes where it starts."""
+    """The folder that the user specified, or the one that a run creates in the working folder."""
     name = "log folder"
     named = environ.get(LOG_DIR)
     folder = Path(named or ".hvdtrain/logs")
@@ -107,7 +107,7 @@ def check_log_folder(environ: Mapping[str, str]) -> Result:
 
 
 def check_temporary_folder(environ: Mapping[str, str]) -> Result:
-    """The folder of TMPDIR: ranks over MPI do not start if it cannot be written. Python quietly takes another."""
+    """The folder of TMPDIR: ranks over MPI do not start if it cannot be written. Python silently uses another one."""
     name = "temporary folder"
     variable = next((key for key in ("TMPDIR", "TEMP", "TMP") if environ.get(key)), None)
     folder = Path(environ[variable] if variable else "/tmp")
@@ -119,7 +119,7 @@ def check_temporary_folder(environ: Mapping[str, str]) -> Result:
 
 
 def check_private_folder() -> Result:
-    """The folder that only this user may enter, made and used as a launch with secret variables does it."""
+    """The private folder of this user, created and used as a launch with secret variables does."""
     name = "private folder"
     launch_id = f"doctor-{uuid.uuid4().hex}"
     try:
@@ -133,7 +133,7 @@ def check_private_folder() -> Result:
 def write_error(folder: Path) -> str:
     """Why a file cannot be written in the folder, or in the one where it would be made; empty if it can.
 
-    Permissions alone do not tell: not of quotas, nor for root of a network's file system.
+    Permissions alone do not show it: there are quotas, and root may not write to network file systems.
     """
     why = ""
     for place in (folder, *folder.parents):
@@ -286,7 +286,7 @@ def runs_over_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) -> Result:
-    """Whether this machine's name has an address. Where it has none, ranks crash over Gloo and run over MPI.
+    """Whether this machine's name has an address. Without one, ranks crash over Gloo but run over MPI.
 
     Args:
         name: this machine's host name.

@@ -1,4 +1,4 @@
-"""Other hosts, each: its name, ssh, the same versions, the network between us, its clock."""
+"""Checks of each other host: its name, ssh, versions, the network to it, its clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FORGET = ("-o", "UserKnownHostsFile=/dev/null")
 
 
 def checks(options: Options) -> list[Check]:
-    """One check for each host; it takes an ssh or two."""
+    """One check per host, with one or two ssh connections."""
     limit = 2 * options.quick
 
     def check(host: str) -> Check:
@@ -46,7 +46,7 @@ def is_here(host: str) -> bool:
 
 
 def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
-    """All results of one host; the first that is red ends the list, for nothing behind it can be known."""
+    """All results of one host, up to the first failure: later checks depend on earlier ones."""
     name = check_name(host, socket.gethostbyname)
     if name.status == "fail":
         return [name]
@@ -105,7 +105,7 @@ def ask(
 
 
 def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Result:
-    """Could we log in? A command that failed there is not ssh's failure."""
+    """Whether ssh could log in; a remote command that failed is not a failure of ssh."""
     if said is None:
         return fail("ssh", "no ssh in PATH", "install openssh-client")
     if said.returncode is None:
@@ -128,7 +128,7 @@ def accepts_unseen(host: str, options: Options, said: Ran | None) -> tuple[str, 
 
 
 def unknown_key(host: str, options: Options) -> Result:
-    """No failure: a launch accepts the key and remembers it. An attacker in the network likes that."""
+    """A warning: a launch would accept and remember the key, which could be an attacker's."""
     port = f" -p {options.ssh_port}" if options.ssh_port is not None else ""
     fix = f"compare it, and log in once by hand: ssh{port} {host}"
     return warn("ssh", "its host key is unknown here, and a launch would accept it unchecked", fix)
@@ -145,7 +145,7 @@ def check_name(host: str, resolve: Callable[[str], str]) -> Result:
 
 
 def answer_of(said: Ran) -> dict[str, Any] | Result:
-    """What host_probe printed there; a red line if Python did not run it."""
+    """What host_probe printed there; a failure if Python did not run it."""
     answer = marked_answer(said, host_probe.MARKER)
     if answer is not None:
         return answer
@@ -157,7 +157,7 @@ def answer_of(said: Ran) -> dict[str, Any] | Result:
 
 
 def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
-    """TensorFlow, Keras, Horovod and hvdtrain must be the same, and Python but for its last number."""
+    """TensorFlow, Keras, Horovod and hvdtrain must have the same versions, and Python the same minor version."""
     theirs = {"Python": answer["python"], **answer["versions"]}
     ours = {"Python": own["python"], **own["versions"]}
     other = [

@@ -1,4 +1,4 @@
-"""Programs around the training, where they are installed: does Slurm answer, do Docker or Podman work for this user?"""
+"""Slurm, Docker and Podman, if installed: whether they respond to this user."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def checks(options: Options) -> list[Check]:
 def check_slurm(
     environ: Mapping[str, str], limit: float, configurations: Sequence[Path]
 ) -> Sequence[Result]:
-    """What sinfo and `srun --mpi=list` say; one skipped line where there is no Slurm.
+    """What sinfo and `srun --mpi=list` report; one skipped result if Slurm is not installed.
 
     Args:
         configurations: files of which one is there on every machine of a cluster that does not set SLURM_CONF.

@@ -1,4 +1,4 @@
-"""Python, TensorFlow, Keras and Horovod as they are installed, against the versions that hvdtrain is tested with.
+"""The installed Python, TensorFlow, Keras and Horovod, compared with the versions that hvdtrain is tested with.
 
 Read from the packages' metadata, so that a broken package is reported rather than imported. The tested versions stand
 in setup.cfg (python_requires, the extras), nowhere else: what pip recorded of it is read here.
@@ -67,7 +67,7 @@ def tested_python() -> Range:
 
 
 def tested_range(distribution: str) -> Range:
-    """The versions of a distribution that one of hvdtrain's extras asks for; any version if none does."""
+    """The versions of a distribution that one of hvdtrain's extras requires; any version if none does."""
     try:
         requirements = importlib.metadata.requires("hvdtrain") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -105,7 +105,7 @@ def check_python(version: str) -> Result:
 
 
 def check_tensorflow(found: TensorFlow | Missing) -> Result:
-    """Another minor version is red: Horovod is compiled against TensorFlow's insides, which change with each."""
+    """Another minor version is a failure: Horovod is compiled against TensorFlow's internals, which change."""
     if isinstance(found, Missing):
         seen, _, fix = found.partition(": ")
         return fail("TensorFlow", seen, fix)
@@ -118,7 +118,7 @@ def check_tensorflow(found: TensorFlow | Missing) -> Result:
 
 
 def check_keras(version: str | None) -> Result:
-    """hvdtrain.keras reaches into Keras, so that a minor release that is not tested may be silently wrong."""
+    """hvdtrain.keras uses Keras's internals, so an untested minor release may be silently wrong."""
     tested = tested_range("keras")
     fix = f"pip install 'keras{tested.text}'"
     if version is None:

@@ -1,4 +1,4 @@
-"""Install Horovod: take the wheel from the cache or build it, install it, let two ranks reduce over it."""
+"""Install Horovod: get the wheel from the cache or build it, install it, and test an allreduce of two ranks."""
 
 import importlib.metadata
 import json
@@ -21,7 +21,7 @@ from hvdtrain.launch.running import timed_command
 
 
 def installed_key() -> str | None:
-    """Key of the recipe that the installed Horovod was built by; None without one, or if it came another way.
+    """Key of the recipe of the installed Horovod; None if there is none, or if it was installed in another way.
 
     pip records where it took a wheel from, and our wheels lie in a folder that bears their key.
     """
@@ -42,13 +42,13 @@ def key_of_direct_url(text: str) -> str | None:
 
 
 def needs_build(wanted: Recipe, force: bool) -> bool:
-    """Neither installed nor in the cache."""
+    """Whether the recipe's Horovod is neither installed nor in the cache."""
     cache = WheelCache(cache_folder(os.environ))
     return force or (installed_key() != wanted.key and cache.find(wanted.key) is None)
 
 
 def install(wanted: Recipe, *, force: bool) -> bool:
-    """Bring the installed Horovod to `wanted`. True if anything was installed.
+    """Install the Horovod of the recipe `wanted`. Returns True if anything was installed.
 
     Raises:
         HvdtrainError: the build, the installation or the allreduce over it failed.
@@ -168,10 +168,10 @@ def dry_run(wanted: Recipe) -> str:
 
 
 def horovod_folder() -> Path:
-    """Where Horovod's TensorFlow library lies once it is installed."""
+    """The folder of Horovod's TensorFlow library after installation."""
     return Path(sysconfig.get_path("platlib"), "horovod/tensorflow").resolve()
 
 
 def jobs() -> int:
-    """Compilers at a time: one for each core that this process may use."""
+    """Number of parallel compilers: one per core that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

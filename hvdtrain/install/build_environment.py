@@ -84,7 +84,7 @@ class Survey:
 
 
 def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[Missing]:
-    """What Horovod is to be built for; the list of everything that is missing if anything is."""
+    """What to build Horovod for; if anything is missing, the list of it."""
     tensorflow = find_tensorflow(gpu)
     mpi = None if without_mpi else find_mpi(system_mpi)
     cuda = find_cuda(os.environ) if gpu else None
@@ -104,7 +104,7 @@ def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[M
 
 
 def missing_tools(cache: Path, temporary: Path) -> list[Missing]:
-    """What else a build needs. A wheel from the cache needs none of it."""
+    """What else a build needs, but a wheel from the cache does not."""
     found = [check_compiler(), check_make(), *check_space((temporary, cache), BUILD_BYTES)]
     return [item for item in found if item is not None]
 

@@ -49,7 +49,7 @@ class WheelCache:
         return wheels[0] if len(wheels) == 1 and is_whole(wheels[0]) else None
 
     def keep(self, key: str, wheel: Path) -> Path:
-        """Copy `wheel` in under `key`, in place of what was there. The caller holds the lock."""
+        """Copy `wheel` to the cache under `key`, replacing an older one. The caller holds the lock."""
         kept = self.wheels / key / wheel.name
         kept.parent.mkdir(parents=True, exist_ok=True)
         beside = kept.with_name(f"{wheel.name}.part")
@@ -62,7 +62,7 @@ class WheelCache:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Hold `key` for this process; says so if another one has it. Ends with the process.
+        """Lock `key` for this process; prints a message if another process holds it. Released when the process ends.
 
         Raises:
             HvdtrainError: the cache cannot be written.

@@ -1,4 +1,4 @@
-"""Stands in for cmake while Horovod 0.28.1 is built (HOROVOD_CMAKE), and makes it fit today's TensorFlow.
+"""Replaces cmake while Horovod 0.28.1 is built (HOROVOD_CMAKE), and adapts its sources to today's TensorFlow.
 
     horovod_cmake.py REAL_CMAKE [EXTRA_ARGUMENT ...] -- ARGUMENT ...
 

@@ -1,4 +1,4 @@
-"""A long command: all that it prints goes to a log, the terminal sees a progress bar."""
+"""Run a long command: its output goes to a log, and the terminal shows a progress bar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CommandFailed(HvdtrainError):
 
 
 def excerpt(log: str, errors: int = 4, tail: int = 12) -> str:
-    """What a user wants of a failed build's log: the first errors with two lines after each, then the end."""
+    """The relevant part of a failed build's log: the first errors with two lines after each, then the end."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     found = [number for number, line in enumerate(lines) if _ERROR.search(line)][:errors]
     shown = sorted({number + after for number in found for after in range(3)})

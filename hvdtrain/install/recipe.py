@@ -1,4 +1,4 @@
-"""How Horovod is built for what `probe` found: the wheel's key, the environment, the commands. Pure.
+"""How Horovod is built for what `build_environment` found: the wheel's key, the environment, the commands. Pure.
 
 With the flags below and the wrapper's edits the build takes two thirds of the processor time (150 s instead of 230 s,
 on a machine with other work) and the wheel has 1 MB instead of 16.
@@ -48,7 +48,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what the built wheel contains."""
+    """Everything that determines the content of the built wheel."""
 
     python: str
     platform: str
@@ -99,7 +99,7 @@ class Workspace:
 
     @property
     def cmake(self) -> Path:
-        """What HOROVOD_CMAKE names: a two-line script around `horovod_cmake.py`."""
+        """The value of HOROVOD_CMAKE: a two-line script around `horovod_cmake.py`."""
         return self.root / "cmake"
 
     @property
@@ -117,7 +117,7 @@ class Workspace:
 
     @property
     def temporary(self) -> Path:
-        """TMPDIR of the build, so that all of it is on one disk and goes at once."""
+        """TMPDIR of the build, so that all files are on one disk and are removed together."""
         return self.root / "tmp"
 
 
@@ -226,7 +226,7 @@ def wheel_command(workspace: Workspace) -> list[str]:
 
 
 def runtime_command() -> list[str]:
-    """Installs what Horovod imports."""
+    """Installs Horovod's dependencies."""
     return pip("install", *RUNTIME)
 
 

@@ -85,8 +85,8 @@ def ssh_problem(
 def late(host: str, seconds: float) -> str:
     """The message about a host that does not report in time, whether or not it answers ssh."""
     return (
-        f"host {host}: no answer over ssh within {seconds:g} s: it may be overloaded, or its "
-        "network slow; --start-timeout sets a longer limit"
+        f"host {host}: no answer over ssh within {seconds:g} s: it may be overloaded or its network slow; "
+        "--start-timeout sets a longer limit"
     )
 
 

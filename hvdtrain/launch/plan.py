@@ -84,7 +84,7 @@ class LaunchPlan:
         needs=("horovodrun",))
 
     host_discovery_script: Path | None = option(
-        "elastic", "Executable that prints the hosts currently available, one per line: NAME or NAME:SLOTS.",
+        "elastic", "Executable that prints the available hosts, one per line: NAME or NAME:SLOTS.",
         metavar="FILE")
     slots_per_host: int | None = option(
         "elastic", "Number of workers on a host that --host-discovery-script prints without slots.",
@@ -113,7 +113,8 @@ class LaunchPlan:
         "tuning", "Time between Horovod's checks for ready tensors.", metavar="MILLISECONDS", least=0,
         unset="1; less where that is faster")
     cache_capacity: int | None = option(
-        "tuning", "Entries in the response cache, which avoids renegotiating known tensors; 0 turns it off.",
+        "tuning", ("Number of entries in the response cache, which avoids renegotiating known tensors; 0 "
+                   "turns it off."),
         metavar="N", least=0, unset="1024")
     hierarchical_allreduce: bool | None = option(
         "tuning", "Allreduce within each host with NCCL, then across hosts with MPI.", needs=("mpi", "several hosts"))
@@ -138,7 +139,8 @@ class LaunchPlan:
 
     timeline_filename: Path | None = option(
         "timeline",
-        "Record a timeline of Horovod's operations in this JSON file, for chrome://tracing. Slows training down.",
+        "Write a timeline of Horovod's operations to this JSON file, for chrome://tracing. Slows down "
+        "training.",
         metavar="FILE")
     timeline_mark_cycles: bool | None = option(
         "timeline", "Mark Horovod's cycles in the timeline.", needs=("timeline",))
@@ -155,7 +157,7 @@ class LaunchPlan:
         environment="HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", metavar="SECONDS", least=0)
 
     gloo_timeout_seconds: int | None = option(
-        "library", "Longest wait inside a single Gloo operation.", metavar="SECONDS", least=1, needs=("gloo",),
+        "library", "Time limit of a single Gloo operation.", metavar="SECONDS", least=1, needs=("gloo",),
         unset="30")
     mpi_args: str | None = option(
         "library", "More options for mpirun, as one argument, such as --mpi-args='--mca btl_tcp_links 2'.",
@@ -164,7 +166,7 @@ class LaunchPlan:
         "library", "mpirun's options for binding processes to cores, as one argument.", metavar="OPTIONS",
         needs=("mpi", "horovodrun"), unset="-bind-to none -map-by slot")
     mpi_threads_disable: bool | None = option(
-        "library", "Initialize MPI without thread support. mpi4py in the script would need it.", needs=("mpi",))
+        "library", "Initialize MPI without thread support, which mpi4py in the script would need.", needs=("mpi",))
     tcp: bool = option("library", "Communicate over TCP only: NCCL without InfiniBand.", False)
     num_nccl_streams: int | None = option("library", "CUDA streams for NCCL.", metavar="N", least=1, unset="1")
     thread_affinity: int | None = option(

@@ -68,8 +68,8 @@ class Position:
     def told(self, epochs: int) -> str:
         """How a run of `epochs` goes on from here, for whoever watches it."""
         if self.stopped or self.epoch >= epochs:
-            return f"this run has finished after {self.epoch} of {epochs} epochs: nothing to train"
-        return f"resuming in epoch {self.epoch + 1} of {epochs}, after {self.step} of its steps"
+            return f"this run is complete ({self.epoch} of {epochs} epochs): nothing to train"
+        return f"resuming in epoch {self.epoch + 1} of {epochs}, after step {self.step}"
 
 
 class SavedFit:

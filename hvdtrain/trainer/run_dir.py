@@ -100,8 +100,8 @@ class EpochTable:
         except OSError as error:
             if not self._warned:
                 warn_user(
-                    f"{self._path} cannot be written: {error}. Training continues; the lines are kept in memory, and "
-                    "written as soon as possible"
+                    f"{self._path} cannot be written: {error}. Training continues; the lines are kept in "
+                    "memory and written as soon as possible"
                 )
             self._warned = True
 

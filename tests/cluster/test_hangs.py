@@ -129,7 +129,7 @@ def test_what_a_script_leaves_behind_holds_no_run_open(
     job = start(LEFT, "-np", "2", "--controller", controller)
     stdout, stderr = job.process.communicate(timeout=30)
     assert (job.process.returncode, stdout) == (0, "done\n")
-    ended = "ended processes that the script left behind: python"
+    ended = "ended processes that the script left running: python"
     assert stderr.strip().startswith(ended)
     assert job.left() == []
 

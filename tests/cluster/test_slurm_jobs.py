@@ -161,7 +161,7 @@ def test_a_training_that_is_warned_saves_and_goes_on_in_mid_epoch(
     (said,) = (path.read_text() for path in folder.glob(".hvdtrain/jobs/*.out"))
     found = re.search(r"this job was asked to stop, and stopped after (\d+) steps", said)
     assert found and 0 < int(found[1]) < 40, said
-    assert f"resuming in epoch 1 of 2, after {found[1]} of its steps" in said
+    assert f"resuming in epoch 1 of 2, after step {found[1]}" in said
     subprocess.run(
         [sys.executable, "train.py", "undisturbed", "0"],
         cwd=folder,

@@ -113,8 +113,8 @@ def test_an_ssh_error_is_named_not_what_mpirun_says_about_it() -> None:
 def test_what_the_starter_says_of_other_hosts() -> None:
     said = "noise\nhvdtrain: host b: it cannot be reached\nhvdtrain: host c: no Python\n"
     assert judge(1, launcher=said) == Outcome(1, "host b: it cannot be reached\nhost c: no Python")
-    lost = "hvdtrain: the connection to host b broke\nProcess 1 exit with status code 255.\n"
-    expected = Outcome(1, "the connection to host b broke" + LOGS)
+    lost = "hvdtrain: the connection to host b was lost\nProcess 1 exit with status code 255.\n"
+    expected = Outcome(1, "the connection to host b was lost" + LOGS)
     assert judge(1, launcher=lost) == expected
     assert judge(1, LOST, launcher=lost) == expected
     assert judge(-15, LOST, launcher=lost).exit_code == 143
@@ -148,7 +148,7 @@ def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> No
     killed = judge(255, launcher=said, started=True).message
     assert (
         killed
-        == f"mpirun's daemon (orted) on another host was killed, or the connection to it broke{LOGS}"
+        == f"mpirun's daemon (orted) on another host was killed, or the connection to it was lost{LOGS}"
     )
 
 
@@ -253,5 +253,5 @@ def test_a_daemon_of_mpirun_that_was_killed() -> None:
         "  HNP daemon   : [[19433,0],0] on node node1\n"
         "  Remote daemon: [[19433,0],1] on node node2\n\nThis is usually due to either a failure\n"
     )
-    said = "host node2 was lost: its orted was killed, or the connection to it broke"
+    said = "host node2 was lost: its orted was killed, or the connection to it was lost"
     assert judge(205, launcher=text) == Outcome(1, said + LOGS)

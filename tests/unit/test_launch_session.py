@@ -139,7 +139,7 @@ def test_a_run_ends_with_grace_when_nobody_reads(begin: Begin, tmp_path: Path) -
     process.stdout.close()
     assert process.wait(8) == 143
     assert process.stderr.read() == (
-        b"\nthe output is no longer read: stopping the run (repeat to stop at once)\nsaved\n"
+        b"\nthe output is no longer being read: stopping the run (repeat to stop at once)\nsaved\n"
     )
     assert (tmp_path / "logs/rank.0/stderr").read_bytes() == b"saved\n"
 

@@ -214,7 +214,7 @@ def test_horovods_ssh_follows_the_users_configuration(tmp_path: Path) -> None:
         assert "StrictHostKey" not in replaced(code, PATH=path, CHECKING=set_by_user).decode()
 
 
-BROKE = "hvdtrain: the connection to host node2 broke"
+BROKE = "hvdtrain: the connection to host node2 was lost"
 KILLED = "was killed by SIGKILL (out of memory?)"
 
 

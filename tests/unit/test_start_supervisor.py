@@ -123,15 +123,15 @@ def test_a_lost_host_ends_the_launch() -> None:
     with start("lost") as process:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1, "not that of the signal which ended the launcher"
-    assert stderr == "hvdtrain: the connection to host b broke (Connection reset)\n"
+    assert stderr == "hvdtrain: the connection to host b was lost (Connection reset)\n"
 
 
 @pytest.mark.parametrize(
     ("code", "words", "says"),
     [
-        (-9, "", "the connection to host b broke: the local ssh process that ran its agent was killed by SIGKILL"),
-        (255, "noise\nTimeout, b not responding.\n", "the connection to host b broke (Timeout, b not"),
-        (255, "", "the connection to host b broke, or hvdtrain's agent there was killed"),
+        (-9, "", "the connection to host b was lost: the local ssh process that ran its agent was killed by SIGKILL"),
+        (255, "noise\nTimeout, b not responding.\n", "the connection to host b was lost (Timeout, b not"),
+        (255, "", "the connection to host b was lost, or hvdtrain's agent there was killed"),
         (1, "Traceback\nOSError: no disk\n", "hvdtrain's agent on host b failed (exit code 1): OSError: no disk"),
     ],
 )  # fmt: skip
@@ -144,7 +144,7 @@ def test_a_launcher_that_fails_as_a_host_is_lost() -> None:
     with start("lost ranks") as process:
         _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert stderr == "hvdtrain: the connection to host b broke (Connection reset)\n"
+    assert stderr == "hvdtrain: the connection to host b was lost (Connection reset)\n"
 
 
 def test_other_hosts_do_not_wait_for_a_launcher_that_is_deaf(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def outcome_of(
         missed = _result_of(missed_init if _aborted(code) else "")
         return Outcome(code, f"{missed}rank {rank} {how_it_ended(code)}\n{logs}", rank)
     if match := _MPI_LOST.search(launcher_text):
-        lost = f"host {match[1]} was lost: its orted was killed, or the connection to it broke"
+        lost = f"host {match[1]} was lost: its orted was killed, or the connection to it was lost"
         return Outcome(EXIT_FAILURE, f"{lost}\n{logs}")
     code = _code_of(ending)
     if process_names != RANKS and not launcher_text.strip():
@@ -120,7 +120,7 @@ def outcome_of(
         # It says so whenever a daemon's ssh ends.
         orted = "mpirun's daemon (orted) on another host"
         what = "did not start: is the same Open MPI installed there?"
-        what = "was killed, or the connection to it broke" if started else what
+        what = "was killed, or the connection to it was lost" if started else what
         return Outcome(EXIT_FAILURE, f"{orted} {what}\n{logs}")
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = process_names.starter if process_names == RANKS else "the launcher"

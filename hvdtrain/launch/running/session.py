@@ -138,8 +138,8 @@ def _require_limits() -> None:
         soft, _ = resource.getrlimit(kind)
         if soft != resource.RLIM_INFINITY and soft < least:
             raise UsageError(
-                f"this shell allows only {soft} {what} (ulimit {option}), too few for a launch: raise the limit; "
-                "`hvdtrain doctor` suggests a value"
+                f"this shell allows only {soft} {what} (ulimit {option}), too few for a launch: raise the "
+                "limit (`hvdtrain doctor` suggests a value)"
             )
 
 
@@ -249,7 +249,7 @@ class _ShownRun:
             if "task" in news:
                 self.watchdog.tasks.hear(news["task"], ended=news["ended"])
             if "left" in news:
-                self.output.say(f"\nended processes that the script left behind: {news['left']}")
+                self.output.say(f"\nended processes that the script left running: {news['left']}")
 
     def _hear(self, statuses: list[RankStatus]) -> None:
         self.watchdog.hear(statuses)
@@ -338,6 +338,6 @@ def _time_of_day() -> bytes:
 
 
 def _stopping(received: signal.Signals, unread: bool, process_names: ProcessNames) -> str:
-    why = "the output is no longer read" if unread else received.name
+    why = "the output is no longer being read" if unread else received.name
     what = "all ranks" if process_names == RANKS else "the run"
     return f"\n{why}: stopping {what} (repeat to stop at once)"

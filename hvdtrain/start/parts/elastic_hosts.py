@@ -238,7 +238,7 @@ class ElasticHosts:
                 lost = [name for name, agents in self._agents.items() if self._is_lost(agents)]
             self._leave(lost)
             for name in lost:
-                self._leave_out(name, f"the connection to host {name} broke")
+                self._leave_out(name, f"the connection to host {name} was lost")
 
     def _pass_orders(self) -> None:
         with os.fdopen(self._orders) as orders:

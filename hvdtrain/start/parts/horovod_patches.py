@@ -288,7 +288,7 @@ def end_of_rank(code: int, host: str, rank: int) -> tuple[int, str]:
     if code < 0:
         how = how_it_ended(shell_code(code))
         return EXIT_FAILURE, f"Horovod's helper for rank {rank}, which waits for it, {how}"
-    broke = f"the connection to host {host} broke"
+    broke = f"the connection to host {host} was lost"
     if code in _SIGNALS:
         what = f"{broke}: the local ssh process" if host else "the local shell"
         return EXIT_FAILURE, f"{what} that ran rank {rank} {how_it_ended(code)}"

@@ -256,7 +256,7 @@ class Launch:
             if self._chief_code is None and not self.received:
                 said = words.strip().rpartition("\n")[2]
                 self._lose(
-                    f"the connection to host {host} broke ({said or f'exit code {code}'})"
+                    f"the connection to host {host} was lost ({said or f'exit code {code}'})"
                     if host
                     else f"the agent of this host {how_it_ended(code % 256)}"
                 )

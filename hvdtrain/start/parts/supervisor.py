@@ -282,7 +282,7 @@ def how_lost(host: str, code: int, words: str) -> str:
         code: the exit code of the ssh that ran the agent; less than 0: a signal ended ssh.
         words: what ssh or the agent said.
     """
-    broke = f"the connection to host {host} broke"
+    broke = f"the connection to host {host} was lost"
     last = words.strip().rpartition("\n")[2].strip()
     if code < 0:
         return f"{broke}: the local ssh process that ran its agent {how_it_ended(shell_code(code))}"
