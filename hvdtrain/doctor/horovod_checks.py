@@ -71,7 +71,7 @@ _LAUNCH_FIXES = (
 )  # fmt: skip
 _OTHER_WAYS = ("HVDTRAIN_CONTAINER", "HVDTRAIN_MIN_NP", "HVDTRAIN_MAX_NP")
 """Options of other kinds of launch, which the one here cannot have. All others are kept: a job would have them."""
-_NO_REASON = re.compile(r"^(logs of all ranks: .*|rank [^:]* failed:|\s*)$")
+_NO_REASON = re.compile(r"^(logs of all workers: .*|rank [^:]* failed:|\s*)$")
 _LAUNCHER_FAILED = re.compile(r"^\w+ failed \(exit code \d+\):", re.MULTILINE)
 
 

@@ -77,7 +77,7 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
     if why := write_error(folder):
         return fail(name, f"{folder}: {why}", f"chmod 1777 {folder} (as root)")
     if size < SMALL:
-        return warn(name, f"{seen}: may be too little for many ranks or GPUs", _SHM_FIX)
+        return warn(name, f"{seen}: may be too little for many workers or GPUs", _SHM_FIX)
     return ok(name, seen)
 
 
@@ -127,7 +127,7 @@ def check_private_folder() -> Result:
     except HvdtrainError as error:
         return fail(name, str(error), "free space in /tmp, or make it writable: chmod 1777 /tmp")
     withdraw(launch_id)
-    return ok(name, "secret variables can be stored for the ranks")
+    return ok(name, "secret variables can be stored for the workers")
 
 
 def write_error(folder: Path) -> str:
@@ -198,7 +198,7 @@ def _check_limit(limit: Limit, soft: int, hard: int) -> Result:
         fix += f" (as root; permanently: /etc/security/limits.conf; {docker})"
     if soft < limit.least:
         return fail(name, seen, fix)
-    return warn(name, f"{seen}: may be too low for many ranks", fix)
+    return warn(name, f"{seen}: may be too low for many workers", fix)
 
 
 def _check_locked_memory(soft: int, infiniband: Path) -> Result:
@@ -241,7 +241,7 @@ def check_cores(environ: Mapping[str, str], affinity: int, quota: float | None) 
     if any(setting in environ for setting in THREAD_SETTINGS):
         return ok(name, f"{seen}; the environment sets the threads")
     share = max(1, int(quota))
-    fix = "give it whole cores (docker run --cpuset-cpus), or set the threads per rank: "
+    fix = "give it whole cores (docker run --cpuset-cpus), or set the threads per worker: "
     return warn(name, seen, fix + " ".join(f"{setting}={share}" for setting in THREAD_SETTINGS))
 
 
@@ -250,7 +250,7 @@ def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
     name = "thread settings"
     given = {setting: environ[setting] for setting in THREAD_SETTINGS if setting in environ}
     if not given:
-        return ok(name, "none: hvdtrain run shares the cores between the ranks of a host")
+        return ok(name, "none: hvdtrain run shares the cores among the workers of a host")
     seen = ", ".join(f"{setting}={value}" for setting, value in given.items())
     threads = {setting: _threads(setting, value) for setting, value in given.items()}
     wrong = [setting for setting, number in threads.items() if number is None]
@@ -297,7 +297,7 @@ def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) 
         resolve(name)
     except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or error
-        seen = f"{name} has no address ({why}): ranks crash over Gloo"
+        seen = f"{name} has no address ({why}): workers crash over Gloo"
         fix = f"add it to /etc/hosts: echo '127.0.0.1 {name}' | sudo tee -a /etc/hosts"
         return (
             warn(OWN_NAME, f"{seen}, but not over MPI", fix)

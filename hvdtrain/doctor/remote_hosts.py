@@ -183,7 +183,7 @@ def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
     fix = "start from a folder that all hosts share, or copy the script and its data there"
     return warn(
         "folder",
-        f"{folder} does not exist there: ranks look for the script and its data in it",
+        f"{folder} does not exist there: workers look for the script and its data in it",
         fix,
     )
 

@@ -76,7 +76,7 @@ class EnvVar:
                 "digits and '_'"
             )
         if is_of_launch(self.name):
-            raise UsageError(f"{self.name} is set by the launcher for each rank: leave it out")
+            raise UsageError(f"{self.name} is set by the launcher for each worker: leave it out")
         if self.value is not None and "\0" in self.value:
             raise UsageError(f"the value of {self.name} contains a NUL byte")
 

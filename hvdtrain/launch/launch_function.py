@@ -71,7 +71,7 @@ def launch(
             "hvdtrain.launch must be called from the main thread, which receives Ctrl-C"
         )
     if isinstance(np, bool) or not isinstance(np, int) or np < 1:
-        raise UsageError(f"hvdtrain.launch(np={np!r}): the number of ranks must be at least 1")
+        raise UsageError(f"hvdtrain.launch(np={np!r}): the number of workers must be at least 1")
     site = this_site()
     places = parse_hosts(hosts) if hosts else ()
     plan = LaunchPlan(
@@ -140,7 +140,7 @@ def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
         raise LaunchError(
             f"rank {missing[0]} ended without a result: its function called sys.exit or os._exit "
             "instead of returning\n"
-            f"logs of all ranks: {log_dir}",
+            f"logs of all workers: {log_dir}",
             missing[0],
             0,
             "",

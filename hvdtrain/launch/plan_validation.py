@@ -63,8 +63,8 @@ CONDITIONS: dict[Need, Condition] = {
     ),
     "one worker per host": Condition(
         lambda plan: most_local_ranks(plan) == 1,
-        "with several workers per host, give each its own core: --env "
-        "HOROVOD_THREAD_AFFINITY=0,1,... (the first for local rank 0)",
+        "with several workers per host, give each one its own core: --env HOROVOD_THREAD_AFFINITY=0,1,... "
+        "(the first for local rank 0)",
     ),
     "horovodrun": Condition(
         lambda plan: plan.launcher == "horovodrun",

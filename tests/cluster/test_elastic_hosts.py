@@ -189,7 +189,7 @@ def test_hosts_that_come_and_a_stranger(start: Start, hosts: Hosts, tmp_path: Pa
     assert (
         f"hvdtrain: refused PUT /worker_addresses/node1:0 from {hosts['node2'].address}: " in stderr
     )
-    assert stderr.count("host nowhere is skipped until it can run ranks") == 1
+    assert stderr.count("host nowhere is skipped until it can run workers") == 1
 
 
 def test_a_rank_that_hangs_on_another_host(start: Start, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_signals_end_all_ranks(
     assert job.left() == []
     assert job.process.returncode == exit_code
     assert stdout == ""
-    assert stderr.strip() == f"{number.name}: stopping all ranks (repeat to stop at once)"
+    assert stderr.strip() == f"{number.name}: stopping all workers (repeat to stop at once)"
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_the_failure_of_one_rank(start: Callable[..., Job], controller: str, cas
     assert job.left() == []
     assert job.process.returncode == exit_code
     assert stdout == ""
-    said, _, logs = stderr.rpartition("logs of all ranks: ")
+    said, _, logs = stderr.rpartition("logs of all workers: ")
     message = message.replace("{folder}", str(job.folder))
     assert said == message
     if case == "a rank raises":
@@ -154,7 +154,7 @@ def test_a_failure_ends_ranks_that_ignore_sigterm(start: Callable[..., Job]) -> 
     job = start(RANK + script, "-np", "2", "--controller", "gloo")
     _, stderr = job.process.communicate(timeout=40)
     assert job.process.returncode == 1
-    assert "ValueError: bad\nlogs of all ranks: " in stderr
+    assert "ValueError: bad\nlogs of all workers: " in stderr
     assert job.left() == []
 
 
@@ -197,7 +197,7 @@ def test_the_cause_not_what_follows_from_it(start: Callable[..., Job], controlle
     # Before it TensorFlow may warn of rank 0's allreduce, which fails once rank 1 is gone.
     assert "\nrank 1 failed:\nTraceback" in f"\n{stderr}"
     assert stderr.count("Traceback") == 1
-    assert "KeyError: 'label'\nlogs of all ranks: " in stderr
+    assert "KeyError: 'label'\nlogs of all workers: " in stderr
     assert job.left() == []
 
 

@@ -202,7 +202,7 @@ def test_a_failure_is_told_once_with_its_exit_code(slurm: SlurmCluster, folder: 
     job = slurm.start(*HVDTRAIN, "submit", "--wait", *TWO_BY_TWO, "train.py", cwd=folder)
     stdout, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 1
-    assert f"ValueError: {long}\nlogs of all ranks: " in stdout
+    assert f"ValueError: {long}\nlogs of all workers: " in stdout
     assert stdout.count("Traceback") == 1
     assert "rank 3 failed:" in stdout
     assert "failed, exit code 1" in stderr
@@ -237,7 +237,7 @@ def test_an_allocation_used_from_outside_of_it(slurm: SlurmCluster, folder: Path
     os.kill(running, signal.SIGINT)
     _, stderr = job.communicate(timeout=SECONDS)
     assert job.returncode == 130
-    assert "SIGINT: stopping all ranks" in stderr
+    assert "SIGINT: stopping all workers" in stderr
     assert slurm.left(seconds=5) == []
 
 

@@ -301,7 +301,7 @@ def test_variables_warning_and_ctrl_c(
     for rank in (0, 1):
         line = f"rank {rank}: received SIGUSR1: this job will end soon\n"
         assert stderr.count(line) == 1
-    assert stderr.count("SIGUSR1: this job will end soon; notifying all ranks") == 1
+    assert stderr.count("SIGUSR1: this job will end soon; notifying all workers") == 1
     launch_id = here["HVDTRAIN_LAUNCH_ID"]
     assert list(Path("/tmp").glob(f"hvdtrain-brought-*/{launch_id}.*")) == []
 

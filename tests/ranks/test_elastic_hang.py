@@ -52,7 +52,7 @@ def test_ranks_that_hang(tmp_path: Path) -> None:
     assert 'train.py", line 17' in ended.output, ended.output
     assert "local rank 1 of host localhost failed and is being restarted" in ended.output
     assert (
-        "no rank has made progress for 4 s (--hang-timeout)\n  ranks 0, 1: in training, step 4"
+        "no worker has made progress for 4 s (--hang-timeout)\n  ranks 0, 1: in training, step 4"
         in ended.output
     )
     assert ended.returncode == 124

@@ -88,7 +88,7 @@ def test_dry_run(args: list[str], composed: str) -> None:
         ([*SERVERS, "--start-timeout", "-5"], "--start-timeout -5: must be at least 1 second"),
         ([*SERVERS, "--env", "A=1", "--env", "A=2"], "--env A appears twice: keep only one"),
         ([*STORAGE, "--env", "A=1", "--env", "A=2"], "--env A appears twice: keep only one"),
-        ([*SERVERS, "--env", "TF_CONFIG=x"], "TF_CONFIG is set by the launcher for each rank: leave"),
+        ([*SERVERS, "--env", "TF_CONFIG=x"], "TF_CONFIG is set by the launcher for each worker: leave"),
         ([*SERVERS, "--env", "HVDTRAIN_STRATEGY=tpu"], "HVDTRAIN_STRATEGY is set by the launcher"),
         ([*SERVERS, "-i", "nokey"], "--ssh-identity-file: no such file: nokey"),
         ([*SERVERS, "--launcher", "srun"], "--launcher srun works only inside a Slurm job"),

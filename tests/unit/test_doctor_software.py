@@ -363,7 +363,7 @@ def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.Monkey
         (
             ran(
                 1,
-                stderr="mpirun has detected... please use --allow-run-as-root\nlogs of all ranks: x\n",
+                stderr="mpirun has detected... please use --allow-run-as-root\nlogs of all workers: x\n",
             ),
             "mpirun has detected... please use --allow-run-as-root",
             "OMPI_ALLOW_RUN_AS_ROOT=1",

@@ -199,7 +199,7 @@ def test_a_host_whose_ranks_keep_failing(
     assert not job.driver.finished()
     said = capfdbinary.readouterr().err.decode()
     assert said.count("local rank 1 of host b failed and is being restarted") == MOST_FAILURES - 1
-    assert "host b is skipped: ranks failed there 3 times in a row" in said
+    assert "host b is skipped: workers failed there 3 times in a row" in said
 
 
 def test_failures_with_progress_between_them_are_not_in_a_row(start: Callable[..., Job]) -> None:
@@ -269,11 +269,11 @@ def test_no_rank_is_left_that_was_training(
         job.arrive(("a", 1))
         assert job.told() == {("a", 0): 0, ("a", 1): 1}
         assert (
-            "none of the ranks that were training is left: the job continues from the newest check"
+            "none of the workers that were training is left: the job continues from the newest check"
             in said
         )
     else:
-        assert "the job ends: no rank with the state of the training is left" in said
+        assert "the job ends: no worker with the state of the training is left" in said
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -295,4 +295,4 @@ def test_the_only_host_keeps_failing(start: Callable[..., Job]) -> None:
         assert not job.driver.finished()
         job.fail(("a", 1))
     wait_for(job.driver.finished)
-    assert job.driver.get_results().error_message == "no hosts are left for the ranks"
+    assert job.driver.get_results().error_message == "no hosts are left for the workers"

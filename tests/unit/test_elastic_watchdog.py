@@ -62,12 +62,12 @@ def test_ranks_that_are_given_new_numbers() -> None:
         (
             [placed(n, phase="init", waiting=True, idle=1800) for n in range(2)],
             [],
-            "all ranks have waited for 1800 s in hvdtrain.init(): can the hosts reach each other?",
+            "all workers have waited for 1800 s in hvdtrain.init(): can the hosts reach each other?",
         ),
         (
             [placed(n, idle=1800) for n in range(2)],
             [],
-            "no rank has made progress for 1800 s (--hang-timeout)",
+            "no worker has made progress for 1800 s (--hang-timeout)",
         ),
         (
             [placed(0, idle=1800), placed(1, phase="callbacks", idle=1800)],

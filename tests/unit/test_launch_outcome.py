@@ -11,7 +11,7 @@ from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.process_names import ALONE, ProcessNames
 from hvdtrain.worker.failure_report import Failure, from_line, is_secondary
 
-LOGS = "\nlogs of all ranks: logs"
+LOGS = "\nlogs of all workers: logs"
 KILLED = "mpirun noticed that process rank 1 with PID 0 on node n exited on signal 9 (Killed)."
 LOST = Failure(0, 1, True, "HorovodInternalError: Horovod has been shut down")
 BUG = Failure(1, 1, False, "Traceback:\nValueError: x")
@@ -153,7 +153,7 @@ def test_what_mpirun_guesses_of_a_daemon_that_did_not_start_is_not_shown() -> No
 
 
 def test_mpirun_does_not_tell_that_it_was_sent_a_signal() -> None:
-    assert "mpirun ends this way when it receives a signal" in judge(1).message
+    assert "mpirun ends like this when it receives a signal" in judge(1).message
 
 
 def test_bare_exit_codes() -> None:
@@ -243,7 +243,7 @@ def test_a_launcher_that_is_killed_is_said_to_be(tmp_path: Path) -> None:
         outcome = outcome_of(Ending(returncode, None), [], "", tmp_path)
         assert outcome.exit_code == 137
         assert outcome.message == (
-            f"horovodrun was killed by SIGKILL (out of memory?)\nlogs of all ranks: {tmp_path}"
+            f"horovodrun was killed by SIGKILL (out of memory?)\nlogs of all workers: {tmp_path}"
         )
 
 

@@ -283,7 +283,7 @@ def test_a_heterogeneous_job(
     asked = [*options.split(), *strategy.split()]
     result = CliRunner().invoke(main, ["run", "--dry-run", *asked, "train.py"])
     assert result.exit_code == 2
-    assert "SLURM_HET_SIZE=2: srun would start ranks only in one component" in result.stderr
+    assert "SLURM_HET_SIZE=2: srun would start workers only in one component" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_host_that_no_command_could_start_ranks_on_is_left_out(
     os.close(stand_in._orders)
     said = capfd.readouterr().err
     assert "host 192.0.2.1: too many variables" in said
-    assert "host 192.0.2.1 is skipped until it can run ranks" in said
+    assert "host 192.0.2.1 is skipped until it can run workers" in said
 
 
 def test_variables_that_do_not_fit_into_a_command_are_named(

@@ -92,29 +92,27 @@ def test_a_run_that_can_go_on(ranks: list[RankStatus]) -> None:
         ),
         (
             [rank(n, "init", waiting=True, idle=301) for n in range(2)],
-            "all ranks have waited for 300 s in hvdtrain.init(): can the hosts reach each other?\n"
+            "all workers have waited for 300 s in hvdtrain.init(): can the hosts reach each other?\n"
             "  ranks 0, 1: in hvdtrain.init()",
         ),
         (
             [rank(n, "init", waiting=True, idle=301, size=4) for n in (0, 2)],
             "ranks 1, 3 have not started (or ended at once), and the others have waited 300 s in "
-            "hvdtrain.init(): check the hosts where no rank has started\n"
-            "  ranks 0, 2: in hvdtrain.init()",
+            "hvdtrain.init(): check the hosts where no worker has started\n  ranks 0, 2: in hvdtrain.init()",
         ),
         (
             [rank(n, "script", waiting=True, detail="grad", idle=301) for n in range(2)],
-            "all ranks have waited for 300 s in the collective grad: can the hosts reach each other?\n"
+            "all workers have waited for 300 s in the collective grad: can the hosts reach each other?\n"
             "  ranks 0, 1: in the script, collective grad",
         ),
         (
             [rank(0, "ended", quiet=901), rank(1, "ended", state="gone", held=1000)],
-            "all ranks finished, but the run did not end within 900 s\n"
-            "  rank 0: in shutdown\n"
-            "  rank 1: in shutdown, gone",
+            "all workers finished, but the run did not end within 900 s\n  rank 0: in shutdown\n  rank 1: in "
+            "shutdown, gone",
         ),
         (
             [rank(0, idle=1800), rank(1, "input", idle=1801, step=6)],
-            "no rank has made progress for 1800 s (--hang-timeout)\n"
+            "no worker has made progress for 1800 s (--hang-timeout)\n"
             "  rank 0: in training, step 8\n"
             "  rank 1: in data input, step 7",
         ),
@@ -170,7 +168,7 @@ def test_a_terminal_that_was_halted_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
         dog.hear([rank(0, idle=7200), rank(1, idle=7200)])
         assert dog.verdict().text == ""
     now += 1
-    assert "no rank has made progress" in dog.verdict().text
+    assert "no worker has made progress" in dog.verdict().text
 
 
 def test_ranks_of_which_nothing_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:

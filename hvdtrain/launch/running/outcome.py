@@ -31,7 +31,7 @@ _SRUN_EXIT = re.compile(
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
 _SILENT = (
-    "no reason is known; mpirun ends this way when it receives a signal (kill, a closed terminal)"
+    "no reason is known; mpirun ends like this when it receives a signal (kill, a closed terminal)"
 )
 
 
@@ -80,10 +80,10 @@ def outcome_of(
     if ending.received is not None:
         return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
     if hung:
-        return Outcome(EXIT_HANG, f"{hung}\nlogs of all ranks, with their stacks: {log_dir}")
+        return Outcome(EXIT_HANG, f"{hung}\nlogs of all workers, with their stacks: {log_dir}")
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
-    logs = f"logs{' of all ranks' if process_names == RANKS else ''}: {log_dir}"
+    logs = f"logs{' of all workers' if process_names == RANKS else ''}: {log_dir}"
     alone = not ending.ended and all(one.secondary for one in failures)
     if ending.returncode < 0 and process_names == RANKS and (alone or not failures):
         code = _code_of(ending)

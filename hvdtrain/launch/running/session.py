@@ -49,7 +49,7 @@ _FINAL = {
 LOOK_SECONDS = 1.0
 LEAST_FILES = 32
 """Two ranks start with 40, and not with 20."""
-_WARNED = "\nSIGUSR1: this job will end soon; notifying all ranks"
+_WARNED = "\nSIGUSR1: this job will end soon; notifying all workers"
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,9 @@ class _ShownRun:
             self._end_ranks(verdict)
         elif verdict:
             self.hung = verdict.text
-            self.output.say("\nthis run hangs: printing the stacks of its ranks, then ending them")
+            self.output.say(
+                "\nthis run hangs: printing the stacks of its workers, then ending them"
+            )
         return bool(self.hung)
 
     def _end_ranks(self, verdict: Verdict) -> None:
@@ -339,5 +341,5 @@ def _time_of_day() -> bytes:
 
 def _stopping(received: signal.Signals, unread: bool, process_names: ProcessNames) -> str:
     why = "the output is no longer being read" if unread else received.name
-    what = "all ranks" if process_names == RANKS else "the run"
+    what = "all workers" if process_names == RANKS else "the run"
     return f"\n{why}: stopping {what} (repeat to stop at once)"

@@ -349,10 +349,10 @@ def _awaited(
             have = "has" if len(unseen) == 1 else "have"
             return Verdict(
                 f"{ranks_in_words(unseen)} {have} not started (or ended at once), and the others have waited "
-                f"{limit:g} s in {where}: check the hosts where no rank has started"
+                f"{limit:g} s in {where}: check the hosts where no worker has started"
             )
         waited = (
-            f"all ranks have waited for {limit:g} s in {where}: can the hosts reach each other?"
+            f"all workers have waited for {limit:g} s in {where}: can the hosts reach each other?"
         )
         return _frozen(there) or Verdict(waited)
     return Verdict()
@@ -395,7 +395,7 @@ def _idle(
         one.phase in WITH_BEATS and one.idle >= limits.hang + patience for one in there
     ):
         return Verdict()
-    idle = f"no rank has made progress for {limits.hang + patience:g} s (--hang-timeout)"
+    idle = f"no worker has made progress for {limits.hang + patience:g} s (--hang-timeout)"
     return _frozen(there) or Verdict(idle)
 
 
@@ -409,7 +409,7 @@ def _over(
     )
     if not ranks or not ended:
         return Verdict()
-    return Verdict(f"all ranks finished, but the run did not end within {limits.busy:g} s")
+    return Verdict(f"all workers finished, but the run did not end within {limits.busy:g} s")
 
 
 def _sentence(found: Sequence[RankStatus], what: str, advice: str) -> Verdict:
@@ -449,7 +449,7 @@ def picture(ranks: Sequence[RankStatus]) -> str:
 
 def _line(one: RankStatus) -> str:
     state = "" if one.state == "running" else f", {one.state}"
-    place = one.heartbeat.place if one.heartbeat else "a program without a heartbeat"
+    place = one.heartbeat.place if one.heartbeat else "a program other than Python"
     return f"in {place}{state}"
 
 

@@ -73,15 +73,15 @@ def read_allocation(environ: Mapping[str, str], *, own_hosts: bool = False) -> A
         if own_hosts:
             return None
         raise UsageError(
-            f"{_VARIABLES['components']}={environ[_VARIABLES['components']]}: srun would start ranks only in "
-            "one component of this heterogeneous job: name the hosts with -H, to use ssh, or request a job "
-            "with one component"
+            f"{_VARIABLES['components']}={environ[_VARIABLES['components']]}: srun would start workers only "
+            "in one component of this heterogeneous job: name the hosts with -H, to use ssh, or request a "
+            "job with one component"
         )
     in_terminal = _VARIABLES["terminal of step"] in environ and _number(environ, "task") == 0
     if (_number(environ, "tasks of step") or 1) > 1 and not in_terminal:
         raise UsageError(
             f"srun started this command as {environ[_VARIABLES['tasks of step']]} tasks: start it once, "
-            "without srun; it starts the ranks on all nodes itself"
+            "without srun; it starts the workers on all nodes itself"
         )
     names = _nodes(environ)
     return Allocation(

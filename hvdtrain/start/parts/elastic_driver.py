@@ -184,10 +184,10 @@ class PatientDriver(ElasticDriver):
         failed = self._failed()
         for host in sorted({host for host, _ in failed}):
             if self._keeps_failing(host):
-                say(f"host {host} is skipped: ranks failed there {MOST_FAILURES} times in a row")
+                say(f"host {host} is skipped: workers failed there {MOST_FAILURES} times in a row")
                 self._host_manager.leave_out(host)
         if all(map(self._host_manager.is_blacklisted, self._host_assignments)):
-            self.stop("no hosts are left for the ranks")
+            self.stop("no hosts are left for the workers")
             return
         had_state = self._have_state
         self._have_state = {
@@ -198,10 +198,11 @@ class PatientDriver(ElasticDriver):
         if had_state and not self._have_state:
             # New ones alone would begin from scratch, without a word.
             if not self.has_checkpoint:
-                self.stop("no rank with the state of the training is left")
+                self.stop("no worker with the state of the training is left")
                 return
             say(
-                "none of the ranks that were training is left: the job continues from the newest checkpoint"
+                "none of the workers that were training is left: the job continues from the newest "
+                "checkpoint"
             )
         try:
             super().resume()

@@ -217,7 +217,7 @@ class ElasticHosts:
         self._asked[name] = time.monotonic()
         if self._said.get(name) != problem:
             self._said[name] = problem
-            for line in [*problem.splitlines(), f"host {name} is skipped until it can run ranks"]:
+            for line in [*problem.splitlines(), f"host {name} is skipped until it can run workers"]:
                 say(line)
 
     def _leave(self, names: Sequence[str]) -> None:

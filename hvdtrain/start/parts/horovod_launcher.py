@@ -181,7 +181,7 @@ def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
         return ""
     longest = max(sizes, key=lambda name: sizes[name])
     return (
-        f"the {len(sizes)} environment variables for ranks on other hosts take {sum(sizes.values())} bytes, "
+        f"the {len(sizes)} environment variables for workers on other hosts take {sum(sizes.values())} bytes, "
         f"but a command line has room for {_ROOM}: unset some, or shorten the longest, {longest} "
         f"({sizes[longest]} bytes)"
     )
