@@ -22,10 +22,10 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 EXIT_HANG = 124
-"""The watchdog ended the run: a rank was frozen, had gone or did not come, or no rank made progress."""
+"""The watchdog ended the run: a rank was frozen, gone or missing, or no rank made progress."""
 
 EXIT_PREEMPTED = 75
-"""A training was told to end, has saved, and goes on when it is run again (EX_TEMPFAIL in sysexits.h)."""
+"""A training was asked to stop, has saved, and continues when it is run again (EX_TEMPFAIL in sysexits.h)."""
 
 RESUME = "HVDTRAIN_RESUME"
 """auto, must or never: goes before the argument `resume` of a Trainer with checkpoints (`hvdtrain run --resume`)."""
@@ -34,7 +34,7 @@ START_FOLDER = "HVDTRAIN_START_FOLDER"
 """The working folder in which a rank began, which its script may change."""
 
 NEWS = "HVDTRAIN_NEWS"
-"""Descriptor of a pipe on which a launcher tells `hvdtrain run` what the ranks do."""
+"""Descriptor of a pipe on which a launcher reports to `hvdtrain run` what the ranks are doing."""
 
 ORDERS = "HVDTRAIN_ORDERS"
 """Descriptor of a pipe on which `hvdtrain run` tells a launcher which ranks to end: {"end": pid, "host": name}."""
@@ -65,7 +65,7 @@ FORWARD = "HVDTRAIN_FORWARD"
 """Names, with commas between, of the variables that --env asked to travel to the ranks on all hosts."""
 
 SECRET_WORD = "HVDTRAIN_SECRET_"
-"""With a number behind it: a word of a batch job's command that must not stand in the batch script."""
+"""With a number appended: a word of a batch job's command that must not be in the batch script."""
 
 HASH_SEED = "PYTHONHASHSEED"
 """Read by Python when it starts: the same on all ranks, so that they go through a set of names in one order."""

@@ -1,4 +1,4 @@
-"""What marks a process as a rank of a job: the variables by which launchers tell it its place.
+"""What marks a process as a rank of a job: the variables in which launchers pass its place.
 
 horovodrun over Gloo, and hvdtrain under srun, set HOROVOD_*; Open MPI's mpirun OMPI_COMM_WORLD_*; MPICH's and Slurm's
 PMI set PMI_*, and PMIx PMIX_*. Whoever asks, on either side of a launch, asks here.
@@ -32,7 +32,7 @@ _OF_THE_LAUNCH = frozenset({LAUNCH_ID, LOG_DIR, TERMINAL, STRATEGY, "TF_CONFIG"}
 
 
 def is_rank(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has told this process, or one that it was started by, its rank."""
+    """Whether a launcher has given this process, or one of its ancestors, a rank."""
     return any(name in environ for name in _RANKS)
 
 
@@ -49,17 +49,17 @@ def slot_of(environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """This process's rank as its launcher tells it; 0 without one."""
+    """This process's rank, from its launcher's variables; 0 without a launcher."""
     return _first_number(environ, _RANKS, 0)
 
 
 def size_of(environ: Mapping[str, str]) -> int:
-    """The number of ranks as the launcher tells it; 1 without one."""
+    """The number of ranks, from the launcher's variables; 1 without a launcher."""
     return _first_number(environ, (*_SIZES, *_slurm_sizes(environ)), 1)
 
 
 def local_size_of(environ: Mapping[str, str]) -> int:
-    """The number of ranks on this host as the launcher tells it; 1 without one."""
+    """The number of ranks on this host, from the launcher's variables; 1 without a launcher."""
     return _first_number(environ, _LOCAL_SIZES, 1)
 
 
@@ -70,7 +70,7 @@ def is_one_host(environ: Mapping[str, str]) -> bool:
 
 
 def size_variable(environ: Mapping[str, str]) -> str:
-    """The variable that tells of several ranks of which this process is one; empty if none does.
+    """The variable that shows that this process is one of several ranks; empty if there is none.
 
     A step of Slurm is not meant: whether a shell in it is one of several is read from Slurm's own variables.
     """
@@ -80,7 +80,7 @@ def size_variable(environ: Mapping[str, str]) -> str:
 
 
 def is_place(name: str) -> bool:
-    """Whether a variable tells a rank its place among others."""
+    """Whether a variable describes a rank's place among the others."""
     return _PLACE.fullmatch(name) is not None
 
 

@@ -36,7 +36,7 @@ from hvdtrain.worker.rank_environment import available_cores, rank_environment
 from hvdtrain.worker.stuck_rank import end_when_stuck
 
 GONE = "Horovod has not been initialized"
-"""What Horovod says when it has ended, because another rank has, as well as before it starts."""
+"""Horovod's message before it has started, and after it has ended because another rank has."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def init(
     start_horovod(process_sets=[hvd.ProcessSet(group) for group in groups])
     rank = Rank(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
     if mesh is not None:
-        mesh.rank_lists(rank.size)  # Should Horovod know of another number than the launcher told.
+        mesh.rank_lists(rank.size)  # In case Horovod reports a different number than the launcher.
     if whole_machine or STRATEGIES[strategy_of(os.environ)].runs_as == "one process":
         _take_all_devices(replicas_of(os.environ))
     else:
@@ -180,7 +180,7 @@ def engine_errors(rank: Rank) -> Iterator[None]:
         lost = None if config is None else lost_server(message, config)
         if lost and isinstance(error, (tf.errors.UnavailableError, tf.errors.AbortedError)):
             raise EngineError(lost) from None
-        # size(), too, fails when Horovod's thread has ended.
+        # size() also fails when Horovod's thread has ended.
         of_horovod = "orovod" if isinstance(error, tf.errors.OpError) else GONE
         if of_horovod not in message:
             raise
@@ -196,7 +196,7 @@ def _message_alone(kind: type[BaseException], error: BaseException, trace: Any) 
     """sys.excepthook: errors that hvdtrain raises on purpose say all in their message."""
     if isinstance(error, HvdtrainError):
         print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code)  # Without this it would be 1 for a wrong use, too.
+        raise SystemExit(error.exit_code)  # Without this it would be 1 for usage errors as well.
     sys.__excepthook__(kind, error, trace)
 
 

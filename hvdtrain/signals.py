@@ -1,4 +1,4 @@
-"""Which signals end a command, how it leaves then, and how its end is told."""
+"""Which signals end a command, how it exits then, and how its end is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a run. SIGHUP, a terminal's end, is none where it is ignored: by nohup."""
+    """The signals that end a run. SIGHUP (a closed terminal) is not among them if it is ignored, as under nohup."""
     hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 

@@ -98,7 +98,7 @@ def lost_server(text: str, config: TfConfig) -> str | None:
 
 
 def describe_lost(server: int, config: TfConfig) -> str:
-    """The message for a server that has gone."""
+    """The message about a server that is lost."""
     return (
         f"Parameter server {server} ({config.servers[server]}) is lost, and with it the variables "
         "that it held: the run cannot continue. Trainer.load resumes from the last file that "

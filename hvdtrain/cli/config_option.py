@@ -52,7 +52,7 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
 
 
 class ConfiguredCommand(SectionedCommand):
-    """A command with --config, in whose file the script may stand. Words behind -- are for that script."""
+    """A command with --config, whose file may name the script. Arguments after -- are for that script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)

@@ -82,7 +82,7 @@ def doctor(
     """
     options = Options(
         environ=os.environ,
-        limit=min(_DAY_SECONDS, timeout),  # In this order: of nan, too.
+        limit=min(_DAY_SECONDS, timeout),  # In this order, which also handles nan.
         hosts=_names(hosts, hostfile),
         interfaces=tuple(network_interfaces.split(",")) if network_interfaces else (),
         ssh_port=ssh_port,
@@ -112,7 +112,7 @@ def doctor(
 
 
 def _started(options: Options) -> Generator[tuple[Check, Future[Sequence[Result]]], None, None]:
-    """Each check with its results to come; the allreduce over the hosts only if each of them is well."""
+    """Each check with the future of its results; the allreduce over the hosts only if all hosts pass."""
     well = True
     for check, results in run_checks([check for part in PARTS for check in part.checks(options)]):
         yield check, results

@@ -56,7 +56,7 @@ def _show(job: Job, follow: bool) -> int:
     if follow and job.kind == "slurm":
         return follow_job(job.name, sys.stdout.buffer, partial(click.echo, err=True))
     *command, name = job.show
-    more = ["--follow"] if follow else []  # In front of the name: podman takes no option behind it.
+    more = ["--follow"] if follow else []  # Before the name: podman accepts no option after it.
     shown = [*command, *more, name]
     with start(
         shown, os.environ, stdin=subprocess.DEVNULL, output=None, session=False, dies_with_us=True
@@ -65,7 +65,7 @@ def _show(job: Job, follow: bool) -> int:
 
 
 def _folder(job: str | None) -> Path | Job:
-    """The log folder, or the job if there is none."""
+    """The log folder, or the job if it has none."""
     if job is None:
         found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if not found:

@@ -324,7 +324,7 @@ def _nobody(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoneRank(Communicator):
-    """A rank of a job of several, by itself; Horovod need not know of it."""
+    """This rank alone, as a group of one; not known to Horovod."""
 
     job_rank: int
 

@@ -28,7 +28,7 @@ from hvdtrain.keras_internals.shards import shard_of
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in the mesh; all numbers from 0.
+    """The position of a rank in the mesh; all numbers count from 0.
 
     Attributes:
         data_index: which copy of the model.

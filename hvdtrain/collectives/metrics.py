@@ -95,7 +95,7 @@ def merge_state(
         FIRST: float(process_set.rank() == 0),
     }
     values = [tf.cast(tf.reshape(tf_variable(v), [-1]), tf.float64) for v in variables]
-    # All ranks send all, whatever the rules, so that a difference can be told.
+    # All ranks send everything, whatever the rules, so that a difference is detected.
     sums = [
         value * factors[rule] if factors.get(rule) else tf.zeros_like(value)
         for value, rule in zip(values, found, strict=True)

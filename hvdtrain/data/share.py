@@ -29,7 +29,7 @@ class Share:
         global_examples: number of examples of all ranks in the step.
         offset: position of this rank's first example in the global batch.
         some_idle: some rank has no example in the step, although the global batch has enough for all.
-        checksum: checksum of the global batch, equal on ranks that read the same data (see `nested.checksum`). None,
+        checksum: checksum of the global batch, equal on ranks with the same data (see `structures.checksum`). None,
             on all ranks, if there is nothing to compare.
     """
 
@@ -86,7 +86,7 @@ class Source(Protocol):
 
     @property
     def element(self) -> Any:
-        """One example's signature: `data` with a `nested.Spec` (shape, dtype) for each array.
+        """One example's signature: `data` with a `structures.Spec` (shape, dtype) for each array.
 
         Ranks whose elements are equal can train together. Plain tuples, dicts and strings, so that
         ranks can compare it (as JSON too).

@@ -171,7 +171,7 @@ def _within_limit(check: Check) -> Sequence[Result]:
         try:
             answer.put(check.look())
         except Exception as error:
-            # Not to be lost in a thread: a check's own fault is a red line, too.
+            # An error of the check itself is reported as a failure, instead of being lost in a thread.
             answer.put(error)
 
     threading.Thread(target=look, daemon=True).start()
@@ -202,7 +202,7 @@ def _in_a_line(text: str) -> str:
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
-    """`2 failures, 1 warning in 21 s`, or that all is well."""
+    """`2 failures, 1 warning in 21 s`, or that everything passed."""
     failed, warned = count(results, "fail"), count(results, "warn")
     parts = [
         f"{number} {word}{'s' * (number != 1)}"

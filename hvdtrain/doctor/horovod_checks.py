@@ -96,7 +96,7 @@ def checks(options: Options) -> list[Check]:
 
 
 def joint_checks(options: Options) -> list[Check]:
-    """An allreduce over one rank on each host, by each controller; for when each host is well."""
+    """An allreduce over one rank per host, with each controller; to be run when every host has passed."""
     where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
     if options.interfaces:
         where += ["--network-interfaces", ",".join(options.interfaces)]

@@ -181,7 +181,7 @@ def build_environment(
     kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
     path = [base.get("PATH", os.defpath)]
     if recipe.survey.mpi:
-        # Gloo looks for MPI's C compiler by itself, and silently leaves its MPI part out without one.
+        # Gloo looks for MPI's C compiler itself, and silently leaves out its MPI part without one.
         path.insert(0, str(recipe.survey.mpi.mpicxx.parent))
     if recipe.survey.cuda:
         path.insert(0, str(recipe.survey.cuda.home / "bin"))

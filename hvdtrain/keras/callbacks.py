@@ -97,7 +97,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._first_batch_done = self._first_step_checked = False
         self._finite = FiniteWatch()
-        # fit has built the model and its optimizer by now; whoever calls callbacks by hand may not have.
+        # fit has built the model and its optimizer by now; a loop that calls callbacks itself may not have.
         if is_built(self.model) and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         require_equal(self._facts(), "training")
@@ -111,7 +111,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         if not self._first_batch_done and self._broadcast_count != self._count_variables():
-            self._broadcast()  # The first batch made variables; Horovod, too, broadcasts them after it.
+            self._broadcast()  # The first batch created variables; Horovod also broadcasts them after it.
         self._first_batch_done = True
         if self._guard and not self._first_step_checked and self._has_updated(batch):
             self._first_step_checked = True

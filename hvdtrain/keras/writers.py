@@ -165,7 +165,7 @@ class _GoOnTogether(keras.callbacks.Callback):
         super().__init__()
         self._ranks = ranks
         self._restores = restores
-        # By BroadcastGlobalVariablesCallback, or not at all if it was told so.
+        # By BroadcastGlobalVariablesCallback, unless that was disabled.
         self._guarded = guarded
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

@@ -87,7 +87,7 @@ def is_name(text: str) -> bool:
 
 
 def forwarded(environ: Mapping[str, str]) -> frozenset[str]:
-    """The names that `--env` asked for, as a launch tells the program that it starts."""
+    """The names requested with `--env`, as a launch passes them to the program that it starts."""
     return frozenset(filter(None, environ.get(FORWARD, "").split(",")))
 
 

@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.user_files import read_text
 
 MOST_SLOTS = 1_000_000
-"""More is a slip of the keyboard, which would fill the memory before anything is started."""
+"""More is a typing error, which would fill the memory before anything is started."""
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,99})", re.ASCII)
 _LINE = re.compile(

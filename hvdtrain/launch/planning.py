@@ -46,7 +46,7 @@ def plan_of(
     if elastic and wanted == "auto":
         wanted = "gloo"
     if values["launcher"] == "srun":
-        # srun stands in for mpirun.
+        # srun takes the place of mpirun.
         mpirun, wanted = "srun", choose_srun_controller(wanted, built)
     values["controller"] = choose_controller(wanted, built, mpirun)
     _leave_out(values, behind, say)

@@ -1,4 +1,4 @@
-"""What each rank runs, told from the words behind the options: a Python script, a module, or any other
+"""What each rank runs, from the arguments after the options: a Python script, a module, or any other
 program.
 
     train.py --epochs 5            a script
@@ -125,7 +125,7 @@ def _is_program(name: Path) -> bool:
 
 
 def _first_line(path: Path) -> bytes:
-    """Empty if it cannot be read: whoever runs it reports that."""
+    """Empty if it cannot be read, which is reported when it is run."""
     try:
         with path.open("rb") as file:
             return file.readline(256)

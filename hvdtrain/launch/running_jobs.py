@@ -87,7 +87,7 @@ def _runs_here() -> Iterable[Job]:
                 seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
     for launch_id, folder in seen.items():
         status = read_status(folder)
-        # Of a run on other hosts as well, only ranks may be here; and its number may be another process's by now.
+        # A run from another host may have only ranks here, and its process id may belong to another process by now.
         if status is not None and status.run == launch_id and _is_launcher(status):
             yield Job(
                 name=status.run[:SHORT],

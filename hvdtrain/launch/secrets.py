@@ -103,7 +103,7 @@ def _masked_word(text: str) -> str:
 
 
 def _masked_words(text: str) -> str:
-    """A value to print, in which several words may stand."""
+    """A value to print, which may contain several words."""
     try:
         words = shlex.split(text)
     except ValueError:

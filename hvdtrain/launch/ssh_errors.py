@@ -102,7 +102,7 @@ def explain_ssh(
 
 
 def ssh_error_in(launcher_text: str) -> str:
-    """The error of an ssh that a launcher started, from all that the launcher printed; empty if there is none.
+    """The error of an ssh that a launcher started, found in the launcher's output; empty if there is none.
 
     mpirun adds a page of its own about what may have been wrong.
     """

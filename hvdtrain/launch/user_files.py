@@ -26,7 +26,7 @@ def read_text(path: Path, what: str) -> str:
             PIPE_SECONDS.
     """
     try:
-        # Opening a pipe that nobody writes to would wait for ever.
+        # Opening a pipe without a writer would block forever.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
             data = b""
             while len(data) <= MOST_BYTES:

@@ -57,7 +57,7 @@ def pieces_of(
 
     Args:
         variables: the Keras variables of the unsplit model in its order, each whole, a shard (see
-            keras.shards), or without a value, if only other ranks have it.
+            keras_internals.shards), or without a value, if only other ranks have it.
         optimizer: see `optimizer_pieces`. None: no optimizer.
         sender: which of the pieces are sent.
 

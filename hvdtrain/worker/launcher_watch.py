@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 INIT = 1
-"""The process that adopts those whose parent has gone."""
+"""The process that adopts orphans."""
 POLL_SECONDS = 2.0
 GRACE_SECONDS = 5.0
 

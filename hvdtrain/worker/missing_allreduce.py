@@ -41,7 +41,7 @@ To train one model on all of them, use hvdtrain.Trainer, or with model.fit:
 
 
 class Watch:
-    """Looks on while the script imports; `hooks` are for `imports.on_import`.
+    """Looks on while the script imports; `hooks` are for `import_hooks.on_import`.
 
     Attributes:
         trained: whether the script has applied gradients.

@@ -105,7 +105,7 @@ def main() -> None:
     if watching is not None and watching.complaint():
         missing_allreduce.say(watching.complaint())
     if os.environ.get(STRATEGY) == PARAMETER_SERVER:
-        # TensorFlow takes leave of every worker, and waits for ever for one that has died since.
+        # TensorFlow says goodbye to every worker, and waits forever for one that has died.
         _wait_for_threads()
         _end(0)
 

@@ -81,7 +81,7 @@ def test_a_launcher_of_another_distribution_runs_ranks(tmp_path: Path) -> None:
     # What it cannot do, and what only horovodrun has.
     refused = hvdtrain(tmp_path, "run", *options, "--controller", "gloo", "train.py")
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--launcher plain-mpirun: give --controller mpi, and no hosts" in refused.stderr
+    assert "--launcher plain-mpirun: use --controller mpi, without hosts" in refused.stderr
     refused = hvdtrain(tmp_path, "run", *options, "--ssh-port", "2", "train.py")
     assert "--ssh-port has no effect here: another launcher starts the workers" in refused.stderr
     misspelt = hvdtrain(tmp_path, "run", "--launcher", "plain-mpi", "-np", "2", "train.py")

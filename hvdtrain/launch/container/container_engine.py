@@ -85,7 +85,7 @@ def ask_engine(
         return ContainerEngine(
             name, bool(rootless), cdi, info.get("version", {}).get("Version", "")
         )
-    # Docker's client answers without its daemon, too.
+    # Docker's client also responds without its daemon.
     if info.get("ServerErrors"):
         raise Refused(str(info["ServerErrors"][0]))
     rootless = any("name=rootless" in option for option in info.get("SecurityOptions") or ())

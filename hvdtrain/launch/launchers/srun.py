@@ -78,7 +78,7 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
         *_cores(hosts, allocation),
         *(["--overlap"] if allocation.in_step else []),
         f"--immediate={plan.start_timeout or STEP_SECONDS}",
-        # PMIx tells MPI its ranks; over Gloo the rendezvous of hvdtrain.start.run_srun does.
+        # PMIx gives MPI its ranks; over Gloo the rendezvous of hvdtrain.start.run_srun does.
         f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
         "--export=ALL",
         "--input=0",  # Rank 0 reads what the launch is given.

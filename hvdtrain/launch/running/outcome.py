@@ -125,7 +125,7 @@ def outcome_of(
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = process_names.starter if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
-    # A launcher ends with the code of a rank that was killed, too: only its own signal is its own.
+    # A launcher also exits with the code of a rank that was killed: only a signal shows that it was killed itself.
     own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
     ended_so = how_it_ended(code) if own_signal else f"failed (exit code {code})"
     said = (
@@ -144,7 +144,7 @@ def _code_of(ending: Ending) -> int:
 
 
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
-    """The first failure that does not only say that another rank has gone.
+    """The first failure that does more than report that another rank is gone.
 
     A rank that was killed reports nothing: if all reports are secondary, the launcher's word about
     a killed rank counts more.

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from hvdtrain.worker.output_frames import Unframer
 
 Stream = Literal["stdout", "stderr", "news"]
-"""news: not of the rank, but of what stands above it and tells what it does; only among our own marks."""
+"""news: written not by the rank but by the process above it, about the rank; only with our own marks."""
 Attributed = tuple[tuple[int | None, Stream], bytes]
 
 # Groups: rank, stream; of mpirun's also the rank's own text behind it.

@@ -249,7 +249,7 @@ class RankMonitor:
         return found
 
     def _search(self, now: float) -> None:
-        """Find the process of each rank: the topmost with a page, as a launcher's may stand above it."""
+        """Find the process of each rank: the topmost one with a page, as processes of the launcher may be above it."""
         found = rank_processes(self.launch_id)
         pages = {pid: page for pid in found if (page := page_of(pid)) is not None}
         for one in (found.keys() - pages.keys(), pages.keys()):

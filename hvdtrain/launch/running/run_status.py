@@ -72,7 +72,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """The status in a log folder; None if there is none, or something else."""
+    """The status in a log folder; None if there is none, or it is not valid."""
     try:
         with (folder / NAME).open("rb") as file:
             found = json.loads(file.read(LONGEST))

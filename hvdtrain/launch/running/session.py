@@ -182,7 +182,7 @@ def _run_once(
         process_names,
         elastic,
         RunStatus(launch_id, view.command),
-        # Who starts ranks tells of them; other launches have a script on this host, as a rule.
+        # Launchers of ranks report on them; other launches usually have their script on this host.
         None if process_names == RANKS else RankMonitor(launch_id),
     )
     output.on_news = run.take_news

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 NEWS_SECONDS = 5.0
 """Interval of a task's news while nothing changes."""
 SILENT_SECONDS = 30.0
-"""Without news of a task that has told before: as for a host whose agent hears nothing of its supervisor."""
+"""Without a report from a task that has reported before; the same as for an agent without its supervisor."""
 BEGIN_SECONDS = 60.0
 """For the other tasks to begin after the first, unless --start-timeout is longer: Python starts late from a busy file
 system."""
 _WITNESS_SECONDS = 3 * NEWS_SECONDS
-"""If no task has told for so long, the network or srun itself is slow."""
+"""If no task has reported for this long, the network or srun itself is slow."""
 
 
 @dataclass

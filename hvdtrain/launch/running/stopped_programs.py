@@ -17,7 +17,7 @@ from hvdtrain.tf_config import TF_CONFIG
 
 LOOK_SECONDS = 2.0
 PAUSE_SECONDS = 5.0
-"""Between two looks: then this process itself was stopped, and the others may have been as well."""
+"""Between two looks: a longer pause means that this process was stopped, and perhaps the others as well."""
 
 
 @dataclass(frozen=True)

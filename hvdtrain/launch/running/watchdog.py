@@ -21,11 +21,11 @@ from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.worker.heartbeat import INIT, WITH_BEATS
 
 STILL_SECONDS = 20.0
-"""A rank that is stopped, or has gone without an end. Shorter than Gloo's 30 s, after which it blames others."""
+"""A rank that is stopped, or gone before its end. Shorter than Gloo's 30 s, after which Gloo blames other ranks."""
 WAITING_SECONDS = 300.0
 """Ranks wait, and others do not come: for instance to init."""
 UNHEARD_SECONDS = 60.0
-"""Nothing is told of a rank: at least so long, even with a short `--hang-timeout`; on slow networks news come late."""
+"""No report about a rank: at least this long, even with a short `--hang-timeout`: reports may come late."""
 PAUSE_SECONDS = 5.0
 """Without being asked: the launcher has waited for a reader of its output (Ctrl-S in a terminal), and so have ranks."""
 STALL_MARGIN_SECONDS = 10.0
@@ -62,7 +62,7 @@ class Verdict:
 
 
 def stopped_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds after which a stopped process counts, as `hvdtrain run` tells the programs that it starts."""
+    """Seconds after which a stopped process counts as hung; `hvdtrain run` passes it to the programs that it starts."""
     return float(environ.get(STOPPED_SECONDS, STILL_SECONDS))
 
 
@@ -189,7 +189,7 @@ class Watchdog:
         return self._unheard(now, awake, self.limits) or verdict(ranks, self.limits)
 
     def _unheard(self, now: float, awake: float, limits: Limits) -> Verdict:
-        """Their hosts or tasks tell of ranks every few seconds, whatever these do."""
+        """Hosts and tasks report on their ranks every few seconds, whatever the ranks do."""
         limit = max(limits.waiting, UNHEARD_SECONDS)
         heard = {f"host {name}": at for name, at in self._hosts.items()} | {
             _name(one): self._heard[place]
@@ -296,7 +296,7 @@ def _lost(
     found = [
         one
         for one in ranks
-        # What is no Python script does not tell its end.
+        # Programs other than Python scripts do not report their end.
         if one.state == "gone" and one.heartbeat and not one.has_ended and one.held >= limits.still
     ]
     if not any(not one.has_ended for one in there):
@@ -311,7 +311,7 @@ def _lost(
 def _left(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # Ends of other waits Horovod sees itself.
+    # Horovod itself detects the end of a rank in other waits.
     waiting = any(_meeting(one) == INIT and one.idle >= limits.still for one in there)
     ended = [one for one in ranks if one.has_ended]
     if limits.elastic or not waiting:
@@ -324,10 +324,10 @@ def _left(
 def _awaited(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # To collectives Horovod's stall check looks; a rank in join may wait for good reason.
+    # Horovod's stall check watches collectives; a rank in join may wait for good reason.
     late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
     late = [one for one in late if not one.has_ended]
-    # Who computes may do what takes long: imports, a data set.
+    # Ranks that compute may be busy for long: imports, reading data.
     idle = all(one.quiet >= limits.waiting + patience for one in late)
     limit = (limits.waiting if idle else limits.busy) + patience
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
@@ -335,7 +335,7 @@ def _awaited(
     if late and any(_meeting(one) == INIT for one in waiting):
         missing = f"missing: others have waited {limit:g} s for THEM in {INIT}"
         if limits.elastic:
-            # Those that wait may have met another failure, while this one is at work.
+            # The ranks that wait may have met another failure, while this one is working.
             late = [one for one in late if one.idle >= limit]
         return _frozen(late) or _sentence(late, missing, "")
     if limits.elastic:
@@ -361,7 +361,7 @@ def _awaited(
 def _apart(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    """Who does not come to where the others wait."""
+    """The ranks that are missing where the others wait."""
     limit = limits.apart + patience
     late = [one for one in there if not (one.has_ended or _meets_others(one))]
     others = [one for one in there if _meets_others(one)]
@@ -378,7 +378,7 @@ def _apart(
 
 
 def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
-    """All wait, and in different collectives, of which none can ever end."""
+    """All ranks wait, but in different collectives, none of which can complete."""
     collectives = set(map(_meeting, ranks))
     if len(collectives) < 2 or "" in collectives:
         return Verdict()
@@ -402,7 +402,7 @@ def _idle(
 def _over(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # What the scripts have left running may compute.
+    # Processes that the scripts left running may still compute.
     ended = all(
         (one.held if one.state == "gone" else one.quiet if one.has_ended else 0.0) >= limits.busy
         for one in ranks
@@ -427,7 +427,7 @@ def _name(one: RankStatus) -> str:
 
 
 def _meeting(one: RankStatus) -> str:
-    """Where it waits for others; empty if it does not."""
+    """Where a rank waits for others; empty if it does not."""
     if one.heartbeat is None or not one.heartbeat.waiting:
         return ""
     return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else INIT

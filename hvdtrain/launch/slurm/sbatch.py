@@ -226,7 +226,7 @@ def _options(request: JobRequest) -> dict[str, str | None]:
 
 
 def _seconds(time: str | None) -> int | None:
-    """The length of a time limit; None if there is none (0 to Slurm), or none that can be read."""
+    """The length of a time limit; None if there is none (0 in Slurm), or it cannot be read."""
     if time is None or time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, dash, rest = time.rpartition("-")

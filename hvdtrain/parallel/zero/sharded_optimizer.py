@@ -181,7 +181,7 @@ class _Sharded(_Distributed):
                     for (v, _), flat in zip(held, whole, strict=True)
                 ]
 
-    # Saving and loading: see state.py.
+    # Saving and loading: see plain_state.py.
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
@@ -225,7 +225,7 @@ class _Sharded(_Distributed):
         object.__setattr__(self, "hvdtrain_loaded", None)
         ranks = self.process_set
         if not ranks.are_all():
-            return  # A model in parts, too: its ranks load for themselves.
+            return  # Also a model in parts: its ranks load their own.
         did = ranks.broadcast(loaded is not None, 0, "hvdtrain_zero_loaded")
         if not did:
             return

@@ -133,7 +133,7 @@ class Agents:
                 self._words[host] = (self._words[host] + data)[-_LONGEST_WORDS:]
                 continue
             for line in self._lines[host].lines(data):
-                # A login shell may print a greeting, too.
+                # A login shell may also print a greeting.
                 with contextlib.suppress(ValueError):
                     news = json.loads(line)
                     if isinstance(news, dict):

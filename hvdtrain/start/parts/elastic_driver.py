@@ -123,7 +123,7 @@ class PatientDriver(ElasticDriver):
                 self._arrived.add(place)
             while not (came_back or self._worker_registry.has_ended()):
                 if number != self._worker_registry.last_rendezvous() or self.finished():
-                    return INVALID_SLOT_INFO  # Without a word of this rank: it has gone.
+                    return INVALID_SLOT_INFO  # This rank has ended without a report.
                 if len(self._arrived) >= self.world_size():
                     self._have_state = set(self._arrived)
                     return self.get_slot_info(host, slot)
@@ -171,7 +171,7 @@ class PatientDriver(ElasticDriver):
     def register_worker_server(
         self, host: str, slot: int, addresses: Any, secret_key: bytes
     ) -> None:
-        """Horovod's. A worker that listens from now on is told of the hosts that have come or gone before."""
+        """Horovod's method. A worker that starts to listen is notified of earlier changes of hosts."""
         super().register_worker_server(host, slot, addresses, secret_key)
         first = self.get_coordinator_info()
         if first is not None and (first.hostname, first.local_rank) == (host, slot):

@@ -35,7 +35,7 @@ AGAIN_SECONDS = 30.0
 """Interval at which a host that was left out is tried again."""
 TICK_SECONDS = 1.0
 _NEWS = ("ranks", "stopped", "left")
-"""Of the agents, what the supervisor is told. For what scripts leave behind it does not wait: the agents end it."""
+"""What the agents report to the supervisor. It does not wait for what scripts left behind: the agents end it."""
 _LONGEST_NEWS = 1 << 20
 """Bytes."""
 
@@ -70,7 +70,7 @@ class ElasticAgents(Agents):
         os.write(self._orders, json.dumps(order).encode() + b"\n")
 
     def news(self, seconds: float) -> Iterator[News]:
-        """(host, news) of what was told until now; {"without": true} of a host that has left."""
+        """(host, news) of what was reported until now; {"without": true} of a host that has left."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._told, 65536):
                 for line in self._split.lines(data):
@@ -79,7 +79,7 @@ class ElasticAgents(Agents):
                         yield host, news
 
     def tell(self, host: str, news: Mapping[str, Any]) -> None:
-        """In the launcher's process: `news` there. What has no room is lost; the next look tells it again."""
+        """In the launcher's process: `news` there. What does not fit is lost; the next look reports it again."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._telling, json.dumps([host, news]).encode() + b"\n")
 

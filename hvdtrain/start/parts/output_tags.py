@@ -29,7 +29,7 @@ Mark = Callable[[bytes, int, int, int], bytes]
 
 
 def mark_for(environ: Mapping[str, str]) -> Mark:
-    """The one of the two functions below that is for whoever reads the output."""
+    """Returns one of the two functions below, depending on who reads the output."""
     return marked if TERMINAL in environ else marked_lines
 
 

@@ -14,7 +14,7 @@ from hvdtrain.environment import EXIT_SIGNAL_BASE
 
 
 class RankHelper(SpawnProcess):
-    """If a signal has ended it or its shell, that ssh would go on, and Horovod read its output for ever."""
+    """If a signal has ended it or its shell, that ssh would live on, and Horovod would read its output forever."""
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end; end what it has left."""

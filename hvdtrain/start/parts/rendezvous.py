@@ -95,7 +95,7 @@ class _Guard(RendezvousHandler):
     """Comes before Horovod's handlers: that of a job, and that of an elastic one."""
 
     def do_HEAD(self) -> None:
-        # SimpleHTTPRequestHandler's would tell of the files in the working folder.
+        # SimpleHTTPRequestHandler's method would list the files in the working folder.
         self.send_status_code(FORBIDDEN)
 
     def do_PUT(self) -> None:

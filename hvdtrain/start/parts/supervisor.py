@@ -182,7 +182,7 @@ class _AllRanks:
             if self._pipe is not None:
                 os.write(self._pipe, json.dumps(news).encode() + b"\n")
         except BlockingIOError:
-            pass  # The reader is blocked; the next look tells it again.
+            pass  # The reader is blocked; the next look reports it again.
         except OSError:
             self._pipe = None  # Nobody reads it any more.
 
