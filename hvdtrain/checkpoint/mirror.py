@@ -82,6 +82,9 @@ class Mirror:
     def _copy(self, checkpoint: Path) -> None:
         temporary = f"{self._root}/{UNFINISHED}{checkpoint.name}"
         self._storage.makedirs(self._root, exist_ok=True)
+        for left in self._files():
+            if left.name.startswith(UNFINISHED):  # Of a copy that failed.
+                self._storage.rm_file(f"{self._root}/{left.name}")
         self._storage.put_file(str(checkpoint), temporary)
         self._storage.mv(temporary, f"{self._root}/{checkpoint.name}")
         names = self._names()
@@ -105,11 +108,13 @@ class Mirror:
 
     def _names(self) -> list[str]:
         """The complete checkpoints, newest first."""
+        return [path.name for path in newest_first(self._files())]
+
+    def _files(self) -> list[Path]:
         self._storage.invalidate_cache()
         if not self._storage.exists(self._root):
             return []
-        found = newest_first(map(Path, self._storage.ls(self._root, detail=False)))
-        return [path.name for path in found]
+        return [Path(name) for name in self._storage.ls(self._root, detail=False)]
 
 
 def _storage_of(url: str) -> tuple[Any, str]:

@@ -53,6 +53,22 @@ def test_the_newest_comes_back_and_old_ones_go(url: str, tmp_path: Path) -> None
     assert [path.name[-2:] for path in numbered(tmp_path / "newer")] == ["20"]
 
 
+def test_what_is_left_of_a_copy_that_failed_goes_with_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = Mirror(f"file://{tmp_path}/there", keep=2)
+
+    def full(here: str, there: str) -> None:
+        Path(there).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(MirrorError, match="No space left"):
+        patched.setattr(mirror._storage, "put_file", full)
+        mirror.copy(saved(tmp_path / "here", 5))
+    mirror.copy(saved(tmp_path / "here", 10))
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["step-000000010"]
+
+
 def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path) -> None:
     mirror = Mirror(url, keep=2)
     for number in (5, 10):
