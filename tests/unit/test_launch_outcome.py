@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.environment import EXIT_PREEMPTED
 from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.outcome import Outcome, outcome_of
 from hvdtrain.launch.running.process_names import ALONE, ProcessNames
@@ -187,6 +188,9 @@ def test_the_exit_code_255_is_no_signal() -> None:
 def test_signals_of_the_user() -> None:
     for number, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]:
         assert outcome_of(Ending(1, number), [BUG], "", Path("logs")) == Outcome(code, "")
+    saved = Failure(0, EXIT_PREEMPTED, False, "stopped after 20 steps")
+    found = outcome_of(Ending(1, signal.SIGTERM), [BUG, saved], "", Path("logs"))
+    assert found == Outcome(75, f"rank 0 failed: {saved.text}{LOGS}", 0, saved.text)
 
 
 def test_failures_travel_as_one_line() -> None:

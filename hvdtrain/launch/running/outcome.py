@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_SIGNAL_BASE
+from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG, EXIT_PREEMPTED, EXIT_SIGNAL_BASE
 from hvdtrain.launch.running.command_runner import Ending
 from hvdtrain.launch.running.process_names import RANKS, ProcessNames, ranks_in_words
 from hvdtrain.launch.ssh_errors import ssh_error_in
@@ -77,13 +77,17 @@ def outcome_of(
         missed_init: which ranks have not come to init, while others waited there.
         started: whether any rank was seen.
     """
+    logs = f"logs{' of all workers' if process_names == RANKS else ''}: {log_dir}"
     if ending.received is not None:
-        return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
+        saved = next((one for one in failures if one.exit_code == EXIT_PREEMPTED), None)
+        if saved is None:
+            return Outcome(EXIT_SIGNAL_BASE + ending.received, "")
+        message = f"{_describe(saved, failures, process_names)}\n{logs}"
+        return Outcome(EXIT_PREEMPTED, message, saved.rank, saved.text)
     if hung:
         return Outcome(EXIT_HANG, f"{hung}\nlogs of all workers, with their stacks: {log_dir}")
     if ending.returncode == 0 and not failures:
         return Outcome(0, "")
-    logs = f"logs{' of all workers' if process_names == RANKS else ''}: {log_dir}"
     alone = not ending.ended and all(one.secondary for one in failures)
     if ending.returncode < 0 and process_names == RANKS and (alone or not failures):
         code = _code_of(ending)
