@@ -89,8 +89,8 @@ def scaling(
     for one in measure(model, batch_size, way, passes, np, launch):
         done.append(one)
         click.echo(
-            f"  plain Keras {one.plain:8,.0f} examples/s; {np} apart {one.apart:8,.0f}, in step {one.in_step:8,.0f}, "
-            f"workers {one.ranks:8,.0f}; scaling {one.scaling(one.ranks):.3f}"
+            f"  plain Keras {one.plain:8,.0f} examples/s; {np} independent processes {one.apart:8,.0f}, in "
+            f"step {one.in_step:8,.0f}, workers {one.ranks:8,.0f}; scaling {one.scaling(one.ranks):.3f}"
         )
     median = statistics.median
     reached = median(one.scaling(one.ranks) for one in done)
@@ -98,8 +98,8 @@ def scaling(
     in_step = median(one.scaling(one.in_step) for one in done)
     below = median(one.ranks / one.in_step for one in done)
     click.echo(
-        f"medians of {passes}: scaling {reached:.3f}; plain processes apart {apart:.3f}, in step {in_step:.3f}; "
-        f"workers / in step {below:.3f}"
+        f"medians of {passes}: scaling {reached:.3f}; independent processes {apart:.3f}, in step "
+        f"{in_step:.3f}; workers / in step {below:.3f}"
     )
     click.echo(_again(context))
 
@@ -107,12 +107,13 @@ def scaling(
 @bench.command()
 @_workers(2)
 @click.option(
-    "--collective", "names", type=click.Choice(list(FACTORS)), multiple=True, help="May be repeated.  [default: all]",
+    "--collective", "names", type=click.Choice(list(FACTORS)), multiple=True,
+    help="Collective to measure. May be repeated.  [default: all]",
 )  # fmt: skip
 @click.option(
     "--bytes", "sizes", type=click.IntRange(4), multiple=True, metavar="N",
-    help="Size of the result, or of what each rank gives where that is larger. May be repeated.  "
-    "[default: 4 to 64 Mi by factors of 16, and 256 Mi]",
+    help="Size of the result, or of each rank's input if that is larger. May be repeated.  [default: 4 to 64 "
+         "Mi by factors of 16, and 256 Mi]",
 )  # fmt: skip
 @_CONTROLLER
 @_PASSES
@@ -153,7 +154,7 @@ def _timing(one: Timing) -> tuple[str, ...]:
 @bench.command()
 @click.option(
     "--case", "names", type=click.Choice(list(CASES)), multiple=True,
-    help="Strategy and number of ranks. May be repeated.  [default: all]",
+    help="Strategy and number of workers. May be repeated.  [default: all]",
 )  # fmt: skip
 @click.option(
     "--width", type=click.IntRange(16), default=1024, show_default=True, help="Width of the layers."
@@ -289,7 +290,7 @@ def read(
 @_workers(1)
 @click.option(
     "--model", "models", type=click.Choice(list(BATCH_SIZES)), multiple=True,
-    help="May be repeated.  [default: all]",
+    help="Model to train. May be repeated.  [default: all]",
 )  # fmt: skip
 @click.option("--data", "kinds", type=click.Choice(DATA), multiple=True, help="[default: both]")
 @_CONTROLLER
@@ -318,7 +319,7 @@ def overhead(
 @_workers(1)
 @click.option(
     "--model", type=click.Choice([*BATCH_SIZES, "large"]), default="mnist", show_default=True,
-    help="large: 52 million parameters.",
+    help="Model to train; large has 52 million parameters.",
 )  # fmt: skip
 @click.option(
     "--every", type=click.IntRange(1), default=50, show_default=True, metavar="N",
@@ -327,7 +328,7 @@ def overhead(
 @click.option(
     "--folder", type=click.Path(exists=True, file_okay=False, path_type=Path),
     default=lambda: Path(tempfile.gettempdir()), show_default="the system's temporary folder",
-    help="Folder to write them to.",
+    help="Folder for the checkpoints.",
 )  # fmt: skip
 @_CONTROLLER
 @_PASSES

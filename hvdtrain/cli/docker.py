@@ -57,7 +57,7 @@ CAP_SYS_RESOURCE = 24
 )  # fmt: skip
 @click.option(
     "--gpus", default="auto", show_default=True, metavar="GPUS",
-    help="all, none, a number, or device=0,2. auto: all, if NVIDIA's driver is loaded.",
+    help="GPUs for the container: all, none, a number, or device=0,2. auto: all, if NVIDIA's driver is loaded.",
 )  # fmt: skip
 @click.option(
     "--shm-size", metavar="SIZE",
@@ -102,8 +102,8 @@ def docker(
     Accepts all options of `hvdtrain run`, which is what runs in the container. The current folder is mounted at the
     same path. The exit code is that of the run; 125 to 127 come from docker or podman.
 
-    For several hosts, first run `hvdtrain docker --sshd --ssh-keys FOLDER` on all but the first, then on the first
-    `hvdtrain docker --ssh-keys FOLDER -H node1:4,node2:4 SCRIPT`.
+    For several hosts, start `hvdtrain docker --sshd --ssh-keys FOLDER` on each host but the first; then, on the first,
+    run `hvdtrain docker --ssh-keys FOLDER -H node1:4,node2:4 SCRIPT`.
     """
     part: RunPart = ctx.obj
     if sshd and part.words:

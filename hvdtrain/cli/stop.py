@@ -20,7 +20,7 @@ SECONDS = 45.0
 @click.argument("job")
 @click.option(
     "--timeout", type=Seconds(min=0), default=SECONDS, show_default=True, metavar="SECONDS",
-    help="How long to wait for JOB to end.",
+    help="Time to wait for JOB to end.",
 )  # fmt: skip
 def stop(job: str, timeout: float) -> None:
     """End JOB, a name from `hvdtrain ps`, and wait until it has ended.
