@@ -45,7 +45,7 @@ def test_a_machine_without_an_address_for_its_name() -> None:
 
     found = check_own_name("node7", unknown, over_mpi=False)
     assert found.status == "fail"
-    assert "node7 has no address (Name or service not known): ranks crash over Gloo" in found.seen
+    assert "node7 has no address (Name or service not known): workers crash over Gloo" in found.seen
     assert "127.0.0.1 node7" in found.fix
     # Seen on a host without an address for its name: over MPI, the default, ranks run.
     assert check_own_name("node7", unknown, over_mpi=True).status == "warn"

@@ -82,8 +82,8 @@ def test_a_host_without_address_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"np": 0}, r"np=0\): the number of ranks"),
-        ({"np": "2"}, r"np='2'\): the number of ranks"),
+        ({"np": 0}, r"np=0\): the number of workers"),
+        ({"np": "2"}, r"np='2'\): the number of workers"),
         ({"args": (1, threading.Lock())}, r"args\[1\] cannot be pickled"),
         ({"kwargs": {"lock": threading.Lock()}}, r"kwargs\['lock'\] cannot be pickled"),
         ({"function": threading.Lock().acquire}, "the function cannot be pickled"),

@@ -191,4 +191,4 @@ def test_a_variable_that_is_not_set_is_refused(tmp_path: Path) -> None:
         argv, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
     )
     assert ran.returncode == 2
-    assert "--env ABSENT: not set here" in ran.stderr
+    assert "--env ABSENT: not set in this environment" in ran.stderr

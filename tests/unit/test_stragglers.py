@@ -72,7 +72,7 @@ def test_a_rank_is_named_when_it_cost_seconds_in_a_row(lost: list[float], named:
             warnings.simplefilter("always")
             watch.look(epoch)
         warned += [epoch + 1] * len(caught)
-        assert all("Rank 1 (host node2) holds the others back" in str(w.message) for w in caught)
+        assert all("Rank 1 (host node2) slows the others down" in str(w.message) for w in caught)
     assert warned == named
 
 

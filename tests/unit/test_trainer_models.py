@@ -211,11 +211,11 @@ def test_a_compile_of_ones_own_and_rates() -> None:
         ),
         (
             lambda: hvdtrain.Trainer(own_compile, "sgd", global_batch_size=8),
-            "optimizer: OwnCompile",
+            "OwnCompile overrides compile, and was compiled with its own optimizer",
         ),
         (
             lambda: hvdtrain.Trainer(own_compile, loss="mse", global_batch_size=8),
-            "loss: OwnCompile",
+            "OwnCompile overrides compile, and was compiled with its own loss",
         ),
         (
             lambda: hvdtrain.Trainer(compiled(Stepping), global_batch_size=8, shard_optimizer=True),

@@ -264,7 +264,7 @@ def case_straggler() -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             fit(trainer(run_dir=run_dir), callbacks, epochs=5)
-        found[name] = [str(w.message) for w in caught if "holds the others back" in str(w.message)]
+        found[name] = [str(w.message) for w in caught if "slows the others down" in str(w.message)]
     return found
 
 
