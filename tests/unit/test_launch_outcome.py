@@ -190,7 +190,7 @@ def test_signals_of_the_user() -> None:
         assert outcome_of(Ending(1, number), [BUG], "", Path("logs")) == Outcome(code, "")
     saved = Failure(0, EXIT_PREEMPTED, False, "stopped after 20 steps")
     found = outcome_of(Ending(1, signal.SIGTERM), [BUG, saved], "", Path("logs"))
-    assert found == Outcome(75, f"rank 0 failed: {saved.text}{LOGS}", 0, saved.text)
+    assert found == Outcome(75, f"{saved.text}{LOGS}", 0, saved.text)
 
 
 def test_failures_travel_as_one_line() -> None:

@@ -186,6 +186,8 @@ def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNam
     name = process_names.name(cause.rank) if process_names == RANKS else _only(process_names)
     if not cause.text:
         return f"{name}{also} {how_it_ended(cause.exit_code)}"
+    if cause.exit_code == EXIT_PREEMPTED:
+        return cause.text
     one_line = "\n" not in cause.text
     return f"{name}{also} failed:{' ' if one_line else chr(10)}{cause.text}"
 
