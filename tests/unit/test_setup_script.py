@@ -68,10 +68,10 @@ def add_python(folder: Path, name: str = "python3") -> None:
         (["extra"], "unknown option: extra"),
         (["--python"], "--python needs a value"),
         (["--venv", ""], "--venv needs a value"),
-        (["--with", "a b"], "--with takes cloud, examples, test, separated by commas"),
-        (["--with", "test,"], "--with takes cloud, examples, test, separated by commas"),
-        (["--with", "test,nonsense"], "--with takes cloud, examples, test, not nonsense"),
-        (["--with", "gpu"], "--with takes cloud, examples, test, not gpu"),
+        (["--with", "a b"], "--with takes cloud, report, examples, test, separated by commas"),
+        (["--with", "test,"], "--with takes cloud, report, examples, test, separated by commas"),
+        (["--with", "test,nonsense"], "--with takes cloud, report, examples, test, not nonsense"),
+        (["--with", "gpu"], "--with takes cloud, report, examples, test, not gpu"),
         (["--with", "tes"], "not tes"),
     ],
 )
@@ -85,7 +85,7 @@ def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
 def test_help() -> None:
     done = setup("--help")
     assert done.returncode == 0
-    for words in ("--gpu", "--system-mpi", "--python", "--venv", "commas: cloud, examples, test\n"):
+    for words in ("--gpu", "--system-mpi", "--python", "--venv", "commas: cloud, report, examples, test\n"):
         assert words in done.stdout
 
 
