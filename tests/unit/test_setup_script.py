@@ -85,7 +85,13 @@ def test_wrong_usage_is_one_line(arguments: list[str], says: str) -> None:
 def test_help() -> None:
     done = setup("--help")
     assert done.returncode == 0
-    for words in ("--gpu", "--system-mpi", "--python", "--venv", "commas: cloud, report, examples, test\n"):
+    for words in (
+        "--gpu",
+        "--system-mpi",
+        "--python",
+        "--venv",
+        "commas: cloud, report, examples, test\n",
+    ):
         assert words in done.stdout
 
 
