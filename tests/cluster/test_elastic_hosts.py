@@ -90,6 +90,10 @@ if place["HOROVOD_SIZE"] == "2" and first:
     Path("again").touch()
     os.environ.update(place_in_job(os.environ))
     place = place_after_arrival(os.environ)
+    while place["HOROVOD_SIZE"] != "2":  # The other one may come later.
+        time.sleep(0.2)
+        os.environ.update(place_in_job(os.environ))
+        place = place_after_arrival(os.environ)
 print("ends as rank", place["HOROVOD_RANK"], "of", place["HOROVOD_SIZE"])
 """
 Start = Callable[..., subprocess.Popen[str]]

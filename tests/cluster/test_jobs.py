@@ -73,7 +73,7 @@ def test_a_run_on_this_machine(start: Callable[..., Job], tmp_path: Path) -> Non
     wrong = hvdtrain(tmp_path, "logs", one["name"], "--rank", "7")
     assert wrong.returncode == 2
     assert "--rank 7: no such rank in" in wrong.stderr
-    assert "available: rank.0, rank.1" in wrong.stderr
+    assert "available: 0, 1" in wrong.stderr
     following = subprocess.Popen(
         [*HVDTRAIN, "logs", "-f", one["name"]],
         cwd=tmp_path, env=user_environment(), stdout=subprocess.PIPE, text=True,

@@ -58,7 +58,7 @@ RANKS = {
     "rank here": Program(False, PYTHON + r"worker ", rf"^rank 0 {KILLED}"),
     "rank there": Program(True, PYTHON + r"worker ", rf"^rank 1 {KILLED}"),
 }
-BROKE = "connection to host node2 broke"
+BROKE = "connection to host node2 was lost"
 HOROVODRUN = {
     "supervisor": Program(False, PYTHON + r"start\.run_horovod ", rf"^horovodrun {KILLED}"),
     "ssh of the agent": Program(

@@ -23,7 +23,11 @@ from hvdtrain.keras_internals.remote_variables import (
 )
 from hvdtrain.strategies.parameter_server import ParameterServer
 from hvdtrain.strategies.parameter_server.async_steps import ServerSteps
-from hvdtrain.strategies.parameter_server.connection import Watch, wait_for_all
+from hvdtrain.strategies.parameter_server.connection import (
+    Watch,
+    wait_for_all,
+    without_lost_servers,
+)
 from hvdtrain.strategies.parameter_server.variable_placement import Item, part_sizes, plan
 from hvdtrain.tf_config import TfConfig
 
@@ -227,3 +231,13 @@ def test_a_step_whose_worker_dies_counts_once(
         np.concatenate([one.get() for one in outputs]), expected.predict(x, verbose=0), atol=1e-6
     )
     assert coordinator.scheduled == scheduled
+
+
+def test_a_thread_of_tensorflow_does_not_repeat_that_a_server_is_lost() -> None:
+    config = TfConfig("c:3", ("b:2",), ("a:1",), "chief", 0)
+    shown: list[Any] = []
+    hook = without_lost_servers(shown.append, config)
+    for text in ("Connection refused: /job:ps/replica:0/task:0", "another error"):
+        error = ValueError(text)
+        hook(threading.ExceptHookArgs((ValueError, error, None, None)))
+    assert [str(one.exc_value) for one in shown] == ["another error"]

@@ -75,6 +75,7 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     wait_for_all(config)
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     tf.get_logger().addFilter(_own_words)
+    threading.excepthook = without_lost_servers(threading.excepthook, config)
     with kept_variables():
         strategy = _Connected(_resolver(config.cluster))
     coordinator = _Repeating(strategy)
@@ -137,6 +138,22 @@ def _own_words(record: logging.LogRecord) -> bool:
             flush=True,
         )
     return False
+
+
+def without_lost_servers(
+    show: Callable[[threading.ExceptHookArgs], object], config: TfConfig
+) -> Callable[[threading.ExceptHookArgs], object]:
+    """A threading.excepthook without the losses of servers, which end a thread of TensorFlow's and also the training.
+
+    Args:
+        show: shows all other errors.
+        config: of the job.
+    """
+
+    def hook(error: threading.ExceptHookArgs) -> object:
+        return None if lost_server(str(error.exc_value), config) else show(error)
+
+    return hook
 
 
 @contextlib.contextmanager
