@@ -1,14 +1,16 @@
-"""The networks that are timed, and their loss."""
+"""The networks that are timed, and their loss, of Keras or of another library with its interface (tf-keras)."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
-from keras import layers
 
 
-def mnist() -> keras.Model:
+def mnist(library: Any = keras) -> keras.Model:
     """The convolutional network of the TensorFlow tutorials on 28x28 images: 347,146 parameters."""
-    return keras.Sequential(
+    layers = library.layers
+    return library.Sequential(
         [
             layers.Input((28, 28, 1)),
             layers.Conv2D(32, 3, activation="relu"),
@@ -20,10 +22,11 @@ def mnist() -> keras.Model:
     )
 
 
-def resnet20() -> keras.Model:
+def resnet20(library: Any = keras) -> keras.Model:
     """ResNet-20 for 32x32 images (He et al. 2015, arXiv:1512.03385, section 4.2)."""
+    layers = library.layers
 
-    def convolve(x: keras.KerasTensor, filters: int, size: int, stride: int) -> keras.KerasTensor:
+    def convolve(x: Any, filters: int, size: int, stride: int) -> Any:
         x = layers.Conv2D(filters, size, stride, padding="same", use_bias=False)(x)
         return layers.BatchNormalization()(x)
 
@@ -35,23 +38,24 @@ def resnet20() -> keras.Model:
             y = convolve(y, filters, 3, 1)
             shortcut = x if stride == 1 else convolve(x, filters, 1, stride)
             x = layers.ReLU()(layers.Add()([shortcut, y]))
-    return keras.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+    return library.Model(image, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-def mlp(depth: int = 6) -> keras.Model:
+def mlp(library: Any = keras, depth: int = 6) -> keras.Model:
     """Six dense layers of 2048: 22,609,930 parameters, where the gradients' bytes weigh more than the computation."""
+    layers = library.layers
     hidden = [layers.Dense(2048, activation="relu") for _ in range(depth)]
-    return keras.Sequential([layers.Input((784,)), *hidden, layers.Dense(10)])
+    return library.Sequential([layers.Input((784,)), *hidden, layers.Dense(10)])
 
 
-def large() -> keras.Model:
+def large(library: Any = keras) -> keras.Model:
     """Thirteen of them: 51,984,394 parameters."""
-    return mlp(13)
+    return mlp(library, 13)
 
 
 MODELS = {"large": large, "mnist": mnist, "resnet20": resnet20, "mlp": mlp}
 
 
-def loss() -> keras.losses.Loss:
+def loss(library: Any = keras) -> keras.losses.Loss:
     """Cross-entropy of the logits, for classes as integers."""
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return library.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -124,7 +124,7 @@ def time_training(
     """Time a rank, or a plain process on `core`; rank 0 returns step_seconds, examples of a step, and the loss."""
     rank, size = _start(way, core)
     step = _step(way, name, batch_size, rank, size)
-    times, loss = _time(step, rounds)
+    times, loss = time_rounds(step, rounds)
     return (
         {"step_seconds": times, "examples": batch_size * size, "loss": loss} if rank == 0 else None
     )
@@ -211,8 +211,16 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
     return lambda: float(steps.train([next(shares)])["loss"])
 
 
-def _time(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
-    """Warm up, then time each step of `rounds` rounds of equally many; the ranks do the same number."""
+def time_rounds(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
+    """Warm up, then time each step of `rounds` rounds of equally many; the ranks do the same number.
+
+    Args:
+        step: trains one step and returns the loss.
+        rounds: how many.
+
+    Returns:
+        The seconds of each step of each round, and the last loss.
+    """
     for _ in range(10):
         step()
     begin = time.perf_counter()

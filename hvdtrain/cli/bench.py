@@ -20,6 +20,7 @@ from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
+from hvdtrain.bench.peers import WAYS, measure_peers
 from hvdtrain.bench.pipeline_bubble import measure_bubble, theory
 from hvdtrain.bench.scaling import Pass, measure
 from hvdtrain.bench.startup import measure_startup
@@ -101,6 +102,40 @@ def scaling(
         f"medians of {passes}: scaling {reached:.3f}; independent processes {apart:.3f}, in step "
         f"{in_step:.3f}; workers / in step {below:.3f}"
     )
+    click.echo(_again(context))
+
+
+@bench.command()
+@_workers(2)
+@click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
+@click.option(
+    "--batch-size", type=click.IntRange(1), help=f"Examples per core.  [default: {_BATCH_SIZES}]"
+)
+@_CONTROLLER
+@_PASSES
+@click.pass_context
+def peers(
+    context: click.Context, np: int, model: str, batch_size: int | None, controller: str, passes: int,
+) -> None:  # fmt: skip
+    """Throughput of hvdtrain against other ways to train on the same N cores.
+
+    One Keras process, MirroredStrategy, and Horovod's own optimizer on tf-keras if that is installed. All train the
+    same network on the same global batch. A pass takes about two minutes.
+    """
+    batch_size = batch_size or BATCH_SIZES[model]
+    launch, chosen = _launcher(controller)
+    click.echo(f"{model}, batch {batch_size} per core, {np} cores, {chosen}; {_machine()}")
+    done = []
+    plain = _horovodrun(chosen)
+    for one in measure_peers(model, batch_size, passes, np, launch, plain):
+        done.append(one)
+        click.echo("  " + ", ".join(f"{name} {rate:,.0f}" for name, rate in one.items()))
+    rates = {name: statistics.median(one[name] for one in done) for name in done[0]}
+    click.echo(f"medians of {passes}, examples/s:")
+    for name, rate in sorted(rates.items(), key=lambda item: -item[1]):
+        click.echo(f"  {WAYS[name].title:45} {rate:10,.0f}  {rate / rates['threads']:.2f}")
+    if rates["threads"] >= max(rate for name, rate in rates.items() if WAYS[name].ours):
+        click.echo("one process on all cores is as fast here: train this network without workers")
     click.echo(_again(context))
 
 
@@ -390,6 +425,16 @@ def _launcher(controller: str) -> tuple[Launch, str]:
         return prepared.with_settings(prepared.argv)
 
     return launch, chosen
+
+
+def _horovodrun(controller: str) -> Launch:
+    """Return what composes the argv of a script on so many ranks for plain horovodrun."""
+    program = str(Path(sys.executable).parent / "horovodrun")
+
+    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        return [program, "-np", str(np), f"--{controller}", sys.executable, str(script), *arguments]
+
+    return launch
 
 
 def _machine() -> str:

@@ -1,0 +1,184 @@
+"""Throughput of other ways to train on the same cores, beside hvdtrain's, in turn in one run.
+
+All train the same network on the same global batch, which is in memory, with the optimizer's momentum: one process of
+Keras on one core (with its share of the batch) and on all of them, MirroredStrategy, and Horovod's own optimizer on
+tf-keras as plain horovodrun starts it. Ways that are not installed are left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench import scaling
+from hvdtrain.bench.measurement import Launch, report, run_measurement, take_core
+from hvdtrain.bench.scaling import ROUNDS, Timing, time_rounds
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to train.
+
+    Attributes:
+        title: for the table.
+        ours: whether hvdtrain trains.
+        cores: "one", "all" of one process, or "each": a rank.
+        needs: a module that must be installed.
+    """
+
+    title: str
+    ours: bool
+    cores: str
+    needs: str = "keras"
+
+
+WAYS = {
+    "plain": Way("Keras, one core", False, "one"),
+    "threads": Way("Keras, one process on all cores", False, "all"),
+    "mirrored": Way("MirroredStrategy, one process on all cores", False, "all"),
+    "horovod": Way("Horovod's optimizer on tf-keras, horovodrun", False, "each", "tf_keras"),
+    "bare": Way("hvd.allreduce on each gradient", False, "each"),
+    "keras": Way("hvdtrain.keras", True, "each"),
+    "trainer": Way("hvdtrain.Trainer", True, "each"),
+}
+"""Names that `time_peer` takes, and for the others `scaling.time_training`."""
+
+
+def measure_peers(
+    model: str, batch_size: int, passes: int, size: int, launch: Launch, plain_horovodrun: Launch
+) -> Iterator[Mapping[str, float]]:
+    """Yield the examples per second of each way that is installed, `passes` times.
+
+    Args:
+        model: name of a network in bench.networks.
+        batch_size: examples per core.
+        passes: how many.
+        size: cores, and ranks.
+        launch: see measurement.Launch.
+        plain_horovodrun: the same, as horovodrun starts ranks.
+
+    Raises:
+        EngineError: a measurement failed.
+    """
+    ways = {name: way for name, way in WAYS.items() if importlib.util.find_spec(way.needs)}
+
+    def rate(name: str, way: Way) -> float:
+        script = Path(__file__ if name in _BUILD else scaling.__file__)
+        options = {"way": name, "name": model, "batch_size": batch_size, "rounds": ROUNDS}
+        if way.cores == "all":
+            options["batch_size"], options["cores"] = batch_size * size, size
+        ranks = size if way.cores == "each" else 1
+        launcher = plain_horovodrun if name == "horovod" else launch
+        found = run_measurement(launcher, ranks, script, options, _environment(name, way, size))
+        return Timing(found["step_seconds"], found["examples"]).rate
+
+    for _ in range(passes):
+        yield {name: rate(name, way) for name, way in ways.items()}
+
+
+def _environment(name: str, way: Way, size: int) -> dict[str, str]:
+    if way.cores == "all":
+        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        return dict.fromkeys(names, str(size))
+    if name == "horovod":
+        # As root, as in containers, mpirun wants to be told twice.
+        root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+        return {"TF_USE_LEGACY_KERAS": "1", **dict.fromkeys(root, "1")}
+    return {}
+
+
+def time_peer(
+    way: str, name: str, batch_size: int, rounds: int, cores: int = 1
+) -> dict[str, Any] | None:
+    """Time a process on so many cores, or a rank; rank 0 returns step_seconds, examples of a step, and the loss."""
+    step, rank, size = _BUILD[way](name, batch_size, cores)
+    times, loss = time_rounds(step, rounds)
+    examples = batch_size * size
+    return {"step_seconds": times, "examples": examples, "loss": loss} if rank == 0 else None
+
+
+_Built = tuple[Callable[[], float], int, int]
+
+
+def _examples(model: Any, batch_size: int, seed: int) -> tuple[Any, Any]:
+    import numpy as np
+
+    random = np.random.default_rng(seed)
+    x = random.random((batch_size, *model.input_shape[1:]), "float32")
+    return x, random.integers(0, 10, batch_size)
+
+
+def _threads(name: str, batch_size: int, cores: int) -> _Built:
+    import keras
+    import tensorflow as tf
+
+    from hvdtrain.bench.networks import MODELS, loss
+
+    _take_cores(cores)
+    model = MODELS[name]()
+    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
+    model.make_train_function()
+    batch = tuple(map(tf.constant, _examples(model, batch_size, 0)))
+    return lambda: float(model.train_function(itertools.repeat(batch))["loss"]), 0, 1
+
+
+def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
+    import keras
+    import tensorflow as tf
+
+    from hvdtrain.bench.networks import MODELS, loss
+
+    _take_cores(cores)
+    (processor,) = tf.config.list_physical_devices("CPU")
+    devices = [tf.config.LogicalDeviceConfiguration()] * cores
+    tf.config.set_logical_device_configuration(processor, devices)
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{number}" for number in range(cores)])
+    with strategy.scope():
+        model = MODELS[name]()
+        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
+        # Variables that a step would make cannot be mirrored.
+        model.optimizer.build(model.trainable_variables)
+    model.make_train_function()
+    x, y = _examples(model, batch_size, 0)
+
+    def part(values: Any) -> Any:
+        """Of the batch, on each device."""
+        return strategy.experimental_distribute_values_from_function(
+            lambda replica: tf.constant(values[replica.replica_id_in_sync_group :: cores])
+        )
+
+    batches = itertools.repeat((part(x), part(y)))
+    return lambda: float(model.train_function(batches)["loss"]), 0, 1
+
+
+def _horovod(name: str, batch_size: int, cores: int) -> _Built:
+    import horovod.tensorflow.keras as hvd
+    import tensorflow as tf
+    import tf_keras
+
+    from hvdtrain.bench.networks import MODELS, loss
+
+    hvd.init()
+    take_core(hvd.local_rank())
+    model = MODELS[name](tf_keras)
+    optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.01, momentum=0.9))
+    model.compile(optimizer, loss(tf_keras), jit_compile=False)
+    function = model.make_train_function()
+    batches = itertools.repeat(tuple(map(tf.constant, _examples(model, batch_size, hvd.rank()))))
+    return lambda: float(function(batches)["loss"]), hvd.rank(), hvd.size()
+
+
+def _take_cores(count: int) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+_BUILD = {"threads": _threads, "mirrored": _mirrored, "horovod": _horovod}
+
+
+if __name__ == "__main__":
+    report(time_peer)
