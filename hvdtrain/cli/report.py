@@ -22,7 +22,7 @@ def report(runs: Sequence[Path], output: Path | None) -> None:
 
     It shows metrics over steps and time, speed, learning rate, how long each worker kept the others waiting, events and
     settings, with several runs in one chart. The page is one file without scripts. A run that has not ended can be
-    drawn as well. Needs matplotlib: pip install "hvdtrain[report]".
+    drawn as well. Needs matplotlib.
     """
     from hvdtrain.report.page import page
     from hvdtrain.report.run_record import read_run

@@ -186,7 +186,7 @@ def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> C
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EngineError(
-            'hvdtrain report draws with matplotlib: pip install "hvdtrain[report]"'
+            "hvdtrain report draws with matplotlib: pip install matplotlib"
         ) from error
     settings: Any = {
         "svg.fonttype": "none",  # Text stays text: small, selectable, in the page's font.
