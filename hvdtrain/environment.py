@@ -3,6 +3,10 @@
 LOG_DIR = "HVDTRAIN_LOG_DIR"
 """Folder of this launch's per-rank files; set by `hvdtrain run` for its workers."""
 
+CONFIG = "config.json"
+EVENTS = "events.jsonl"
+"""Files in the run_dir of a Trainer: what it was asked to do, and what happened (`hvdtrain.trainer.event_log`)."""
+
 STALL_WARNING_SECONDS = 20
 STALL_SHUTDOWN_SECONDS = 50
 """Horovod's stall check: warn, then end the job, when some ranks wait this long for the others.

@@ -79,8 +79,7 @@ def time_both(
     import numpy as np
 
     import hvdtrain
-    from hvdtrain.bench.networks import MODELS, loss
-    from hvdtrain.bench.overhead import examples
+    from hvdtrain.bench.networks import MODELS, examples, loss
     from hvdtrain.runtime import init
     from hvdtrain.trainer.resume import SavedFit
 

@@ -23,10 +23,10 @@ Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
 """Composes the argv that runs a script with its arguments on that many ranks."""
 
 TIMEOUT_SECONDS = 400
+THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+"""Variables with the number of threads of a process."""
 ONE_THREAD = {
-    "OMP_NUM_THREADS": "1",
-    "TF_NUM_INTRAOP_THREADS": "1",
-    "TF_NUM_INTEROP_THREADS": "1",
+    **dict.fromkeys(THREADS, "1"),
     # TensorFlow's noise is not what the reader of a figure looks for.
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
@@ -100,10 +100,15 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
         Path(file).write_text(json.dumps(found))
 
 
-def take_core(local_rank: int) -> None:
-    """Pin this process to the core of its local rank, among those that it may use.
+def horovodrun(np: int, controller: str) -> list[str]:
+    """Return the words with which plain horovodrun starts a command on `np` ranks over "mpi" or "gloo"."""
+    return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
+
+
+def take_core(local_rank: int, count: int = 1) -> None:
+    """Pin this process to the core of its local rank, or so many from there on, among those that it may use.
 
     Ranks that are timed would otherwise wander over the cores, and where they happened to be would be measured.
     """
     cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[local_rank % len(cores)]})
+    os.sched_setaffinity(0, {cores[(local_rank + i) % len(cores)] for i in range(count)})

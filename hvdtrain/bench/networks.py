@@ -1,10 +1,11 @@
-"""The networks that are timed, and their loss, of Keras or of another library with its interface (tf-keras)."""
+"""The networks that are timed, their loss and their examples; of Keras, or of a library like it (tf-keras)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import keras
+import numpy as np
 
 
 def mnist(library: Any = keras) -> keras.Model:
@@ -59,3 +60,10 @@ MODELS = {"large": large, "mnist": mnist, "resnet20": resnet20, "mlp": mlp}
 def loss(library: Any = keras) -> keras.losses.Loss:
     """Cross-entropy of the logits, for classes as integers."""
     return library.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def examples(model: keras.Model, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `count` random examples: x float32 in the model's input shape, y int64 of 10 classes."""
+    random = np.random.default_rng(seed)
+    x = random.random((count, *model.input_shape[1:]), "float32")
+    return x, random.integers(0, 10, count)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
 
 if TYPE_CHECKING:
-    import keras
     import numpy as np
     import tensorflow as tf
 
@@ -72,7 +71,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
     """Return what trains by Keras's `fit`, on this rank's part of the data, and returns the seconds of a step."""
     import keras
 
-    from hvdtrain.bench.networks import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, examples, loss
     from hvdtrain.keras import DistributedOptimizer, broadcast_variables
 
     model = MODELS[name]()
@@ -96,7 +95,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
     import keras
 
     import hvdtrain
-    from hvdtrain.bench.networks import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, examples, loss
 
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     global_batch_size = batch_size * me.size
@@ -109,15 +108,6 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
         return seconds_of_step(trainer.fit, _given(kind, data, global_batch_size), steps)
 
     return seconds
-
-
-def examples(model: keras.Model, count: int, seed: int) -> Arrays:
-    """Return `count` random examples: x float32 in the model's input shape, y int64 of 10 classes."""
-    import numpy as np
-
-    random = np.random.default_rng(seed)
-    x = random.random((count, *model.input_shape[1:]), "float32")
-    return x, random.integers(0, 10, count)
 
 
 def dataset(data: Arrays, batch_size: int) -> tf.data.Dataset:

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.bench import scaling
-from hvdtrain.bench.measurement import Launch, report, run_measurement, take_core
-from hvdtrain.bench.scaling import ROUNDS, Timing, time_rounds
+from hvdtrain.bench.measurement import (
+    THREADS,
+    Launch,
+    report,
+    run_measurement,
+    take_core,
+)
+from hvdtrain.bench.scaling import ROUNDS, Timing, time_rounds, training_step
 
 
 @dataclass(frozen=True)
@@ -83,13 +88,8 @@ def measure_peers(
 
 def _environment(name: str, way: Way, size: int) -> dict[str, str]:
     if way.cores == "all":
-        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-        return dict.fromkeys(names, str(size))
-    if name == "horovod":
-        # As root, as in containers, mpirun wants to be told twice.
-        root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
-        return {"TF_USE_LEGACY_KERAS": "1", **dict.fromkeys(root, "1")}
-    return {}
+        return dict.fromkeys(THREADS, str(size))
+    return {"TF_USE_LEGACY_KERAS": "1"} if name == "horovod" else {}
 
 
 def time_peer(
@@ -105,35 +105,18 @@ def time_peer(
 _Built = tuple[Callable[[], float], int, int]
 
 
-def _examples(model: Any, batch_size: int, seed: int) -> tuple[Any, Any]:
-    import numpy as np
-
-    random = np.random.default_rng(seed)
-    x = random.random((batch_size, *model.input_shape[1:]), "float32")
-    return x, random.integers(0, 10, batch_size)
-
-
 def _threads(name: str, batch_size: int, cores: int) -> _Built:
-    import keras
-    import tensorflow as tf
-
-    from hvdtrain.bench.networks import MODELS, loss
-
-    _take_cores(cores)
-    model = MODELS[name]()
-    model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
-    model.make_train_function()
-    batch = tuple(map(tf.constant, _examples(model, batch_size, 0)))
-    return lambda: float(model.train_function(itertools.repeat(batch))["loss"]), 0, 1
+    take_core(0, cores)
+    return training_step("plain", name, batch_size, 0, 1), 0, 1
 
 
 def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
     import keras
     import tensorflow as tf
 
-    from hvdtrain.bench.networks import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, examples, loss
 
-    _take_cores(cores)
+    take_core(0, cores)
     (processor,) = tf.config.list_physical_devices("CPU")
     devices = [tf.config.LogicalDeviceConfiguration()] * cores
     tf.config.set_logical_device_configuration(processor, devices)
@@ -144,7 +127,7 @@ def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
         # Variables that a step would make cannot be mirrored.
         model.optimizer.build(model.trainable_variables)
     model.make_train_function()
-    x, y = _examples(model, batch_size, 0)
+    x, y = examples(model, batch_size, 0)
 
     def part(values: Any) -> Any:
         """Of the batch, on each device."""
@@ -161,7 +144,7 @@ def _horovod(name: str, batch_size: int, cores: int) -> _Built:
     import tensorflow as tf
     import tf_keras
 
-    from hvdtrain.bench.networks import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, examples, loss
 
     hvd.init()
     take_core(hvd.local_rank())
@@ -169,12 +152,8 @@ def _horovod(name: str, batch_size: int, cores: int) -> _Built:
     optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.01, momentum=0.9))
     model.compile(optimizer, loss(tf_keras), jit_compile=False)
     function = model.make_train_function()
-    batches = itertools.repeat(tuple(map(tf.constant, _examples(model, batch_size, hvd.rank()))))
+    batches = itertools.repeat(tuple(map(tf.constant, examples(model, batch_size, hvd.rank()))))
     return lambda: float(function(batches)["loss"]), hvd.rank(), hvd.size()
-
-
-def _take_cores(count: int) -> None:
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
 
 
 _BUILD = {"threads": _threads, "mirrored": _mirrored, "horovod": _horovod}

@@ -123,7 +123,7 @@ def time_training(
 ) -> dict[str, Any] | None:
     """Time a rank, or a plain process on `core`; rank 0 returns step_seconds, examples of a step, and the loss."""
     rank, size = _start(way, core)
-    step = _step(way, name, batch_size, rank, size)
+    step = training_step(way, name, batch_size, rank, size)
     times, loss = time_rounds(step, rounds)
     return (
         {"step_seconds": times, "examples": batch_size * size, "loss": loss} if rank == 0 else None
@@ -148,21 +148,28 @@ def _start(way: str, core: int) -> tuple[int, int]:
     return rank, size
 
 
-def _step(way: str, name: str, batch_size: int, rank: int, size: int) -> Callable[[], float]:
-    """Return a function that trains one step and returns the loss."""
+def training_step(
+    way: str, name: str, batch_size: int, rank: int, size: int
+) -> Callable[[], float]:
+    """Return a function that trains one step and returns the loss.
+
+    Args:
+        way: see above.
+        name: of a network in bench.networks.
+        batch_size: examples per rank.
+        rank: of this process.
+        size: number of ranks.
+    """
     import keras
-    import numpy as np
     import tensorflow as tf
 
-    from hvdtrain.bench.networks import MODELS, loss
+    from hvdtrain.bench.networks import MODELS, examples, loss
 
     keras.utils.set_random_seed(1)
     model = MODELS[name]()
     # The Trainer is given the examples of all ranks, the same on each.
     seed, copies = (0, size) if way == "trainer" else (rank, 1)
-    random = np.random.default_rng(seed)
-    x = random.random((batch_size * copies, *model.input_shape[1:]), "float32")
-    y = random.integers(0, 10, len(x))
+    x, y = examples(model, batch_size * copies, seed)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
     if way == "trainer":
         return _trainer_step(model, optimizer, loss(), x, y)

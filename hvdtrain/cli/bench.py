@@ -18,6 +18,7 @@ from hvdtrain.bench.bandwidth import FACTORS, SIZES, Timing, measure_collectives
 from hvdtrain.bench.checkpoint_cost import CheckpointCost, measure_checkpoint_cost
 from hvdtrain.bench.input import KINDS, measure_input, write_files
 from hvdtrain.bench.measurement import Comparison, Launch, medians
+from hvdtrain.bench.measurement import horovodrun as plain_horovodrun
 from hvdtrain.bench.memory import CASES, HEADER, measure_peaks, parameters_of, row
 from hvdtrain.bench.overhead import DATA, measure_overhead
 from hvdtrain.bench.peers import WAYS, measure_peers
@@ -48,6 +49,9 @@ def _workers(least: int) -> Callable[[_Command], _Command]:
 _CONTROLLER = click.option(
     "--controller", type=click.Choice(["auto", "mpi", "gloo"]), default="auto", show_default=True
 )
+_MODEL = click.option(
+    "--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True
+)
 _PASSES = click.option(
     "--passes", type=click.IntRange(1), default=5, show_default=True, help="Number of measurements.",
 )  # fmt: skip
@@ -62,7 +66,7 @@ def bench(context: click.Context) -> None:
 
 @bench.command()
 @_workers(2)
-@click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
+@_MODEL
 @click.option(
     "--batch-size", type=click.IntRange(1), help=f"Examples per worker.  [default: {_BATCH_SIZES}]"
 )
@@ -107,7 +111,7 @@ def scaling(
 
 @bench.command()
 @_workers(2)
-@click.option("--model", type=click.Choice(sorted(BATCH_SIZES)), default="mnist", show_default=True)
+@_MODEL
 @click.option(
     "--batch-size", type=click.IntRange(1), help=f"Examples per core.  [default: {_BATCH_SIZES}]"
 )
@@ -125,8 +129,11 @@ def peers(
     batch_size = batch_size or BATCH_SIZES[model]
     launch, chosen = _launcher(controller)
     click.echo(f"{model}, batch {batch_size} per core, {np} cores, {chosen}; {_machine()}")
+
+    def plain(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
+        return [*plain_horovodrun(np, chosen), sys.executable, str(script), *arguments]
+
     done = []
-    plain = _horovodrun(chosen)
     for one in measure_peers(model, batch_size, passes, np, launch, plain):
         done.append(one)
         click.echo("  " + ", ".join(f"{name} {rate:,.0f}" for name, rate in one.items()))
@@ -425,16 +432,6 @@ def _launcher(controller: str) -> tuple[Launch, str]:
         return prepared.with_settings(prepared.argv)
 
     return launch, chosen
-
-
-def _horovodrun(controller: str) -> Launch:
-    """Return what composes the argv of a script on so many ranks for plain horovodrun."""
-    program = str(Path(sys.executable).parent / "horovodrun")
-
-    def launch(np: int, script: Path, arguments: tuple[str, ...]) -> list[str]:
-        return [program, "-np", str(np), f"--{controller}", sys.executable, str(script), *arguments]
-
-    return launch
 
 
 def _machine() -> str:

@@ -113,7 +113,7 @@ def rate_chart(runs: Sequence[RunRecord]) -> Chart | None:
     text = "; ".join(
         f"{run.name}: {points[0][1]:.3g} to {points[-1][1]:.3g}" for run, points in found if points
     )
-    return _chart("learning rate", draw, "step", text)
+    return _chart("learning rate", draw, STEPS.label, text)
 
 
 def workers_chart(run: RunRecord) -> Chart | None:

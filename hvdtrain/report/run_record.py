@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
 
-EVENTS = "events.jsonl"
-CONFIG = "config.json"
 LIVE_SECONDS = 60.0
 """A run without an end is still at work if it has written something in this time."""
 
@@ -43,12 +42,10 @@ class Window(Point):
 
     Attributes:
         examples_per_second: of all workers, in these steps.
-        slowest: seconds of the slowest step.
         learning_rate: None if the model has several optimizers.
     """
 
     examples_per_second: float
-    slowest: float
     learning_rate: float | None
 
 
@@ -169,7 +166,7 @@ def read_run(folder: Path, now: float | None = None) -> RunRecord:
         config=_config(folder / CONFIG),
         workers=reader.workers,
         epochs_planned=reader.epochs_planned,
-        windows=[w for windows in reader.windows.values() for w in windows],
+        windows=reader.windows,
         epochs=list(reader.epochs.values()),
         occurrences=reader.occurrences,
         checkpoints=reader.checkpoints,
@@ -197,15 +194,15 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes the events of a run in their order.
+    """Takes the events of a run in their order; the attributes are those of a RunRecord.
 
     Attributes:
-        windows, epochs: by the epoch's number.
+        epochs: by their number.
         clock: of the last event.
     """
 
     def __init__(self) -> None:
-        self.windows: dict[int, list[Window]] = {}
+        self.windows: list[Window] = []
         self.epochs: dict[int, Epoch] = {}
         self.occurrences: list[Occurrence] = []
         self.workers = self.epochs_planned = self.checkpoints = 0
@@ -213,18 +210,24 @@ class _Reader:
         self.clock = 0.0
         self._began = 0.0
         self._before = 0.0  # Seconds of training in earlier processes.
+        self._steps_before: dict[int, int] = {}  # An epoch's number -> steps of those before it.
+        self._takers = {
+            "begin": self._begin,
+            "steps": self._steps,
+            "epoch": self._epoch,
+            "ranks": self._ranks,
+            "checkpoint": self._checkpoint,
+            "warning": self._warning,
+            "end": self._end,
+        }
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one; what lacks a field is left out."""
-        kind = f"_{event.get('event')}"
-        known = {
-            "_begin": self._begin, "_steps": self._steps, "_epoch": self._epoch, "_ranks": self._ranks,
-            "_checkpoint": self._checkpoint, "_warning": self._warning, "_end": self._end,
-        }  # fmt: skip
         clock = float(event["time"])
         try:
-            if kind in known:
-                known[kind](event, clock)
+            take = self._takers.get(event.get("event", ""))
+            if take is not None:
+                take(event, clock)
         except (AttributeError, KeyError, TypeError, ValueError):
             return
         self.clock = max(self.clock, clock)
@@ -239,21 +242,18 @@ class _Reader:
         self._began, self.workers, self.epochs_planned = clock, workers, int(event["epochs"])
         self.end = ""
         # What was trained after the checkpoint is trained again.
-        for number in [n for n in self.windows if n >= epoch]:
-            offset = self._steps_before(number)
-            kept = [w for w in self.windows[number] if number == epoch and w.step - offset < step]
-            self.windows[number] = kept
+        kept = self._before_epoch(epoch) + step - 1
+        self.windows = [window for window in self.windows if window.step <= kept]
         self.epochs = {n: one for n, one in self.epochs.items() if n < epoch}
+        self._steps_before = {n: steps for n, steps in self._steps_before.items() if n <= epoch}
 
     def _steps(self, event: Mapping[str, Any], clock: float) -> None:
-        epoch, seconds = int(event["epoch"]), float(event["seconds"])
-        rate = event.get("learning_rate")
-        self.windows.setdefault(epoch, []).append(
+        seconds, rate = float(event["seconds"]), event.get("learning_rate")
+        self.windows.append(
             Window(
-                step=self._steps_before(epoch) + int(event["step"]),
+                step=self._before_epoch(int(event["epoch"])) + int(event["step"]),
                 seconds=self._at(clock),
                 examples_per_second=float(event["examples"]) / max(seconds, 1e-9),
-                slowest=float(event["slowest"]),
                 learning_rate=None if rate is None else float(rate),
                 values=_numbers(event["values"]),
             )
@@ -286,13 +286,12 @@ class _Reader:
     def _at(self, clock: float) -> float:
         return self._before + clock - self._began
 
-    def _steps_before(self, epoch: int) -> int:
+    def _before_epoch(self, number: int) -> int:
         """Steps of the epochs before, which may have different numbers of them."""
-        ends = [w[-1].step for number, w in self.windows.items() if number < epoch and w]
-        return max(ends, default=0)
+        return self._steps_before.setdefault(number, self._last_step())
 
     def _last_step(self) -> int:
-        return max((w[-1].step for w in self.windows.values() if w), default=0)
+        return self.windows[-1].step if self.windows else 0
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:

@@ -31,7 +31,6 @@ import numpy as np
 
 from hvdtrain.errors import HvdtrainError, warn_user
 
-EVENTS = "events.jsonl"
 INTERVAL_SECONDS = 1.0
 """Between two events "steps"."""
 INTERVAL_SHARE = 1e-3
@@ -42,11 +41,11 @@ class EventLog:
     """Appends to the file once `begin` was called, which only rank 0 does. No disk that is full ends a training.
 
     Args:
-        path: of the file.
+        path: of the file; None: it is never begun.
         keep: called before a line is written; raises OSError if the folder is another run's.
     """
 
-    def __init__(self, path: Path, keep: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path | None = None, keep: Callable[[], None] = lambda: None) -> None:
         self._path = path
         self._keep = keep
         self._is_open = self._warned = False
@@ -61,7 +60,7 @@ class EventLog:
 
     def note(self, event: str, **facts: Any) -> None:
         """Write a line."""
-        if not self._is_open:
+        if self._path is None or not self._is_open:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(facts)}) + "\n"
         try:

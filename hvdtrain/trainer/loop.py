@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -36,6 +36,7 @@ from hvdtrain.trainer.callback_ranks import (
     saving_together,
 )
 from hvdtrain.trainer.divergence import LossWatch
+from hvdtrain.trainer.event_log import EventLog
 from hvdtrain.trainer.progress import Progress
 from hvdtrain.trainer.resume import Position, SavedFit
 from hvdtrain.trainer.run_dir import RunDir, epoch_line
@@ -103,6 +104,11 @@ class Loop:
     losses: LossWatch | None = None
     finite: FiniteWatch = field(default_factory=FiniteWatch)
 
+    @cached_property
+    def events(self) -> EventLog:
+        """What happens goes here; without a folder, and on all ranks but the first, it is never begun."""
+        return EventLog() if self.run_dir is None else self.run_dir.events
+
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train; return Keras's History."""
         with ExitStack() as blocks:
@@ -112,9 +118,8 @@ class Loop:
                     self.config, plan.train, plan.validation, self.model, plan.callbacks
                 )
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
-            if self.run_dir is not None:
-                # As long as the folder is this run's.
-                blocks.enter_context(self.run_dir.events.watching())
+            # As long as the folder is this run's.
+            blocks.enter_context(self.events.watching())
             return self._fit(plan, position)
 
     def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
@@ -159,8 +164,8 @@ class Loop:
         for epoch in range(begin.epoch, 0 if begin.stopped else plan.epochs):
             logs = self._epoch(plan, epoch, callbacks, begin)
             times = stragglers.look(epoch)
-            if times and self.run_dir is not None:
-                self.run_dir.events.note("ranks", epoch=epoch + 1, **times)
+            if times:
+                self.events.note("ranks", epoch=epoch + 1, **times)
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None:
                 last = stopped or epoch + 1 == plan.epochs
@@ -228,8 +233,7 @@ class Loop:
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
-        if self.run_dir is not None:
-            self.run_dir.events.begin_steps()
+        self.events.begin_steps()
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
@@ -246,9 +250,8 @@ class Loop:
                 self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)
             examples = sum(s.global_examples for s in group)
             progress.step(len(group), examples, step_logs)
-            if self.run_dir is not None:
-                facts = partial(self._step_facts, epoch, done + len(group), step_logs)
-                self.run_dir.events.count(len(group), examples, facts)
+            facts = partial(self._step_facts, epoch, done + len(group), step_logs)
+            self.events.count(len(group), examples, facts)
             with (
                 self._shown(step_logs, share, global_batches) as shown,
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
@@ -268,9 +271,8 @@ class Loop:
         if self.losses is not None:
             self.losses.look(epoch_ends=True)
         progress.stop()
-        if self.run_dir is not None:
-            facts = partial(self._step_facts, epoch, done, step_logs)
-            self.run_dir.events.count(0, 0, facts, last=True)
+        facts = partial(self._step_facts, epoch, done, step_logs)
+        self.events.count(0, 0, facts, last=True)
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
         if plan.validates_after(epoch):
@@ -404,13 +406,13 @@ class Loop:
         if self.run_dir is not None and self.rank.is_first:
             self.run_dir.metrics.append([line[0]], line[1])
             speed = {"seconds": seconds, "examples_per_second": rate}
-            self.run_dir.events.note(
+            self.events.note(
                 "epoch", epoch=epoch + 1, values=logs, learning_rate=self._learning_rate(), **speed
             )
 
     def _begin_events(self, plan: FitPlan, begin: Position) -> None:
         if self.run_dir is not None and self.rank.is_first:
-            self.run_dir.events.begin(
+            self.events.begin(
                 workers=self.rank.size,
                 epochs=plan.epochs,
                 steps_per_epoch=plan.train.steps_per_epoch,

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError, warn_user
-from hvdtrain.trainer.event_log import EVENTS, EventLog
+from hvdtrain.trainer.event_log import EventLog
 
-CONFIG = "config.json"
 METRICS = "metrics.csv"
 MODEL = "model.keras"
 

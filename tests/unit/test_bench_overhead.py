@@ -4,8 +4,8 @@ import time
 
 import keras
 
-from hvdtrain.bench.networks import mlp
-from hvdtrain.bench.overhead import EPOCHS, dataset, examples, seconds_of_step
+from hvdtrain.bench.networks import examples, mlp
+from hvdtrain.bench.overhead import EPOCHS, dataset, seconds_of_step
 
 
 def tiny() -> keras.Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def test_a_folder_that_is_another_runs_by_now_is_left_alone(tmp_path: Path) -> N
     run = tmp_path / "run"
 
     def replace() -> None:
+        while not list(run.glob("checkpoints/step-*")):  # It may be written still.
+            time.sleep(0.01)
         run.rename(tmp_path / "moved")
         (run / "checkpoints").mkdir(parents=True)
         for name in ("checkpoints/lock", "metrics.csv", "model.keras"):
