@@ -118,7 +118,8 @@ class CheckpointCallback(keras.callbacks.Callback):
             )
         self.model._initial_epoch = epochs if ended else self._epochs_done
         if ALL_RANKS.rank() == 0:
-            print(_told(self._epochs_done, epochs, ended, self._folder), flush=True)
+            where = _where(self._epochs_done, epochs, ended)
+            print(f"folder {str(self._folder)!r}: {where}", flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self.model._initial_epoch = None  # Or the next fit of this model would begin there.
@@ -170,7 +171,9 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _told(done: int, epochs: int, ended: bool, folder: Path) -> str:
+def _where(done: int, epochs: int, ended: bool) -> str:
+    if done >= epochs:
+        return f"nothing to train: {done} epochs are complete, epochs={epochs}"
     if ended:
-        return f"folder {str(folder)!r}: this run is complete ({done} of {epochs} epochs): nothing to train"
-    return f"folder {str(folder)!r}: resuming in epoch {done + 1} of {epochs}"
+        return f"nothing to train: a callback stopped this run after epoch {done} of {epochs}"
+    return f"resuming in epoch {done + 1} of {epochs}"

@@ -36,7 +36,7 @@ from hvdtrain.launch.container.container_engine import (
     find_container_engine,
 )
 
-# Run options that say that ranks are on other hosts, or are given as paths of this machine.
+# Options of a run on several hosts.
 _OF_SEVERAL_HOSTS = {"hosts", "hostfile", "host_discovery_script"}
 # What the run reads must be in the container; what it writes is lost with it elsewhere.
 _FILES = sorted(str(one.name) for one in run.params if one.type is PATH and one.name != "script")
@@ -45,7 +45,7 @@ _FILES = sorted(str(one.name) for one in run.params if one.type is PATH and one.
 CAP_SYS_RESOURCE = 24
 
 
-@click.command(cls=ThroughRun)
+@click.command(cls=ThroughRun, without={"container", "launcher"})  # Both are for Slurm.
 @click.option(
     "--image", metavar="IMAGE",
     help=f"Image built from docker/Dockerfile.*, or based on one of those.  [default: {GPU_IMAGE} " f"with "

@@ -1,9 +1,8 @@
-"""Commands that have `hvdtrain run` done elsewhere, in a batch job or a container: they take all of its
-options beside their own, and pass them on."""
+"""Base class of the commands that start `hvdtrain run` elsewhere, in a batch job or a container."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,19 @@ import click
 from hvdtrain.cli.launch_options import SectionedCommand
 from hvdtrain.cli.run import run
 
-# About the one call that has them.
+# They describe this call, not the run.
 _NOT_PASSED = {"dry_run", "show_config", "check_build", "version"}
-# Here it could be meant for the GPUs of the job or of the container.
+# Would be ambiguous: the GPUs of the job or container, or those of the workers.
 _OTHERWISE_MEANT = {"--gpus"}
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """The part of a command line that is for `hvdtrain run`.
+    """The part of a command line that is passed on to `hvdtrain run`.
 
     Attributes:
-        options: as words.
-        program: the script and its arguments, as words; the script may be in a configuration file.
+        options: Words of its options.
+        program: Script and its arguments. Empty if a configuration file names the script.
     """
 
     options: tuple[str, ...] = ()
@@ -37,30 +36,36 @@ class RunPart:
         return (*self.options, *dashes, *self.program)
 
     def read(self, ctx: click.Context) -> click.Context:
-        """What `hvdtrain run` reads in it, in its own context. Raises click.UsageError or UsageError.
+        """Parse it as `hvdtrain run` would. Returns the context of that command.
 
         Args:
-            ctx: of the command that passes it on.
+            ctx: Context of the command that passes it on.
+
+        Raises:
+            click.UsageError, UsageError: `hvdtrain run` would refuse it.
         """
         return run.make_context(ctx.info_name, list(self.words), parent=ctx.parent)
 
 
 class ThroughRun(SectionedCommand):
-    """A command that passes the options of `hvdtrain run` on, but for those that it has itself.
+    """A command that accepts the options of `hvdtrain run` beside its own, and passes them on.
 
-    `ctx.obj` is the RunPart; what the command's function gets are its own options.
+    `ctx.obj` is the RunPart; the command's function receives its own options only.
+
+    Args:
+        without: Parameter names of `hvdtrain run` that mean nothing here.
     """
 
     allow_interspersed_args = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, without: Set[str] = frozenset(), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own = {one.name for one in self.params}
         names = {name for one in self.params for name in (*one.opts, *one.secondary_opts)}
         self._passed = [
             _passed(one, names | _OTHERWISE_MEANT)
             for one in run.params
-            if one.name not in own | _NOT_PASSED
+            if one.name not in own | _NOT_PASSED | without
         ]
         self.params += self._passed
 
@@ -69,7 +74,9 @@ class ThroughRun(SectionedCommand):
         rest = super().parse_args(ctx, args)
         given, _, order = self.make_parser(ctx).parse_args(typed)
         passed: dict[str, click.Parameter] = {}
-        for one in self._passed:  # The first of a name is the option, others are flags that set it.
+        for (
+            one
+        ) in self._passed:  # The first of a name is the option; the others are flags that set it.
             passed.setdefault(str(one.name), one)
         names = dict.fromkeys(str(one.name) for one in order)
         ctx.obj = RunPart(
@@ -80,7 +87,7 @@ class ThroughRun(SectionedCommand):
 
 
 def _passed(parameter: click.Parameter, taken: set[str]) -> click.Parameter:
-    """The parameter as one that is read elsewhere, and has none of the names that are taken."""
+    """Return a copy of the parameter without the names in `taken`; its value is checked elsewhere."""
     other = copy(parameter)
     other.opts = [name for name in parameter.opts if name not in taken]
     other.secondary_opts = [name for name in parameter.secondary_opts if name not in taken]
@@ -90,7 +97,7 @@ def _passed(parameter: click.Parameter, taken: set[str]) -> click.Parameter:
 
 
 def _words(parameter: click.Parameter, given: Mapping[str, Any]) -> Iterable[str]:
-    """The words that give an option its value."""
+    """Yield the words that set an option to its value."""
     if not isinstance(parameter, click.Option):
         return
     value = given[str(parameter.name)]

@@ -348,7 +348,9 @@ class Loop:
 
     def _tell(self, resumed: Position, plan: FitPlan) -> None:
         if self.rank.is_first and self.run_dir is not None:
-            print(f"run_dir {str(self.run_dir.path)!r}: {resumed.told(plan.epochs)}", flush=True)
+            print(
+                f"run_dir {str(self.run_dir.path)!r}: {resumed.describe(plan.epochs)}", flush=True
+            )
 
     def _check(
         self, replicas: Callable[[keras.Model, str], None], when: str, epoch_ends: bool

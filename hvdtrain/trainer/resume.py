@@ -65,10 +65,14 @@ class Position:
     steps: int = 0
     stopped: bool = False
 
-    def told(self, epochs: int) -> str:
-        """How a run of `epochs` goes on from here, for whoever watches it."""
-        if self.stopped or self.epoch >= epochs:
-            return f"this run is complete ({self.epoch} of {epochs} epochs): nothing to train"
+    def describe(self, epochs: int) -> str:
+        """Say where a run of `epochs` epochs goes on."""
+        if self.stopped and self.epoch < epochs:
+            return (
+                f"nothing to train: a callback stopped this run in epoch {self.epoch} of {epochs}"
+            )
+        if self.epoch >= epochs:
+            return f"nothing to train: {self.epoch} epochs are complete, epochs={epochs}"
         return f"resuming in epoch {self.epoch + 1} of {epochs}, after step {self.step}"
 
 

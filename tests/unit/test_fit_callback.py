@@ -54,7 +54,7 @@ def test_it_goes_on_and_says_so(
         fit(CheckpointCallback(tmp_path), epochs=5)
     monkeypatch.setattr(fit_callback, "this_process", lambda: "another one")
     assert fit(CheckpointCallback(tmp_path), epochs=5) == [0, 1, 2, 3, 4]
-    told = "this run is complete (5 of 5 epochs): nothing to train"
+    told = "nothing to train: 5 epochs are complete, epochs=5"
     assert f"folder '{tmp_path}': {told}" in capsys.readouterr().out
 
 
