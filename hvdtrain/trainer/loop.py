@@ -156,7 +156,7 @@ class Loop:
         if resumed is not None:
             self._tell(resumed, plan)
             if not resumed.stopped and resumed.epoch < plan.epochs:
-                self._skip(plan, range(first, resumed.epoch))
+                self._skip(plan, first, resumed)
             if resumed.step == 0:
                 self._restore()
         logs: Logs = {}
@@ -197,6 +197,7 @@ class Loop:
         )
         progress = Progress(plan.verbose, "Evaluation", plan.source.steps_per_epoch)
         logs = self._evaluate(plan.source, callbacks, plan.callbacks, progress)
+        assert logs is not None
         progress.end(logs)
         return logs
 
@@ -207,13 +208,44 @@ class Loop:
         callbacks: keras.callbacks.CallbackList,
         begin: Position,
     ) -> Logs:
-        """Train one epoch, the first one from the step of `begin` on; return its logs, those of all workers."""
-        check_first_step = epoch == begin.epoch
-        done = skip = begin.step if check_first_step else 0
+        """Train and validate one epoch, the first one from `begin` on; return its logs, those of all workers."""
+        is_first = epoch == begin.epoch + (begin.trained is not None)
+        if epoch != begin.epoch:
+            begin = Position(epoch)
         title = f"Epoch {epoch + 1}/{plan.epochs}"
-        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch, done)
+        progress = Progress(plan.verbose, title, plan.train.steps_per_epoch, begin.step)
         self.strategy.reset_metrics(self.model)
         callbacks.on_epoch_begin(epoch)
+        if begin.trained is None:
+            logs, done = self._train(plan, begin, callbacks, progress, is_first)
+        else:
+            self._restore()
+            logs, done = dict(begin.trained), begin.step
+        progress.stop()
+        if plan.validates_after(epoch):
+            logs |= self._validate(plan, epoch, done, logs, callbacks)
+        if self.guard:
+            self._check(self.strategy.check, f"after epoch {epoch + 1}", epoch_ends=True)
+        with self.strategy.as_one_process(self.model):
+            callbacks.on_epoch_end(epoch, logs)
+        progress.end(logs)
+        self._write_metrics(plan, epoch, logs, progress)
+        return logs
+
+    def _train(
+        self,
+        plan: FitPlan,
+        begin: Position,
+        callbacks: keras.callbacks.CallbackList,
+        progress: Progress,
+        is_first: bool,
+    ) -> tuple[Logs, int]:
+        """Run the steps of one epoch from `begin` on; return its logs, those of all workers, and its steps.
+
+        Args:
+            is_first: No step of this fit was run before in this process.
+        """
+        epoch, done, skip = begin.epoch, begin.step, begin.step
         if self.strategy.part.index:
             # As in Keras, what a callback has counted by now (model.evaluate) is part of the epoch: once.
             self.strategy.reset_metrics(self.model)
@@ -241,7 +273,7 @@ class Loop:
                 self._save_if_due(self.saved, step_logs, epoch, done)
             if self.losses is not None:
                 self.losses.look()
-            if self.probe and done == 0 and check_first_step:
+            if self.probe and done == 0 and is_first:
                 self.strategy.probe(self.steps, group[0])
             callbacks.on_train_batch_begin(done)
             step_logs = self.steps.train(group)
@@ -257,7 +289,7 @@ class Loop:
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
             ):
                 callbacks.on_train_batch_end(done + len(group) - 1, shown)
-            if self.guard and done == skip and check_first_step:
+            if self.guard and done == skip and is_first:
                 self._check(self.strategy.check_step, "after the first step", epoch_ends=False)
             done += len(group)
             if self.saved is not None:
@@ -270,22 +302,35 @@ class Loop:
         self.steps.finish()
         if self.losses is not None:
             self.losses.look(epoch_ends=True)
-        progress.stop()
         facts = partial(self._step_facts, epoch, done, step_logs)
         self.events.count(0, 0, facts, last=True)
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
-        if plan.validates_after(epoch):
-            assert plan.validation is not None
-            found = self._evaluate(plan.validation, callbacks, plan.callbacks)
-            logs |= {f"val_{name}": value for name, value in found.items()}
-        if self.guard:
-            self._check(self.strategy.check, f"after epoch {epoch + 1}", epoch_ends=True)
-        with self.strategy.as_one_process(self.model):
-            callbacks.on_epoch_end(epoch, logs)
-        progress.end(logs)
-        self._write_metrics(plan, epoch, logs, progress)
-        return logs
+        return logs, done
+
+    def _validate(
+        self,
+        plan: FitPlan,
+        epoch: int,
+        done: int,
+        trained: Logs,
+        callbacks: keras.callbacks.CallbackList,
+    ) -> Logs:
+        """Return the logs of the validation after `epoch`. Raises Preempted if the job was told to end meanwhile.
+
+        Args:
+            done: Steps of the epoch.
+            trained: Logs of these steps.
+        """
+        assert plan.validation is not None
+        ends = None if self.saved is None else self.saved.ends_validation()
+        found = self._evaluate(plan.validation, callbacks, plan.callbacks, ends=ends)
+        if found is None:
+            assert self.saved is not None
+            with in_phase("saving"):
+                self.saved.save(self.model, {}, epoch, done, trained=trained, last=True)
+            raise self.saved.preempted()
+        return {f"val_{name}": value for name, value in found.items()}
 
     def _evaluate(
         self,
@@ -293,14 +338,20 @@ class Loop:
         callbacks: keras.callbacks.CallbackList,
         everyones: Sequence[keras.callbacks.Callback],
         progress: Progress | None = None,
-    ) -> Logs:
-        """Return the model's metrics over `source`; the metrics' state is that of all workers then."""
+        ends: Callable[[int], bool] | None = None,
+    ) -> Logs | None:
+        """Return the model's metrics over `source`; the metrics' state is that of all workers then.
+
+        Args:
+            ends: Tells, for the number of batches so far, whether to end here; the result is then None.
+        """
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
         self.strategy.reset_metrics(self.model)
         stopped = any_rank(bool(self.model.stop_evaluating), "stop")
         step_logs: Logs = {}
         share: Share | None = None
+        ended = False
         global_batches = need_global_batches(everyones, TEST_METHODS)
         for step, share in enumerate(epoch_shares(source, 0, self.strategy.part)):
             callbacks.on_test_batch_begin(step)
@@ -309,23 +360,29 @@ class Loop:
                 progress.step(1, share.global_examples, step_logs)
             with self._shown(step_logs, share, global_batches) as shown:
                 callbacks.on_test_batch_end(step, shown)
-            if stopped or (global_batches and any_rank(bool(self.model.stop_evaluating), "stop")):
+            ended = ends is not None and ends(step + 1)
+            if ended or stopped:
+                break
+            if global_batches and any_rank(bool(self.model.stop_evaluating), "stop"):
                 break
         if share is None:
             raise UsageError("The evaluation data has no batches: nothing to evaluate on")
         self.steps.finish()
         logs = self.strategy.logs(self.model, step_logs, share)
+        # Also where it ends early: a callback may have exchanged the weights in on_test_begin.
         callbacks.on_test_end(logs)
-        return logs
+        return None if ended else logs
 
     # The pieces of that order.
 
-    def _skip(self, plan: FitPlan, epochs: range) -> None:
-        """Let the data be as after these epochs."""
+    def _skip(self, plan: FitPlan, first: int, resumed: Position) -> None:
+        """Advance the data by what a fit that began with epoch `first` has read before `resumed`."""
         part = self.strategy.part
-        plan.train.skip(epochs, part.index, part.count)
+        trained = range(first, resumed.epoch + (resumed.trained is not None))
+        plan.train.skip(trained, part.index, part.count)
         if plan.validation is not None:
-            evaluations = [0 for epoch in epochs if plan.validates_after(epoch)]
+            validated = range(first, resumed.epoch)
+            evaluations = [0 for epoch in validated if plan.validates_after(epoch)]
             plan.validation.skip(evaluations, part.index, part.count)
 
     def _restore(self) -> None:

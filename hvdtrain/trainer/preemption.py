@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ class Preemption:
     """
 
     def __init__(self, ranks: Communicator = ALL_RANKS, file: str | Path | None = None) -> None:
+        self._ranks = ranks
         self._looks = Looks("preempted", ranks)
         self._file = None if file is None else Path(file)
         self._terminated = False
@@ -69,6 +70,21 @@ class Preemption:
             return False, False
         told, everyones = self._looks.together(steps, [self.told or self._hosts.heard, due])
         return bool(told), bool(everyones)
+
+    def in_validation(self) -> Callable[[int], bool]:
+        """Return a function that tells, for the number of batches evaluated so far, whether any rank was told to end.
+
+        It is the same on all ranks, and a collective at some of these numbers. It has a pace of its own, because a
+        batch takes another time in an evaluation than in training.
+        """
+        looks = Looks("preempted_in_validation", self._ranks)
+
+        def agreed(batches: int) -> bool:
+            if not looks.due(batches):
+                return False
+            return bool(looks.together(batches, [self.told or self._hosts.heard])[0])
+
+        return agreed
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True

@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -58,12 +58,14 @@ class Position:
         step: that is next in it.
         steps: trained in all.
         stopped: by a callback; the training has ended.
+        trained: Logs of the epoch's steps, if all of them are trained and only its validation is left.
     """
 
     epoch: int = 0
     step: int = 0
     steps: int = 0
     stopped: bool = False
+    trained: Logs | None = None
 
     def describe(self, epochs: int) -> str:
         """Say where a run of `epochs` epochs goes on."""
@@ -73,6 +75,8 @@ class Position:
             )
         if self.epoch >= epochs:
             return f"nothing to train: {self.epoch} epochs are complete, epochs={epochs}"
+        if self.trained is not None:
+            return f"resuming with the validation of epoch {self.epoch + 1} of {epochs}"
         return f"resuming in epoch {self.epoch + 1} of {epochs}, after step {self.step}"
 
 
@@ -275,6 +279,10 @@ class SavedFit:
         ends, self._is_time = self._preemption.agreed(self.steps, due, now)
         return ends
 
+    def ends_validation(self) -> Callable[[int], bool]:
+        """Return a function of the batches of one validation so far, see `Preemption.in_validation`."""
+        return self._preemption.in_validation()
+
     def is_due(self) -> bool:
         """Whether to save now, within an epoch: the same on every rank. Asked after `is_told_to_end`."""
         every = self._schedule.every_steps
@@ -299,6 +307,7 @@ class SavedFit:
         step: int = 0,
         stopped: bool = False,
         last: bool = False,
+        trained: Logs | None = None,
     ) -> None:
         """Take the state, and write a checkpoint of it while the training goes on. A collective.
 
@@ -312,6 +321,7 @@ class SavedFit:
             step: see Position.
             stopped: see Position.
             last: no other follows: wait for the one before, and return when this one is written.
+            trained: see Position.
 
         Raises:
             UsageError: on all ranks: as many checkpoints in a row as `max_failures` could not be written.
@@ -333,7 +343,7 @@ class SavedFit:
             return
         arrays = state.variables()
         if ALL_RANKS.rank() == 0:
-            position = Position(epoch, step, self.steps, stopped)
+            position = Position(epoch, step, self.steps, stopped, trained)
             content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
             write = partial(self._write, self.steps, content, state.untrained)
             self._writing = Writing(self.steps, write)

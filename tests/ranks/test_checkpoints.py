@@ -26,12 +26,14 @@ def test_a_job_that_is_told_to_end_saves_and_stops(results: Results) -> None:
     for found in results.of("case_preempted"):
         assert found["differences"] == [] and found["restored"]
         steps = []
-        for message, code, written in found["messages"]:
+        assert [trained for *_, trained in found["messages"]] == [True, False, False]
+        for message, code, written, _ in found["messages"]:
             assert code == EXIT_PREEMPTED
             steps.append(int(re.search(r"after (\d+) steps", message)[1]))
             assert f"step-{steps[-1]:09}" in written, "when a rank ends, rank 0 has written"
+        assert steps[0] == 7, "in the first validation, whose second batch was not evaluated"
         # The ranks look once a second, and a step takes milliseconds.
-        assert 2 <= steps[0] < 42 and steps[1] > 2
+        assert 9 <= steps[1] < 42 and steps[2] > steps[1]
 
 
 @pytest.mark.slow

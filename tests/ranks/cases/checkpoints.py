@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import hvdtrain
 from hvdtrain import Checkpoints
-from hvdtrain.checkpoint.folder import Disk
+from hvdtrain.checkpoint.folder import Disk, newest
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import on_first
 from hvdtrain.data import from_files
@@ -52,14 +52,20 @@ class EndAt(keras.callbacks.Callback):
 
 
 class TellToEnd(keras.callbacks.Callback):
-    """Sends the last rank a signal after a step, counted in this process."""
+    """Sends the last rank a signal after a step, or after a batch of a validation, counted in this process."""
 
-    def __init__(self, number: signal.Signals, steps: int) -> None:
+    def __init__(self, number: signal.Signals, steps: int, validation: bool = False) -> None:
         super().__init__()
-        self.number, self.left = number, steps
+        self.number, self.left, self.validation = number, steps, validation
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.left -= 1
+        self.count(not self.validation)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.count(self.validation)
+
+    def count(self, counts: bool) -> None:
+        self.left -= counts
         if self.left == 0 and ALL_RANKS.rank() == ALL_RANKS.size() - 1:
             os.kill(os.getpid(), self.number)
 
@@ -229,7 +235,7 @@ def train(
     epochs: int = EPOCHS,
     units: int = 7,
     resume: Any = "auto",
-    told: tuple[signal.Signals, int] | None = None,
+    told: tuple[Any, ...] | None = None,
     source: str = "arrays",
     steps: int | None = None,
     network: Callable[[int], keras.Model] = model,
@@ -344,19 +350,22 @@ def slow_rename(self: Disk, path: Path, to: Path) -> None:
 
 
 def case_preempted() -> dict[str, Any]:
-    """One rank is told to end: all save at one step, soon, and go on there. Checkpoints are far apart else."""
+    """One rank is told to end, in a step or in a validation: all save at one step, soon, and go on there."""
     undisturbed = train(folder(), every=None)
     run_dir, messages = folder(), []
     before = signal.getsignal(signal.SIGTERM)
     mock.patch.object(Disk, "rename", slow_rename).start()
-    for number, steps in ((signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
+    for told in ((signal.SIGTERM, 1, True), (signal.SIGTERM, 2), (signal.SIGUSR1, 1)):
         heard = signal.getsignal(signal.SIGUSR1)
         preemption_notice.listen(ALL_RANKS.rank())
         try:
-            train(run_dir, every=1000, told=(number, steps))
+            train(run_dir, every=1000, told=told)
         except hvdtrain.Preempted as error:
             written = [one.name for one in (run_dir / "checkpoints").iterdir()]
-            messages.append([str(error), error.exit_code, written])
+            saved = newest(run_dir / "checkpoints")
+            assert saved is not None
+            trained = saved.facts["position"]["trained"] is not None
+            messages.append([str(error), error.exit_code, written, trained])
         finally:
             signal.signal(signal.SIGUSR1, heard)
     found = train(run_dir, every=1000)
