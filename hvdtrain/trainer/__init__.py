@@ -1,4 +1,4 @@
-"""The Trainer: a Keras model, trained, evaluated and asked for predictions on all workers."""
+"""The Trainer: trains and evaluates a Keras model, and predicts with it, on all workers."""
 
 from hvdtrain.trainer.trainer import Trainer
 

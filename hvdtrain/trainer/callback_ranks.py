@@ -1,4 +1,4 @@
-"""Which Keras callback runs on which rank, and which of them need every step's values of all workers."""
+"""Selects the Keras callbacks that a rank runs, and finds those that need global values after every step."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ TEST_METHODS = ("on_test_batch_begin", "on_test_batch_end")
 def on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], is_first: bool, saves_together: bool = False
 ) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that this rank runs: all on rank 0, elsewhere those that do not write.
+    """Return the callbacks that this rank runs: all on rank 0, only those that write nothing on the others.
 
     Args:
-        saves_together: no rank has all of the model or optimizer: ModelCheckpoint runs on every rank, with
-            the model that `saving_together` gives it.
+        callbacks: The user's callbacks, the same list on every rank.
+        is_first: Whether this is rank 0.
+        saves_together: Whether no rank holds the whole model and optimizer. If so, ModelCheckpoint runs on every rank,
+            with the model that `saving_together` gives it.
 
     Raises:
-        UsageError: a callback that cannot save such a model, or is for `model.fit` alone.
+        UsageError: If a callback cannot save a divided model or optimizer, or is for `model.fit` only.
     """
     if any(isinstance(callback, CheckpointCallback) for callback in callbacks):
         raise UsageError(
@@ -60,7 +62,10 @@ def on_this_rank(
 def saving_together(
     callbacks: Sequence[keras.callbacks.Callback], save: Callable[[Path], None]
 ) -> None:
-    """Let ModelCheckpoint save by `save`, which every rank calls. Call it when callbacks have their model."""
+    """Let each ModelCheckpoint write the whole model with `save`, a collective.
+
+    Call it after the callbacks have got their model, and on every rank.
+    """
     for callback in callbacks:
         if isinstance(callback, kc.ModelCheckpoint):
             callback.set_model(_SavedTogether(callback.model, save))
@@ -68,7 +73,7 @@ def saving_together(
 
 @contextmanager
 def backups_kept(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
-    """Let BackupAndRestore delete its backup only after this block, which ends the training and writes the model."""
+    """Let BackupAndRestore delete its backup only after this block, which writes the final model, has succeeded."""
     deleting = [c for c in callbacks if isinstance(c, kc.BackupAndRestore) and c.delete_checkpoint]
     for callback in deleting:
         callback.delete_checkpoint = False
@@ -82,19 +87,19 @@ def backups_kept(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None
 
 
 class _SavedTogether:
-    """A model for a callback that saves: it is written by all ranks."""
+    """A proxy for a model whose `save` and `save_weights` run on all ranks."""
 
     def __init__(self, model: keras.Model, save: Callable[[Path], None]) -> None:
         self._model = model
         self._save = save
 
     def save(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write the whole model with its optimizer."""
+        """Write the whole model with its optimizer to a .keras file."""
         del overwrite
         self._save(Path(filepath))
 
     def save_weights(self, filepath: Any, overwrite: bool = True) -> None:
-        """Write all weights, to a .weights.h5 file."""
+        """Write all weights to a .weights.h5 file."""
         del overwrite
         self._save(Path(filepath))
 
@@ -105,20 +110,20 @@ class _SavedTogether:
 def need_global_batches(
     callbacks: Sequence[keras.callbacks.Callback], methods: Sequence[str]
 ) -> bool:
-    """Whether a callback looks at single steps, so that each step's logs must be those of all workers.
+    """Whether a callback looks at single steps, so that the logs of each step must be those of all workers.
 
-    Costs three small collectives a step (about 3 ms). The same answer on every rank: it is asked of the
-    user's whole list.
+    This costs three small collectives per step (about 3 ms). The answer is the same on every rank, because it depends
+    on the user's whole list.
 
     Args:
-        callbacks: the user's.
-        methods: that are called for each step, TRAIN_METHODS or TEST_METHODS.
+        callbacks: The user's callbacks, the same list on every rank.
+        methods: Names of the methods called for each step: TRAIN_METHODS or TEST_METHODS.
     """
     return any(_looks_at_batches(callback, methods) for callback in callbacks)
 
 
 def save_within_epochs(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
-    """Whether a callback may save after any step. The same answer on every rank, as above."""
+    """Whether a callback may save after any step; the same on every rank, as in `need_global_batches`."""
     saving = (c for c in callbacks if isinstance(c, (kc.ModelCheckpoint, kc.BackupAndRestore)))
     return any(callback.save_freq != "epoch" for callback in saving)
 
@@ -130,7 +135,7 @@ def _looks_at_batches(callback: keras.callbacks.Callback, methods: Sequence[str]
         return any(overrides(callback, method) for method in methods)
     known = {getattr(kind, method) for kind in WRITERS for method in methods}
     if any(getattr(type(callback), method) not in known for method in methods):
-        return True  # A hook that a subclass of the user's adds.
+        return True  # A method that the user's subclass adds.
     if methods is not TRAIN_METHODS:
         return False
     saves, shows = isinstance(callback, kc.ModelCheckpoint), isinstance(callback, kc.TensorBoard)

@@ -1,4 +1,4 @@
-"""From what the user gave Trainer (strategy, layout, shard_optimizer) to a Strategy."""
+"""Creates the Strategy from the Trainer's arguments `strategy`, `layout` and `shard_optimizer`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
 
-# Loaded when they are chosen, as strategies are.
+# Imported only when chosen, as strategies are.
 RUNNERS = {
     "tensor": "hvdtrain.parallel.tensor.split_runner:SplitRunner",
     "pipeline": "hvdtrain.parallel.pipeline.stage_runner:StageRunner",
 }
-"""What builds and runs a model with a layout."""
+"""Kind of parallelism -> class that builds the model and runs its steps."""
 
 
 def make_strategy(
@@ -28,15 +28,16 @@ def make_strategy(
     layout: Layout | Mesh | None = None,
     shard_optimizer: bool = False,
 ) -> Strategy:
-    """Return the strategy that `wanted` names; None: what HVDTRAIN_STRATEGY says, else Horovod's.
+    """Return the strategy named `wanted`.
 
     Args:
-        wanted: a name or a Strategy.
-        layout: a Layout, or a Mesh alone, of a model that is divided over Horovod's ranks.
-        shard_optimizer: divide the optimizer's state over the ranks (Horovod's alone).
+        wanted: Name of a strategy, or a Strategy, which is returned as it is. None: the name in the variable
+            HVDTRAIN_STRATEGY, else "horovod".
+        layout: Layout, or only the Mesh, of a model that is divided over the ranks. Only for "horovod".
+        shard_optimizer: Whether to divide the optimizer state over the ranks (ZeRO-1). Only for "horovod".
 
     Raises:
-        UsageError: no such strategy, or one that knows no layout.
+        UsageError: If there is no such strategy, or it cannot divide a model or its optimizer.
     """
     if isinstance(wanted, Strategy):
         _refuse_division(type(wanted).__name__, layout, shard_optimizer)
@@ -56,7 +57,7 @@ def make_strategy(
 
 
 def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any]:
-    """Return what Horovod's strategy is composed of, where that is not the default."""
+    """Return the arguments of HorovodStrategy that differ from its defaults."""
     parts: dict[str, Any] = {}
     if layout is not None or shard_optimizer:
         parts["state"] = _load("hvdtrain.parallel.whole_file:DividedState")

@@ -1,6 +1,7 @@
-"""A training whose loss becomes nan or inf: it ends, skips the step, or goes back to a checkpoint, on all ranks alike.
+"""Handles a loss or weight that becomes nan or inf: training stops, skips the step, or returns to a checkpoint.
 
-The step, the rank whose share of the batch was the first, and its examples are named in each case.
+All ranks do the same. The message names the step, the lowest rank with such a loss, and the examples in its share of
+the batch.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ from hvdtrain.trainer.run_dir import RunDir
 POLICIES = ("warn", "stop", "skip", "rewind")
 FILE = "diverged.jsonl"
 SHOWN = 8
-"""Examples in the message; the file has all."""
+"""Number of examples in the message; the file lists all."""
 MOST_SKIPPED = 50
-"""Steps in a row; loss scaling may skip about twenty until it has found its scale."""
+"""Maximum number of steps skipped in a row; loss scaling may skip about twenty until it has found its scale."""
 MOST_REWINDS = 3
-"""To the same checkpoint."""
+"""Maximum number of returns to the same checkpoint."""
 
 Rewind = Callable[[int, bool], int | None]
-"""Takes the epoch, counted from 0, and whether it ends; returns the number of steps of the checkpoint, None if there is
-none."""
+"""Restores the newest checkpoint; see `SavedFit.rewind`.
+
+Takes the epoch, from 0, and whether it ends. Returns the number of steps of the checkpoint, or None if there is none.
+"""
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,12 @@ class Divergence:
 
     Attributes:
         loss: "nan", "inf" or "-inf".
-        epoch, step: counted from 1; of several steps that ran at once the last one.
-        rank: on whose share of the batch; the lowest of several.
-        examples: in that share, as positions in the data, counted from 0; empty where data has none (a stream).
-        batch: the part of the global batch, begin and end, counted from 0.
+        epoch: Number of the epoch, from 1.
+        step: Number of the step in the epoch, from 1; the last one of steps that ran together (steps_per_execution).
+        rank: Rank whose share of the batch gave this loss; the lowest, if there were several.
+        examples: Indices of the examples of that share in the data, from 0; empty if the data has no indices (a
+            stream).
+        batch: Begin and end of that share in the global batch, from 0.
     """
 
     loss: str
@@ -74,7 +79,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step whose losses, which need not be computed yet, nobody has looked at."""
+    """A step whose losses have not been checked yet; they may still be computed in the background."""
 
     epoch: int
     step: int
@@ -83,22 +88,22 @@ class _Step:
     end: int
 
     def broken(self) -> str | None:
-        """The first loss that is not finite."""
+        """Return the first loss that is not finite, as text; None if all are."""
         values = (float(np.sum(np.asarray(loss, np.float64))) for loss in self.losses)
         return next((str(value) for value in values if not np.isfinite(value)), None)
 
 
 class LossWatch:
-    """Looks at the losses of all steps, about once a second, and keeps to the policy.
+    """Checks the losses of all steps about once a second, and applies the `on_nan` policy.
 
     Args:
         policy: "stop", "skip" or "rewind".
-        source: the training data.
-        part: of it, that is this rank's.
-        run_dir: where `FILE` is written; None: nowhere.
-        skipped: counts the steps that the optimizer leaves out, under the policy "skip".
-        rewind: sets the model to the newest checkpoint; used by the policy "rewind" alone.
-        ranks: that train together.
+        source: Training data.
+        part: Share of each global batch that this rank reads.
+        run_dir: Folder in which `FILE` is written; None: nowhere.
+        skipped: Counter of the steps that the optimizer skipped; None unless the policy is "skip".
+        rewind: Function that restores the newest checkpoint; only used by the policy "rewind".
+        ranks: Ranks that train together.
     """
 
     def __init__(
@@ -117,16 +122,24 @@ class LossWatch:
         self._run_dir = run_dir
         self._skipped = skipped
         self._told_skipped = 0
-        self._spoilt: int | None = None  # The epoch whose running mean is nan until it ends.
+        self._spoilt: int | None = None  # Epoch whose running mean of the loss stays nan.
         self._rewind = rewind
-        self._rewound: list[int] = []  # To which step, each time.
+        self._rewound: list[int] = []  # Step of the checkpoint restored each time.
         self._ranks = ranks
         self._looks = Looks("losses", ranks)
         self._steps = self._epoch = self._step = 0
         self._recent: list[tuple[int, _Step]] = []
 
     def add(self, epoch: int, step: int, steps: int, logs: Logs, share: Share) -> None:
-        """Note the losses of `steps` steps that ran at once; `epoch` and `step`, the last one, are counted from 0."""
+        """Record the losses of `steps` steps that ran together.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            step: Index of the last of these steps in the epoch, from 0.
+            steps: Number of these steps.
+            logs: Logs of the last step; every value whose name ends in "loss" is checked.
+            share: This rank's share of the batch of the last step.
+        """
         self._steps += steps
         self._epoch, self._step = epoch, step
         losses = [value for name, value in logs.items() if name.endswith("loss")]
@@ -134,15 +147,17 @@ class LossWatch:
         self._recent.append((self._steps, noted))
 
     def look(self, now: bool = False, epoch_ends: bool = False) -> bool:
-        """Look, if it is time; return whether the model went back to a checkpoint. A collective at some steps.
+        """Check the recorded losses if a check is due; return whether the model was restored from a checkpoint.
+
+        A collective at steps on which all ranks agree.
 
         Args:
-            now: in any case.
-            epoch_ends: as `now`, and no step of the epoch follows.
+            now: Whether to check even if no check is due; the same on all ranks.
+            epoch_ends: Whether this is the end of an epoch; also checks in any case.
 
         Raises:
-            DivergedError: on all ranks: a loss of one of them was not finite, and the policy is to stop, or nothing
-                helps.
+            DivergedError: On all ranks, if a loss is not finite and the policy is "stop", or if skipping or rewinding
+                has not helped.
         """
         if not (now or epoch_ends or self._looks.due(self._steps)):
             return False
@@ -170,17 +185,18 @@ class LossWatch:
         return False
 
     def require_finite(self, variables: Iterable[Any], when: str, epoch_ends: bool) -> None:
-        """See to it that no weight, and no loss so far, of any rank is nan or inf. A collective.
+        """Check the recorded losses, and the weights of every rank, for nan and inf. A collective.
 
         Args:
-            variables: this rank's weights.
-            when: for the message, such as "after epoch 3".
-            epoch_ends: see `look`.
+            variables: Weights of this rank.
+            when: Time for the message, such as "after epoch 3".
+            epoch_ends: Whether this is the end of an epoch; see `look`.
 
         Raises:
-            DivergedError: on all ranks: one is, and the policy is not to rewind, or that did not help.
+            DivergedError: On all ranks, if a loss or weight is not finite and the policy is not "rewind", or rewinding
+                has not helped.
         """
-        self.look(now=True, epoch_ends=epoch_ends)  # Which tells more.
+        self.look(now=True, epoch_ends=epoch_ends)  # Its message tells more.
         broken = not_finite(variables)
         if not any_rank(bool(broken), "weights_diverged", self._ranks):
             return
@@ -210,11 +226,14 @@ class LossWatch:
         )
 
     def _after_skipping(self, skipped: SkippedSteps, what: str) -> None:
-        """Say which steps were skipped; the counts are the same on all ranks.
+        """Warn of skipped steps; their counts are the same on all ranks.
 
         Args:
-            skipped: counts them.
-            what: was found in the losses; empty: nothing.
+            skipped: Counter of the skipped steps.
+            what: Description of the first loss that was not finite; "" if all were.
+
+        Raises:
+            DivergedError: If too many steps in a row were skipped.
         """
         new, self._told_skipped = skipped.count - self._told_skipped, skipped.count
         if what and not new:
@@ -251,7 +270,10 @@ class LossWatch:
         return Divergence(loss, step.epoch + 1, step.step + 1, self._ranks.rank(), examples, batch)
 
     def _write(self, found: Divergence) -> str:
-        """Add a line to the file; return its name, empty if there is none: a full disk must not hide what happened."""
+        """Append a line to `FILE` and return its path; "" without run_dir or if it cannot be written.
+
+        A full disk must not hide the divergence.
+        """
         if self._run_dir is None:
             return ""
         path = self._run_dir.path / FILE
@@ -265,10 +287,15 @@ class LossWatch:
 
 
 def checked_policy(on_nan: str, strategy: Strategy, saves: bool) -> str:
-    """Return `on_nan`; raise UsageError unless it is a policy, and `strategy` can keep to it.
+    """Return `on_nan` after checking that `strategy` supports it.
 
     Args:
-        saves: whether there are checkpoints.
+        on_nan: Policy that the user chose.
+        strategy: Strategy that runs the training.
+        saves: Whether the Trainer has checkpoints.
+
+    Raises:
+        UsageError: If there is no such policy, or it does not work with the strategy or without checkpoints.
     """
     if on_nan not in POLICIES:
         raise UsageError(f"on_nan={on_nan!r}: choose one of {', '.join(map(repr, POLICIES))}")
@@ -298,7 +325,7 @@ def loss_watch(
     model: keras.Model,
     saved: SavedFit | None,
 ) -> LossWatch | None:
-    """Return the LossWatch of a training of `model` on `source`; None: nobody looks ("warn")."""
+    """Return the LossWatch of a fit of `model` on `source`; None for the policy "warn"."""
     if policy == "warn":
         return None
     rewind = None if saved is None else partial(saved.rewind, model)

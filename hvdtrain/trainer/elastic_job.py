@@ -1,7 +1,7 @@
-"""A Trainer in an elastic job: when workers come or go, all others start their script again, each in its own process.
+"""The Trainer in an elastic job: when workers join or leave, every remaining worker restarts its script.
 
-The number of workers is a constant of traced steps, shares and communicators, so all of these are made anew. From there
-a worker goes on from the newest checkpoint, as a run does that was killed: one way, whatever has happened.
+Traced steps, shares and communicators all depend on the number of workers, so they are made anew. The restarted script
+resumes from the newest checkpoint, exactly as a killed run does.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from hvdtrain.rank_variables import is_elastic
 from hvdtrain.worker.elastic_place import place_in_job
 
 STARTED_AGAIN = "HVDTRAIN_STARTED_AGAIN"
-"""How many steps were saved when this process started its script again, and how often it has done so since then."""
+"""Variable that holds the number of saved steps, and how often the script has restarted since they were saved."""
 MOST_STARTS = 3
-"""Without a new checkpoint: what fails each time is not mended by one more."""
+"""Maximum number of restarts without a new checkpoint: one more would not mend what fails each time."""
 
 
 class WorkersChanged(HvdtrainError):
-    """The number of workers is about to change. The training has saved."""
+    """The number of workers is about to change, and the training has saved a checkpoint."""
 
 
 class HostChanges:
-    """Listens to what the launcher of an elastic job tells of hosts.
+    """Listener for the elastic launcher's notifications about hosts.
 
     Attributes:
-        heard: whether some have come or gone since it listens. Rank 0 alone is told.
+        heard: Whether hosts have joined or left since listening began. Only rank 0 is notified.
     """
 
     def __init__(self) -> None:
         self.heard = False
 
     def on_hosts_updated(self, timestamp: float, update: Any) -> None:
-        """Called by Horovod, in a thread."""
+        """Record a change; called by Horovod in a thread of its own."""
         self.heard = True
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In this block it listens, if this job is elastic."""
+        """Listen for changes in this block, if the job is elastic."""
         if not is_elastic(os.environ):
             yield
             return
-        # First: what happened before is told at once.
+        # Register first: earlier changes are delivered at once.
         notification_manager.register_listener(self)
         notification_manager.init()
         try:
@@ -60,16 +60,16 @@ class HostChanges:
 
 
 def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
-    """Replace this process by one that runs its command anew, in the environment that its launcher gave it.
+    """Replace this process by a new one with the same command and the environment that the launcher gave it.
 
     Args:
-        error: why.
-        steps: as of the newest checkpoint; 0: there is none.
-        exists: whether a checkpoint is known to be there.
+        error: Reason for the restart.
+        steps: Number of steps trained at the newest checkpoint; 0 if there is none.
+        exists: Whether a checkpoint is known to have been written.
 
     Raises:
-        EngineError: it did so before, again and again, and no new checkpoint came of it; the launcher has gone.
-        SystemExit: the job continues without this worker.
+        EngineError: If the script has restarted MOST_STARTS times without a new checkpoint, or the launcher has ended.
+        SystemExit: If the job continues without this worker.
     """
     times = starts_before(os.environ, steps) + 1
     if times > MOST_STARTS:
@@ -79,7 +79,7 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
     print("workers have joined or left: restarting the script", file=sys.stderr)
     environ = _given() | place_in_job(os.environ) | {STARTED_AGAIN: f"{steps} {times}"}
     if exists:
-        # Who finds none now is in another folder, on another disk for instance.
+        # A restarted script that finds none looks in another folder, for instance on another disk.
         environ[RESUME] = "must"
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -89,14 +89,14 @@ def start_again(error: HvdtrainError, steps: int, exists: bool) -> NoReturn:
 
 
 def starts_before(environ: Mapping[str, str], steps: int) -> int:
-    """Return how often a process with this environment has started again since it saved after `steps` steps."""
+    """Return how often the script has restarted since it saved after `steps` steps, according to `environ`."""
     saved, _, times = environ.get(STARTED_AGAIN, "").partition(" ")
     return int(times) if saved == str(steps) and times.isdecimal() else 0
 
 
 def _given() -> dict[str, str]:
-    """The environment with which this process began: since then, threads were shared among as many as were here."""
+    """Return the environment this process began with, before threads were divided among the former workers."""
     found = os.fsdecode(Path("/proc/self/environ").read_bytes()).split("\0")
     environ = dict(one.split("=", 1) for one in found if "=" in one)
-    # A program that sets its title in `ps` overwrites it.
+    # A program that sets its title in `ps` overwrites this memory.
     return environ if is_elastic(environ) else dict(os.environ)

@@ -1,19 +1,19 @@
-"""What happens in a run, as lines of JSON in its folder: `hvdtrain report` draws them, also while the run goes on.
+"""Writes the events of a run to events.jsonl, one JSON object per line, for `hvdtrain report`.
 
-Each line has "event" and "time" (seconds since 1970), and further fields:
+Each line has "event", "time" (seconds since 1970) and further fields:
 
 | event | when | fields |
 | --- | --- | --- |
-| begin | a process begins to train | workers, epochs, steps_per_epoch, examples, host, epoch and step to begin with |
+| begin | a process begins to train | workers, epochs, steps_per_epoch, examples, host, first epoch and step |
 | steps | every second, or less often | epoch, step, seconds, learning_rate, values, steps, examples, slowest |
 | epoch | the end of an epoch | epoch, seconds, examples_per_second, learning_rate, values |
 | ranks | the same, with several workers | epoch, seconds of every rank in each phase |
-| checkpoint | one was written | steps since the beginning, bytes of variables, seconds |
-| warning | Python showed one | text |
+| checkpoint | a checkpoint was written | steps since the beginning, bytes of variables, seconds |
+| warning | Python showed a warning | text |
 | end | the training ended | how |
 
-Epochs and steps count from 1. The values of steps are those of rank 0 in the epoch so far, those of an epoch are of all
-workers; "slowest" is the seconds of the slowest step. A number that is nan or inf is null.
+Epochs and steps count from 1. The values in "steps" are rank 0's running means over the epoch, those in "epoch" are
+over all workers. "slowest" is the time of the slowest step in seconds. Numbers that are nan or inf are written as null.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ import numpy as np
 from hvdtrain.errors import HvdtrainError, warn_user
 
 INTERVAL_SECONDS = 1.0
-"""Between two events "steps"."""
+"""Minimum time between two "steps" events."""
 INTERVAL_SHARE = 1e-3
-"""The same, as a share of the time since the beginning: 100 days of training are 13,000 lines."""
+"""Minimum time between two of them, as a share of the time since the beginning: 100 days give 13,000 lines."""
 
 
 class EventLog:
-    """Appends to the file once `begin` was called, which only rank 0 does. No disk that is full ends a training.
+    """Appends events to a file after `begin`, which only rank 0 calls.
+
+    A file that cannot be written, for instance on a full disk, never ends a training: the user is warned once.
 
     Args:
-        path: of the file; None: it is never begun.
-        keep: called before a line is written; raises OSError if the folder is another run's.
+        path: Path of the file; None: write nothing.
+        keep: Function called before each line; raises OSError if the folder now belongs to another run.
     """
 
     def __init__(self, path: Path | None = None, keep: Callable[[], None] = lambda: None) -> None:
@@ -54,12 +56,12 @@ class EventLog:
         self._since = self._last = self._slowest = 0.0
 
     def begin(self, **facts: Any) -> None:
-        """Note that the training begins."""
+        """Start the log, with the event "begin"."""
         self._is_open, self._began = True, time.monotonic()
         self.note("begin", **facts)
 
     def note(self, event: str, **facts: Any) -> None:
-        """Write a line."""
+        """Write one event with its fields."""
         if self._path is None or not self._is_open:
             return
         line = json.dumps({"event": event, "time": round(time.time(), 3), **_plain(facts)}) + "\n"
@@ -76,7 +78,7 @@ class EventLog:
                 warn_user(f"{self._path} cannot be written: {error}. Training continues without it")
 
     def begin_steps(self) -> None:
-        """Steps follow: what has passed since the last one is not theirs."""
+        """Start timing steps: the time since the last one does not count."""
         self._steps = self._examples = 0
         self._slowest = 0.0
         self._since = self._last = time.monotonic()
@@ -84,13 +86,13 @@ class EventLog:
     def count(
         self, steps: int, examples: int, facts: Callable[[], dict[str, Any]], last: bool = False
     ) -> None:
-        """Count steps with their examples, and now and then write them.
+        """Count trained steps, and write a "steps" event when one is due.
 
         Args:
-            steps: that have just been trained.
-            examples: in them, of all workers.
-            facts: further fields; asked only when they are written, as they may wait for a device.
-            last: no other steps follow for now.
+            steps: Number of steps just trained.
+            examples: Number of examples in them, over all workers.
+            facts: Function that returns further fields; only called for an event, as it may wait for a device.
+            last: Whether no other step follows for now; writes what has been counted.
         """
         if not self._is_open:
             return
@@ -109,7 +111,7 @@ class EventLog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Note the warnings that are shown in this block, and how it ends."""
+        """Record the warnings shown in this block, and how the block ends."""
         show = warnings.showwarning
 
         def noting(message: Warning | str, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +122,7 @@ class EventLog:
         try:
             yield
         except BaseException as error:
-            # The text of another's error may hold anything, also what is secret.
+            # The message of any other exception may contain secrets.
             own = f": {error}" if isinstance(error, HvdtrainError) else ""
             self.note("end", how=f"{type(error).__name__}{own}")
             raise
@@ -137,7 +139,7 @@ def _ends_a_line(file: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold, with six digits of each number."""
+    """Convert `value` to JSON's types, with numbers rounded to six digits."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

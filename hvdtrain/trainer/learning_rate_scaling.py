@@ -1,4 +1,4 @@
-"""A learning rate for many workers: scale it, and warm it up (Goyal et al. 2017, arXiv:1706.02677)."""
+"""Learning rate scaling and warm-up for large global batches (Goyal et al. 2017, arXiv:1706.02677)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras.learning_rate import require_settable
 
 SCALINGS = {"none": lambda workers: 1.0, "linear": float, "sqrt": math.sqrt}
-"""Factor for a number of workers: linear after Goyal et al., square root after Krizhevsky 2014 (arXiv:1404.5997)."""
+"""Name -> factor for a number of workers: linear (Goyal et al.), square root (Krizhevsky 2014, arXiv:1404.5997)."""
 
 
 def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
-    """Multiply the optimizer's learning rate by the factor that `scaling` gives for `workers`.
+    """Multiply the optimizer's learning rate by the factor of `scaling` for `workers` workers.
 
     Raises:
-        UsageError: an unknown scaling, or a LearningRateSchedule, which cannot be set from outside.
+        UsageError: If the scaling is unknown, or the learning rate is a LearningRateSchedule, which cannot be changed.
     """
     if scaling not in SCALINGS:
         raise UsageError(f"learning_rate_scaling={scaling!r}: choose one of {', '.join(SCALINGS)}")
@@ -33,7 +33,13 @@ def scale_learning_rate(optimizer: Any, scaling: str, workers: int) -> None:
 
 @dataclass(frozen=True)
 class Ramp:
-    """An optimizer and the learning rates between which its warm-up rises."""
+    """The warm-up of one optimizer.
+
+    Attributes:
+        optimizer: Optimizer whose learning rate is raised.
+        start: Learning rate before the first step.
+        target: Learning rate at the end of the warm-up.
+    """
 
     optimizer: Any
     start: float
@@ -41,10 +47,18 @@ class Ramp:
 
 
 class WarmUp(keras.callbacks.Callback):
-    """Raise learning rates in equal steps over the first `epochs` epochs.
+    """Raises learning rates linearly, step by step, over the first `epochs` epochs.
 
-    The rates follow from epoch and step alone, so a resumed run continues with the right ones.
-    Afterwards they are left to others.
+    The rates depend on epoch and step alone, so a resumed run continues with the right ones. After the warm-up other
+    callbacks may set them.
+
+    Args:
+        ramps: Optimizers with their learning rates at the beginning and end.
+        epochs: Length of the warm-up in epochs; need not be whole.
+        steps_per_epoch: Number of steps in an epoch.
+
+    Raises:
+        UsageError: If `epochs` is not a number of at least 0.
     """
 
     def __init__(self, ramps: Sequence[Ramp], epochs: Any, steps_per_epoch: int) -> None:
@@ -61,7 +75,7 @@ class WarmUp(keras.callbacks.Callback):
         self._before = epoch * self._steps_per_epoch
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        # With steps_per_execution not every step is seen; the last one of the rise may be among the others.
+        # With steps_per_execution only some steps are seen; the last one of the warm-up may be among the others.
         done = min(self._before + batch + 1, self._steps)
         if self._before + batch < self._steps or self._rising:
             for ramp in self._ramps:

@@ -1,4 +1,4 @@
-"""What ranks look at together about once a second: they agree on the step at which they look again."""
+"""Lets ranks combine numbers about once a second, at steps on which all of them agree."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Max
 
 LOOK_SECONDS = 1.0
-"""Between two looks, which cost a small allreduce each."""
+"""Target time between two looks, each of which costs a small allreduce."""
 MOST_STEPS = 1000
-"""Between two looks, however fast the steps are."""
+"""Maximum number of steps between two looks, however fast the steps are."""
 
 
 class Looks:
-    """The steps at which to look.
+    """Schedules the steps at which the ranks look.
 
     Args:
-        name: of the collective.
-        ranks: that train together.
+        name: Name of the collective.
+        ranks: Ranks that train together.
     """
 
     def __init__(self, name: str, ranks: Communicator = ALL_RANKS) -> None:
@@ -30,20 +30,25 @@ class Looks:
         self._next = 0
 
     def due(self, steps: int) -> bool:
-        """Whether to look now: the same on all ranks.
+        """Whether to look now; the same on all ranks.
 
         Args:
-            steps: trained so far, the same on all ranks.
+            steps: Number of steps trained so far, the same on all ranks.
         """
         return steps >= self._next
 
     def together(self, steps: int, mine: Sequence[float]) -> np.ndarray:
-        """Return the largest of all ranks' numbers, each for itself. A collective, when it is due."""
+        """Return the elementwise maximum of `mine` over all ranks, and schedule the next look. A collective.
+
+        Args:
+            steps: Number of steps trained so far, the same on all ranks.
+            mine: Numbers of this rank.
+        """
         now, pace = time.monotonic(), LOOK_SECONDS
         if self._last is not None and steps > self._last[0]:
             pace = (now - self._last[1]) / (steps - self._last[0])
         self._last = steps, now
-        # The slowest rank's pace, so that all look again at the same step.
+        # All use the slowest rank's pace, so that they look again at the same step.
         sent = np.array([*mine, pace], np.float64)
         *everyones, slowest = self._ranks.allreduce(sent, self._name, Max).numpy()
         self._next = steps + int(np.clip(LOOK_SECONDS / max(slowest, 1e-9), 1, MOST_STEPS))

@@ -1,4 +1,4 @@
-"""The order of events in fit, evaluate and predict. All ranks pass through these lines in step."""
+"""The loops of fit, evaluate and predict, and the order of events in them. All ranks execute them in step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,17 @@ from hvdtrain.worker.heartbeat import in_phase
 
 @dataclass(frozen=True)
 class FitPlan:
-    """What one call of `fit` will do: the same on every rank, but for what it shows."""
+    """What one call of `fit` will do; the same on every rank except for `verbose`.
+
+    Attributes:
+        train: Training data.
+        validation: Validation data, if any.
+        initial_epoch: Index of the first epoch, from 0.
+        epochs: Number of the last epoch, from 1.
+        validation_freq: Number of epochs between validations, or the numbers of the epochs, from 1, to validate after.
+        callbacks: The user's callbacks, the same list on every rank.
+        verbose: What to print: 0, 1 or 2; see `resolve_verbose`.
+    """
 
     train: Source
     validation: Source | None
@@ -59,7 +69,7 @@ class FitPlan:
     verbose: int
 
     def validates_after(self, epoch: int) -> bool:
-        """Whether it evaluates at the end of `epoch`, counted from 0."""
+        """Whether to validate at the end of the epoch with index `epoch`, from 0."""
         if self.validation is None:
             return False
         if not isinstance(self.validation_freq, Collection):
@@ -69,7 +79,7 @@ class FitPlan:
 
 @dataclass(frozen=True)
 class EvaluatePlan:
-    """What one call of `evaluate` will do."""
+    """What one call of `evaluate` will do; its fields are those of FitPlan."""
 
     source: Source
     callbacks: Sequence[keras.callbacks.Callback]
@@ -81,14 +91,19 @@ class Loop:
     """Runs the steps of one prepared model.
 
     Attributes:
-        guard: compare the replicas, and look for nan in the weights, after the first step and every epoch.
-        probe: before the first step, see whether what the workers compute adds up to what one would.
-        steps_per_execution: how many steps run between two calls of callbacks.
-        run_dir: where the run's files go; None: nowhere.
-        config: what config.json says of the Trainer.
-        saved: the checkpoints of the fit; None: it has none.
-        losses: ends a training that diverges; None: it goes on, as in Keras.
-        finite: warns of nan once in each fit.
+        model: Compiled model with all its variables.
+        strategy: Strategy that runs the steps on all workers.
+        steps: Steps of the model.
+        rank: This process's place in the job.
+        guard: Whether to compare the replicas and look for nan in the weights, after the first step and after every
+            epoch.
+        probe: Whether to check, before the first step, that gradients of parts of a batch add up to those of the whole.
+        steps_per_execution: Number of steps between two calls of the callbacks.
+        run_dir: Folder for the files of the run; None: write none.
+        config: The Trainer's arguments, for config.json.
+        saved: Checkpoints of the fit, if any.
+        losses: Watch that acts on a loss of nan or inf; None: training continues, as in Keras.
+        finite: Watch that warns once about weights that are nan or inf.
     """
 
     model: keras.Model
@@ -106,11 +121,11 @@ class Loop:
 
     @cached_property
     def events(self) -> EventLog:
-        """What happens goes here; without a folder, and on all ranks but the first, it is never begun."""
+        """The run's event log; a log without a file if there is no run_dir."""
         return EventLog() if self.run_dir is None else self.run_dir.events
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
-        """Train; return Keras's History."""
+        """Train as `plan` says; return Keras's History. Raises what `Trainer.fit` raises."""
         with ExitStack() as blocks:
             position = None
             if self.saved is not None:
@@ -118,12 +133,12 @@ class Loop:
                     self.config, plan.train, plan.validation, self.model, plan.callbacks
                 )
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
-            # As long as the folder is this run's.
+            # Inside, so that the end of the run is logged while it still owns the folder.
             blocks.enter_context(self.events.watching())
             return self._fit(plan, position)
 
     def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
-        """Train from where `resumed` says; None: from the beginning."""
+        """Train from the position `resumed`; None: from the beginning."""
         together = self.strategy.saves_together
         own = on_this_rank(plan.callbacks, self.rank.is_first, together)
         if resumed is not None and self.rank.is_first:
@@ -143,7 +158,7 @@ class Loop:
             callbacks.on_train_begin()
         if self.saved is not None:
             self.saved.callbacks = CallbackStates(callbacks_with_history(own, callbacks))
-        # Callbacks may have restored state on one rank, so what counts is what rank 0 has now.
+        # A callback may have restored state on rank 0 alone: all ranks continue with rank 0's.
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
         if self.saved is None:
@@ -169,7 +184,7 @@ class Loop:
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None:
                 last = stopped or epoch + 1 == plan.epochs
-                # However few steps an epoch has, and however long its validation took.
+                # Look even if none is due: an epoch may have few steps, and its validation may take long.
                 ends = not last and self.saved.is_told_to_end(now=True)
                 with in_phase("saving"):
                     self.saved.save(self.model, {}, epoch + 1, 0, stopped, last or ends)
@@ -187,7 +202,11 @@ class Loop:
         return self.model.history
 
     def evaluate(self, plan: EvaluatePlan) -> Logs:
-        """Return the model's metrics over the whole source."""
+        """Return the loss and metrics over the whole of `plan.source`, on every rank.
+
+        Raises:
+            UsageError: If the data has no batches.
+        """
         callbacks = keras.callbacks.CallbackList(
             failing_together(on_this_rank(plan.callbacks, self.rank.is_first), ALL_RANKS),
             model=self.model,
@@ -247,7 +266,7 @@ class Loop:
         """
         epoch, done, skip = begin.epoch, begin.step, begin.step
         if self.strategy.part.index:
-            # As in Keras, what a callback has counted by now (model.evaluate) is part of the epoch: once.
+            # As in Keras, what a callback has added to the metrics by now (model.evaluate) counts: on one rank only.
             self.strategy.reset_metrics(self.model)
         shares = epoch_shares(plan.train, epoch, self.strategy.part, skip=skip)
         if self.saved is not None:
@@ -255,7 +274,7 @@ class Loop:
         if skip:
             read = not plan.train.agreed
             seen = checksum_of(itertools.islice(shares, skip)) if read else None
-            # Behind on_epoch_begin, which has run for this epoch before, and may have changed something once more.
+            # After on_epoch_begin: it ran for this epoch before the checkpoint, and may now have changed state again.
             self._restore()
             if self.saved is not None and seen is not None:
                 self.saved.require_seen(seen)
@@ -266,7 +285,7 @@ class Loop:
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
         self.events.begin_steps()
-        # Of data that the ranks divided themselves one may see an even step where another does not.
+        # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
             if self.saved is not None and done > skip:
@@ -340,7 +359,7 @@ class Loop:
         progress: Progress | None = None,
         ends: Callable[[int], bool] | None = None,
     ) -> Logs | None:
-        """Return the model's metrics over `source`; the metrics' state is that of all workers then.
+        """Return the logs over `source`, leaving the metrics with the state merged over all workers.
 
         Args:
             ends: Tells, for the number of batches so far, whether to end here; the result is then None.
@@ -373,7 +392,7 @@ class Loop:
         callbacks.on_test_end(logs)
         return None if ended else logs
 
-    # The pieces of that order.
+    # Helpers of these loops.
 
     def _skip(self, plan: FitPlan, first: int, resumed: Position) -> None:
         """Advance the data by what a fit that began with epoch `first` has read before `resumed`."""
@@ -390,12 +409,17 @@ class Loop:
         self.saved.give(self.model)
 
     def _save_if_due(self, saved: SavedFit, step_logs: Logs, epoch: int, done: int) -> None:
-        """Raises Preempted if the job was told to end."""
+        """Save a checkpoint if one is due.
+
+        Raises:
+            Preempted: If the job was asked to stop.
+            WorkersChanged: If hosts have joined or left an elastic job.
+        """
         ends = saved.is_told_to_end()
         if ends or saved.is_due():
             self.steps.finish()
-            # Metrics that a loss of nan has spoilt are in no checkpoint; and where the model has just gone back to
-            # one, this one would be that with another number.
+            # No checkpoint may hold metrics that a loss of nan has spoilt; and right after a rewind, a new checkpoint
+            # would repeat the restored one under another number.
             rewound = self.losses is not None and self.losses.look(now=True)
             if ends or not rewound:
                 with in_phase("saving"):
@@ -420,12 +444,12 @@ class Loop:
 
     @contextmanager
     def _shown(self, step_logs: Logs, share: Share, globally: bool) -> Iterator[Logs]:
-        """What callbacks see of a step: `globally`, the epoch's logs and metrics so far over all workers.
+        """Yield the logs for callbacks: with `globally`, those of the epoch so far, with the metrics, over all workers.
 
-        This rank's own metrics go on afterwards. Where a callback has changed them (reset_metrics, evaluate), they
-        are as in one process from there on: the first worker's count, and the others begin with nothing.
+        Afterwards this rank's own metrics continue. If a callback has changed them (reset_metrics, evaluate), they
+        continue as in one process: from the first worker's state, while the others start from zero.
         """
-        # Not one worker alone: where that is several ranks, one has the losses of all its stages.
+        # One worker may be several ranks (pipeline stages), of which only one has the losses.
         if globally:
             self.steps.finish()
         if not globally or self.rank.size == self.strategy.workers == 1:
@@ -444,7 +468,7 @@ class Loop:
             without_sums(self.model.metrics, rules)
 
     def _in_run_dir(self, write: Callable[[RunDir], None]) -> None:
-        """Let rank 0 write; what it cannot write is an error on all ranks."""
+        """Call `write` on rank 0; if that fails, raise the error on all ranks."""
         run_dir = self.run_dir
         if run_dir is not None:
             on_first(lambda: write(run_dir), f"run_dir {str(run_dir.path)!r}")
@@ -482,12 +506,12 @@ class Loop:
             )
 
     def _step_facts(self, epoch: int, step: int, logs: Logs) -> dict[str, Any]:
-        """What the log of events says of a step."""
+        """Return the fields of a "steps" event."""
         rate = self._learning_rate()
         return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "values": dict(logs)}
 
     def _learning_rate(self) -> float | None:
-        """That of the model's optimizer; a model with several of its own has none."""
+        """Return the learning rate of the model's optimizer; None for a model without `optimizer`."""
         optimizer = getattr(self.model, "optimizer", None)
         return None if optimizer is None else float(optimizer.learning_rate)
 
@@ -495,7 +519,7 @@ class Loop:
 def callbacks_with_history(
     own: Sequence[keras.callbacks.Callback], callbacks: keras.callbacks.CallbackList
 ) -> list[keras.callbacks.Callback]:
-    """Return this rank's callbacks as the user gave them, and the History that Keras has added."""
+    """Return this rank's callbacks as the user gave them, plus the History that Keras has added."""
     history = [c for c in callbacks.callbacks if isinstance(c, keras.callbacks.History)]
     return [*own, *(c for c in history if c not in own)]
 
@@ -503,7 +527,14 @@ def callbacks_with_history(
 def predict(
     predict: Callable[[Share], Any], strategy: Strategy, source: Source, progress: Progress
 ) -> Any:
-    """Return the outputs that `predict` finds for all of `source`, in its order."""
+    """Return the model's outputs for all examples of `source`, in the order of the data, on every rank.
+
+    Args:
+        predict: Function that returns the outputs for a share.
+        strategy: Strategy that gathers the outputs.
+        source: Data to predict on.
+        progress: Progress display of the pass.
+    """
 
     def outputs() -> Iterator[tuple[Share, Any]]:
         for share in epoch_shares(source, 0, strategy.part):

@@ -1,4 +1,4 @@
-"""A job that is told to end, or whose time to save has come: its ranks agree on the step at which all of them do so."""
+"""Preemption notices and time-based checkpoints: ranks agree on the step at which all of them save or stop."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from hvdtrain.worker.preemption_notice import warned
 
 
 class Preemption:
-    """Listens for SIGTERM, for the SIGUSR1 that Slurm or `hvdtrain run` sends before a job's end, for a file, and for
-    hosts that come to an elastic job or leave it.
+    """Collects the reasons to stop: SIGTERM, the SIGUSR1 sent before a job's end, a file, or a change of hosts.
+
+    Slurm or `hvdtrain run` sends the SIGUSR1. Hosts join or leave only in an elastic job.
 
     Args:
-        ranks: that train together.
-        file: tells this job to end as soon as it exists on this host; None: none does.
+        ranks: Ranks that train together.
+        file: Path of a file whose existence on this host asks the job to stop; None: no file does.
     """
 
     def __init__(self, ranks: Communicator = ALL_RANKS, file: str | Path | None = None) -> None:
@@ -33,7 +34,7 @@ class Preemption:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """In this block SIGTERM is noted, unless the script has a handler of its own."""
+        """Listen for SIGTERM and for changes of hosts in this block; a SIGTERM handler of the script's own stays."""
         in_main = threading.current_thread() is threading.main_thread()
         ours = in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if ours:
@@ -47,24 +48,25 @@ class Preemption:
 
     @property
     def told(self) -> bool:
-        """Whether this rank was told to end."""
+        """Whether this rank was asked to stop."""
         return self._terminated or warned() or self.by_file
 
     @property
     def by_file(self) -> bool:
-        """Whether the file is here."""
+        """Whether the file exists on this host."""
         return self._file is not None and self._file.exists()
 
     def agreed(self, steps: int, due: bool = False, now: bool = False) -> tuple[bool, bool]:
-        """Return whether any rank was told to end or of other hosts, and whether saving is `due` on any, as far as they
-        have looked.
-
-        A collective at some steps.
+        """Return whether all ranks should stop, and whether they should save. A collective at steps on which all agree.
 
         Args:
-            steps: trained so far, the same on all ranks.
-            due: whether it is time to save by this rank's clock.
-            now: look whether or not it is time, the same on all ranks.
+            steps: Number of steps trained so far, the same on all ranks.
+            due: Whether a checkpoint is due by this rank's clock.
+            now: Whether to look even if no look is due; the same on all ranks.
+
+        Returns:
+            Whether any rank was asked to stop or was notified of other hosts, and whether a checkpoint is due on any
+            rank. Both are False where the ranks do not look.
         """
         if not (now or self._looks.due(steps)):
             return False, False

@@ -1,4 +1,4 @@
-"""What rank 0 shows while it works: Keras's progress bar, or a line per epoch and minute, with examples per second."""
+"""Rank 0's display of progress: Keras's progress bar, or a line per epoch and minute, with examples per second."""
 
 from __future__ import annotations
 
@@ -15,30 +15,38 @@ from hvdtrain.errors import UsageError
 from hvdtrain.runtime import Rank
 
 LINE_SECONDS = 60.0
-"""Between two lines about one epoch, where there is no bar."""
+"""Time between two lines within an epoch, without a progress bar."""
 
 
 def resolve_verbose(verbose: str | int, rank: Rank) -> int:
-    """Return 0 (silent), 1 (bar) or 2 (lines); "auto" is a bar on a terminal."""
+    """Return what this rank prints: 0 (nothing), 1 (progress bar) or 2 (lines). Only rank 0 prints.
+
+    Args:
+        verbose: 0, 1, 2 or "auto": a bar on a terminal, else lines.
+        rank: This process's place in the job.
+
+    Raises:
+        UsageError: If `verbose` is anything else.
+    """
     if verbose not in ("auto", 0, 1, 2):
         raise UsageError(f"verbose={verbose!r}: choose 'auto', 0, 1 or 2")
     if not rank.is_first:
         return 0
     if verbose == "auto":
-        # mpirun alone gives ranks a pseudo-terminal, and tears bars apart with its tags.
+        # Bare mpirun gives ranks a pseudo-terminal, but its tags in the output break bars.
         drawn = rank.size == 1 or TERMINAL in os.environ
         return 1 if drawn and sys.stdout.isatty() else 2
     return int(verbose)
 
 
 class Progress:
-    """The progress of one pass over data. Examples a second are those of all workers together.
+    """Displays the progress of one pass over data; examples per second are those of all workers together.
 
     Args:
-        verbose: 0, 1 or 2, see `resolve_verbose`.
-        title: such as "Epoch 1/5".
-        steps: of the pass; None if known only after reading to the end.
-        done: of them, in a run that this one continues.
+        verbose: What to print: 0, 1 or 2; see `resolve_verbose`.
+        title: Title of the pass, such as "Epoch 1/5".
+        steps: Number of steps in the pass; None if unknown before its end.
+        done: Number of these steps that an earlier process has trained.
     """
 
     def __init__(self, verbose: int, title: str, steps: int | None, done: int = 0) -> None:
@@ -61,11 +69,17 @@ class Progress:
 
     @property
     def examples_per_second(self) -> float:
-        """Global examples a second in that time."""
+        """Examples per second of all workers in that time."""
         return self._examples / max(self.seconds, 1e-9)
 
     def step(self, steps: int, global_examples: int, logs: dict[str, Any]) -> None:
-        """Count `steps` with their examples and, with a bar or after a minute, show this rank's running values."""
+        """Count steps, and update the bar or, once a minute, print a line.
+
+        Args:
+            steps: Number of steps that have just run.
+            global_examples: Number of examples in them, over all workers.
+            logs: This rank's running loss and metrics.
+        """
         self._steps += steps
         self._examples += global_examples
         if self._bar is not None:
@@ -75,11 +89,11 @@ class Progress:
             self._print(f"step {self._steps:,}{self._left()}", logs)
 
     def stop(self) -> None:
-        """Stop the clock: what follows (validation, callbacks) does not count."""
+        """Stop the clock: validation and callbacks, which follow, do not count."""
         self._seconds = self.seconds
 
     def end(self, logs: dict[str, Any]) -> None:
-        """Show the values of the whole pass, over all workers."""
+        """Show the final loss and metrics of the pass, over all workers."""
         if self._bar is not None:
             self._show(logs, finalize=True)
         elif self._verbose == 2:
@@ -91,7 +105,7 @@ class Progress:
         print(f"{self._title}  {place}  {rate}{values}", flush=True)
 
     def _left(self) -> str:
-        """How many steps there are, and how long the rest will take if it takes as long as those before."""
+        """Return the total number of steps and an estimate of the minutes left, as text."""
         if self._total is None:
             return ""
         each = self.seconds / (self._steps - self._first)

@@ -1,4 +1,4 @@
-"""A fit that is saved while it runs, and goes on where it stopped when the same command runs again."""
+"""Saves checkpoints during a fit, and resumes from the newest one when the same command runs again."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ FOLDER = "checkpoints"
 
 @dataclass(frozen=True)
 class Position:
-    """Where a training stands.
+    """A position in a training.
 
     Attributes:
-        epoch: that is next, or being trained, counted from 0.
-        step: that is next in it.
-        steps: trained in all.
-        stopped: by a callback; the training has ended.
+        epoch: Index of the next epoch, or of the one in progress, from 0.
+        step: Index of the next step in that epoch, from 0.
+        steps: Number of steps trained so far, over all epochs.
+        stopped: Whether a callback has ended the training.
         trained: Logs of the epoch's steps, if all of them are trained and only its validation is left.
     """
 
@@ -68,7 +68,7 @@ class Position:
     trained: Logs | None = None
 
     def describe(self, epochs: int) -> str:
-        """Say where a run of `epochs` epochs goes on."""
+        """Return a message for the user about how a run of `epochs` epochs continues from here."""
         if self.stopped and self.epoch < epochs:
             return (
                 f"nothing to train: a callback stopped this run in epoch {self.epoch} of {epochs}"
@@ -81,21 +81,21 @@ class Position:
 
 
 class SavedFit:
-    """The checkpoints of one fit, below its run_dir.
+    """The checkpoints of one fit, in a folder of its run_dir.
 
     Args:
-        schedule: when to save.
-        resume: "auto": go on from the newest checkpoint if there is one; "must": refuse to begin anew; "never": refuse
-            to go on.
-        run_dir: of the run.
-        strategy: by which it is trained.
+        schedule: When to save, and how many checkpoints to keep.
+        resume: "auto": resume from the newest checkpoint if there is one; "must": fail without one; "never": fail with
+            one.
+        run_dir: Folder of the run.
+        strategy: Strategy that runs the training.
 
     Attributes:
-        steps: trained so far, in all processes that trained this run.
-        saved_steps: as `steps`, when saving was last due.
-        exists: whether a checkpoint is known to be written; rank 0 may be writing the first one.
-        seen: checksum of the batches of this epoch so far, of data that is read in order; see `require_seen`.
-        callbacks: of this rank, as soon as training has begun.
+        steps: Number of steps trained so far, over all processes of this run.
+        saved_steps: Value of `steps` when a checkpoint was last due.
+        exists: Whether a checkpoint is known to be complete; rank 0 may be writing the first one.
+        seen: Checksum of the batches of this epoch so far, for data that is read in order; see `require_seen`.
+        callbacks: States of this rank's callbacks, set when training begins.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class SavedFit:
         self._name = f"run_dir {str(run_dir.path)!r}"
         self._folder = run_dir.path / FOLDER
         self._lock: int | None = None  # On rank 0.
-        self._keeping = threading.Lock()  # What writes checkpoints is not alone.
-        self._found: Checkpoint | None = None  # On rank 0, until it is given to the model.
+        self._keeping = threading.Lock()  # The writing thread checks the folder, too.
+        self._found: Checkpoint | None = None  # On rank 0, until the model is restored.
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._alike = True
         self._writing: Writing | None = None
-        self._failures: list[str] = []  # In a row, on rank 0.
-        self._same_as: dict[int, int] = {}  # By steps: checkpoints that are an earlier one again.
+        self._failures: list[str] = []  # Failed saves in a row, on rank 0.
+        self._same_as: dict[int, int] = {}  # Checkpoint saved after a rewind -> restored one.
         self._mirror: Mirror | None = None
         self._opened = False
         self._preemption = Preemption(file=schedule.preemption_file)
@@ -126,14 +126,18 @@ class SavedFit:
 
     @contextmanager
     def opened(self, initial_epoch: int, facts: Mapping[str, Any]) -> Iterator[Position | None]:
-        """In this block the folder belongs to this run; yield where to go on, None: at the beginning. A collective.
+        """Lock the run's folder for this block, and read the newest checkpoint. A collective.
 
         Args:
-            initial_epoch: at which a new run begins.
-            facts: of the run, see `facts_of`.
+            initial_epoch: Index of the epoch, from 0, at which a new run begins.
+            facts: What must not change between the processes of a run; see `facts_of`.
+
+        Yields:
+            The position to resume from; None to start at the beginning.
 
         Raises:
-            UsageError: on all ranks: another run is at work there, or another one was.
+            UsageError: On all ranks, if another run uses or has used the folder, the run differs from the saved one,
+                all checkpoints are damaged, `resume` does not allow what was found, or this is the second fit.
         """
         if self._opened:
             raise UsageError(
@@ -197,10 +201,11 @@ class SavedFit:
         return {"position": before["position"], "alike": alike}
 
     def give(self, model: keras.Model) -> None:
-        """Set model and callbacks to what was found. A collective.
+        """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.
 
         Raises:
-            UsageError: on all ranks: the model or its optimizer has changed; names the first variable.
+            UsageError: On all ranks, if the model or its optimizer differs from the saved one; names the first
+                variable.
         """
         found, self._found = self._found, None
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
@@ -215,17 +220,20 @@ class SavedFit:
         self.callbacks.give(states["callbacks"])
 
     def rewind(self, model: keras.Model, epoch: int, epoch_ends: bool) -> int | None:
-        """Set the model to the newest checkpoint, while data and callbacks go on; return its steps. A collective.
+        """Restore only the model from the newest checkpoint; data and callbacks continue. A collective.
 
-        A learning rate that is a number stays as it is.
+        A learning rate that is a number keeps its value.
 
         Args:
-            model: with its optimizer and its metrics. After a checkpoint of an earlier epoch the metrics begin anew.
-            epoch: that is being trained, counted from 0.
-            epoch_ends: no step of it follows: the metrics stay as they are, rather than show nothing or that epoch.
+            model: Model with its optimizer and metrics. The metrics are reset unless the checkpoint was saved within
+                this epoch.
+            epoch: Index of the epoch in progress, from 0.
+            epoch_ends: Whether no step of this epoch follows; the metrics then keep their values if they would be
+                reset.
 
         Returns:
-            None if there is no checkpoint. Where none was trained since another return, that one's.
+            The number of steps of the checkpoint; None if there is none. For a checkpoint that was saved right after a
+            rewind, without a step in between, that of the checkpoint restored then.
         """
         self._finish_writing()
         found: Checkpoint | None = None
@@ -247,7 +255,7 @@ class SavedFit:
         counted = read_state(model.metrics)
         arrays, ranks = (None, None) if found is None else (dict(found.arrays), found.ranks)
         rate = rate_variable(model.optimizer)
-        # Callbacks, which go on, have set it for this epoch.
+        # Callbacks, which continue, have set it for this epoch.
         kept = None if rate is None else rate.numpy()
         own = self._state_of(model).give_variables(arrays, ranks, position["alike"])
         self.callbacks.exchange_averages(own["process"]["callbacks"])
@@ -264,7 +272,14 @@ class SavedFit:
         return steps
 
     def require_seen(self, seen: int) -> None:
-        """Raise UsageError unless the batches that were trained before came once more. A collective."""
+        """Check that the resumed run has read the same batches as the saved one did in this epoch. A collective.
+
+        Args:
+            seen: Checksum of the batches that were read again; see `checksum_of`.
+
+        Raises:
+            UsageError: On all ranks, if it differs from the saved checksum.
+        """
         if any_rank(seen != self.seen, "seen"):
             raise UsageError(
                 "the training data does not yield the same batches as before the restart, so training cannot resume "
@@ -273,7 +288,7 @@ class SavedFit:
             )
 
     def is_told_to_end(self, now: bool = False) -> bool:
-        """Whether to save and stop now: the same on every rank. A collective at some steps, and where `now` is set."""
+        """Whether to save and stop now, the same on every rank. A collective at some steps, and always with `now`."""
         minutes = self._schedule.every_minutes
         due = minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
         ends, self._is_time = self._preemption.agreed(self.steps, due, now)
@@ -284,12 +299,12 @@ class SavedFit:
         return self._preemption.in_validation()
 
     def is_due(self) -> bool:
-        """Whether to save now, within an epoch: the same on every rank. Asked after `is_told_to_end`."""
+        """Whether to save now, within an epoch, the same on every rank. Call `is_told_to_end` first."""
         every = self._schedule.every_steps
         return self._is_time or (every is not None and self.steps - self.saved_steps >= every)
 
     def preempted(self) -> Preempted | WorkersChanged:
-        """What to raise after saving, where this job was told to end or its workers change."""
+        """Return the exception to raise after the last save: the job was asked to stop, or its workers change."""
         if is_elastic(os.environ) and not self._preemption.told:
             return WorkersChanged("hosts have joined or are leaving.")
         file = self._schedule.preemption_file
@@ -309,22 +324,22 @@ class SavedFit:
         last: bool = False,
         trained: Logs | None = None,
     ) -> None:
-        """Take the state, and write a checkpoint of it while the training goes on. A collective.
+        """Capture the state, and write a checkpoint of it in the background. A collective.
 
-        Nothing is saved while the one before is still being written. One that cannot be written, or whose weights are
-        nan or inf, is warned of when the next is due.
+        Nothing is saved while the previous checkpoint is still being written. If one cannot be written, or the weights
+        are nan or inf, a warning follows at the next save.
 
         Args:
-            model: whose steps are finished.
-            logs: of the last step.
-            epoch: see Position.
-            step: see Position.
-            stopped: see Position.
-            last: no other follows: wait for the one before, and return when this one is written.
-            trained: see Position.
+            model: Model whose steps have finished.
+            logs: Logs of the last step.
+            epoch: See Position.
+            step: See Position.
+            stopped: See Position.
+            last: Whether this is the last checkpoint; waits until it and the one before are written.
+            trained: See Position.
 
         Raises:
-            UsageError: on all ranks: as many checkpoints in a row as `max_failures` could not be written.
+            UsageError: On all ranks, if `max_failures` checkpoints in a row could not be written.
         """
         self.saved_steps, self._saved_at = self.steps, time.monotonic()
         if last or self._writing is None or self._writing.has_ended:
@@ -332,7 +347,7 @@ class SavedFit:
         rules = logs.rules if isinstance(logs, StepLogs) else {}
         state = self._state_of(model)
         own = state.own({"callbacks": self.callbacks.take(), "seen": self.seen}, rules)
-        # Only rank 0 writes, so that only there anything is.
+        # Only rank 0 writes, so only it knows of a write in progress and of failures.
         failed = self._failed_too_often()
         here = [self._writing is not None, self.exists, failed is not None, own]
         busy, exists, ends, ranks = zip(*ALL_RANKS.exchange(here, "saving"), strict=True)
@@ -348,17 +363,16 @@ class SavedFit:
             write = partial(self._write, self.steps, content, state.untrained)
             self._writing = Writing(self.steps, write)
         if last:
-            # On all ranks: one that exits with a code has the launcher end rank 0 as well, before it has written.
+            # All ranks wait: if one exits with an error code, the launcher ends rank 0 before it has written.
             on_first(self._finish_writing, self._name)
 
     def _state_of(self, model: keras.Model) -> TrainingState:
-        """The state of the one model of this fit."""
         if self._state is None:
             self._state = TrainingState(model, self._strategy)
         return self._state
 
     def _write(self, steps: int, content: Checkpoint, untrained: Collection[str]) -> None:
-        # A pass over all memory, for which no step waits.
+        # In this thread, as it reads all of the state: no step waits for it.
         require_finite(content.arrays.items(), untrained)
         self._keep_folder()
         began = time.monotonic()
@@ -371,12 +385,12 @@ class SavedFit:
             self._mirror.copy(path)
 
     def _keep_folder(self) -> None:
-        """Make the folder again if it has gone; raise OSError if it is another run's by now."""
+        """Create the folder again if it was removed; raise OSError if it now belongs to another run."""
         with self._keeping:
             self._lock = lock_kept(self._folder, self._name, self._lock)
 
     def _failed_too_often(self) -> UsageError | None:
-        """What ends the training on rank 0, which writes."""
+        """Return the error that ends the training on rank 0 after too many failed saves."""
         count, most = len(self._failures), self._schedule.max_failures
         if most is None or count < most:
             return None
@@ -387,7 +401,7 @@ class SavedFit:
         )
 
     def _finish_writing(self) -> None:
-        """Wait until what is being written is there; on other ranks than 0 nothing is."""
+        """Wait for the checkpoint being written, and warn if it failed; only rank 0 has one."""
         writing, self._writing = self._writing, None
         error = None if writing is None else writing.error()
         if writing is None:
@@ -410,9 +424,9 @@ class SavedFit:
 
 @contextmanager
 def in_job(rank: Rank, saved: SavedFit | None) -> Iterator[None]:
-    """Turn the failure of a collective inside this block into an EngineError.
+    """Convert the failure of a collective in this block to an EngineError.
 
-    In an elastic job whose Trainer has checkpoints, the script is started again in its place.
+    In an elastic job whose Trainer has checkpoints, restart the script instead.
     """
     try:
         with engine_errors(rank):
@@ -429,10 +443,16 @@ def saved_fit(
     run_dir: RunDir | None,
     strategy: Strategy,
 ) -> SavedFit | None:
-    """Return the SavedFit of what a user gave Trainer; None without `schedule`.
+    """Return the checkpoints of a Trainer's fit; None without `schedule`.
+
+    Args:
+        schedule: The Trainer's argument `checkpoints`.
+        resume: The Trainer's argument; the variable HVDTRAIN_RESUME takes precedence.
+        run_dir: Folder of the run.
+        strategy: Strategy that runs the training.
 
     Raises:
-        UsageError: it cannot work.
+        UsageError: If an argument is wrong, run_dir is missing, or the strategy is not Horovod's.
     """
     wanted = os.environ.get(RESUME, resume)
     if wanted not in ("auto", "never", "must"):

@@ -1,4 +1,4 @@
-"""The folder of a run: config.json, metrics.csv, events.jsonl and the final model. Rank 0 writes it."""
+"""The folder of a run, with config.json, metrics.csv, events.jsonl and the final model; written by rank 0."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ MODEL = "model.keras"
 
 
 class RunDir:
-    """Files of one run. config.json and the model are complete or absent: each is written beside its place and
-    renamed. metrics.csv grows by a line per epoch, events.jsonl as described in `event_log`.
+    """The files of one run.
+
+    config.json and the model are complete or absent, because each is renamed into place. metrics.csv gets a line per
+    epoch; for events.jsonl see `event_log`.
 
     Attributes:
-        keep: called before something is written while training goes on; raises OSError if the folder is another run's.
+        path: Path of the folder.
+        keep: Function called before each write during training; raises OSError if the folder now belongs to another
+            run.
+        metrics: Table of the epochs' losses and metrics, metrics.csv.
+        events: Log of the run's events, events.jsonl.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -32,13 +38,14 @@ class RunDir:
         self.events = EventLog(self.path / EVENTS, lambda: self.keep())
 
     def begin(self, first_epoch: int, continued: bool = False) -> None:
-        """Make the folder.
+        """Create the folder; nothing in it is overwritten.
 
-        Nothing is overwritten. A run that continues where that one stopped, with `first_epoch` (from 0) after its
-        first, adds to its metrics, and so does one that is `continued` from its checkpoints.
+        Args:
+            first_epoch: Index of the first epoch to train, from 0; above 0 the run continues an earlier one.
+            continued: Whether the run continues from checkpoints.
 
         Raises:
-            UsageError: it cannot be made, or another run left its metrics there.
+            UsageError: If the folder cannot be created, or holds the metrics of a run that this one does not continue.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -53,23 +60,23 @@ class RunDir:
             )
 
     def write_config(self, config: dict[str, Any]) -> None:
-        """Write what the run was asked to do."""
+        """Write the run's settings and the versions of its libraries to config.json."""
         temporary = self.path / f".{CONFIG}.tmp"
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
         temporary.replace(self.path / CONFIG)
 
     @property
     def model(self) -> Path:
-        """The file of the final model with its optimizer."""
+        """Path of the final model with its optimizer."""
         return self.path / MODEL
 
 
 class EpochTable:
-    """A CSV file with lines for each epoch, in order. Lines of epochs that are trained again are replaced.
+    """A CSV file with lines for each epoch, in order; the lines of an epoch that is trained again are replaced.
 
     Args:
-        path: of the file.
-        keep: see RunDir.
+        path: Path of the file.
+        keep: Function called before each write; see RunDir.
     """
 
     def __init__(self, path: Path, keep: Callable[[], None]) -> None:
@@ -81,15 +88,19 @@ class EpochTable:
 
     @property
     def is_begun(self) -> bool:
-        """Whether this object has written to it."""
+        """Whether this object has begun the file."""
         return bool(self._columns)
 
     def append(self, rows: Sequence[dict[str, Any]], columns: list[str]) -> None:
-        """Add the lines of one epoch. The first call fixes the columns, and keeps the lines of earlier epochs. A file
-        that was removed since begins anew.
+        """Add the lines of one epoch.
 
-        What cannot be written is warned of once, and written with the lines of a later epoch: no disk that is full ends
-        a training.
+        The first call fixes the columns, and keeps the lines of earlier epochs. If the file has been removed, a new one
+        begins. If it cannot be written, for instance on a full disk, the user is warned once, and the lines are written
+        with those of a later epoch.
+
+        Args:
+            rows: Values by column name, one dict per line; each has "epoch", from 1.
+            columns: Names of the columns.
         """
         self._waiting += rows
         try:
@@ -120,7 +131,7 @@ class EpochTable:
         self._waiting.clear()
 
     def _begin(self, epoch: int, columns: list[str]) -> None:
-        """Write the header, and the lines before `epoch` of the run that this one continues."""
+        """Write the header and the lines of epochs before `epoch`, which an earlier process has trained."""
         before: list[dict[str, str]] = []
         if self._path.exists():
             with self._path.open(newline="") as file:
@@ -139,19 +150,21 @@ class EpochTable:
 
 
 def _plain(value: Any) -> Any:
-    """A number or list of NumPy's as Python's own."""
+    """Convert a NumPy number or array to Python's types."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def epoch_line(
     epoch: int, logs: dict[str, Any], validated: bool, seconds: float, rate: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of an epoch (counted from 0), and the columns of a run.
+    """Return the line of an epoch in metrics.csv, and the columns of the table.
 
     Args:
-        logs: the epoch's.
-        validated: the run evaluates, though perhaps not after every epoch.
-        seconds, rate: of training, in examples per second.
+        epoch: Index of the epoch, from 0.
+        logs: Losses and metrics of the epoch.
+        validated: Whether the run validates, though perhaps not after every epoch.
+        seconds: Duration of the training steps.
+        rate: Examples per second of all workers.
     """
     names = [name for name in logs if not name.startswith("val_")]
     if validated:

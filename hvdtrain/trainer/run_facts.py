@@ -1,4 +1,4 @@
-"""What of a run must be the same when it continues from a checkpoint, and what may change with its workers."""
+"""The facts about a run that must not change when it resumes from a checkpoint, and those that may."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG = (
     "steps_per_execution",
     "warmup_epochs",
 )
-"""What of the Trainer's arguments the course of a training depends on."""
+"""Arguments of the Trainer on which the results of the training depend."""
 
 
 def facts_of(
@@ -35,13 +35,22 @@ def facts_of(
     model: keras.Model,
     callbacks: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return what of a fit matters when it is resumed, by names for messages.
+    """Return the facts about a fit to compare when it resumes.
+
+    Args:
+        config: The Trainer's arguments, by name.
+        source: Training data.
+        validation: Validation data, if any.
+        model: Model with its optimizer and metrics.
+        callbacks: The user's callbacks.
 
     Returns:
-        "run": what must be the same. "ranks": how they are arranged. "own": what must be the same, too, where that is.
+        "run": facts that must be the same. "ranks": number and layout of the ranks, which may change. "own": facts that
+        must be the same as long as "ranks" is. Names are those for messages.
 
     Raises:
-        UsageError: a fit that cannot be resumed exactly.
+        UsageError: If the fit could not be resumed exactly: the order of the data differs from process to process, the
+            model has several optimizers, or BackupAndRestore is used.
     """
     for what, data in (("training", source), ("validation", validation)):
         if data is not None and data.unrepeatable:
@@ -78,7 +87,7 @@ def facts_of(
 
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
-    """Raise UsageError for the first of the facts that is not what it was; `path` is the run_dir."""
+    """Raise UsageError, with the path of the run_dir, for the first fact that has changed."""
     for name in {**before, **now}:
         if _same(before.get(name), now.get(name)):
             continue
@@ -94,7 +103,7 @@ def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str)
 
 
 def refuse_parts(callbacks: Mapping[str, Any]) -> None:
-    """Raise UsageError for weights that a callback kept as they lay in another layout."""
+    """Raise UsageError if a callback's saved best weights are parts in another layout than the present one."""
     for name, state in callbacks.items():
         if isinstance(state, dict) and state.get("best_weights") is not None:
             raise UsageError(
@@ -105,7 +114,7 @@ def refuse_parts(callbacks: Mapping[str, Any]) -> None:
 
 
 def _same(before: Any, now: Any) -> bool:
-    """Whether two facts are; sums over the data differ in rounding between machines."""
+    """Whether two facts are equal; sums over the data may differ by rounding between machines."""
     if isinstance(before, dict) and isinstance(now, dict):
         return before.keys() == now.keys() and all(alike(before[k], now[k]) for k in before)
     return before == now

@@ -1,4 +1,4 @@
-"""From what the user gave Trainer to what it works with: the model, compile's arguments, the data's facts."""
+"""Checks and converts the arguments of the Trainer: the model, the arguments of compile, data and callbacks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ from hvdtrain.strategies.strategy import ModelSource, Strategy
 def build_model(
     model: ModelSource, precision: str | None, build: Callable[[ModelSource], keras.Model]
 ) -> keras.Model:
-    """Return the model that `build` makes of a model or a function; with `precision` if it is a function.
+    """Return the model that `build` makes of `model`, with the dtype policy `precision`.
+
+    Args:
+        model: A keras.Model, or a function that builds one.
+        precision: Name of a Keras dtype policy, set before a function is called; None: the current one.
+        build: The strategy's function that returns the model to train.
 
     Raises:
-        UsageError: not a model, or a model built with another precision.
+        UsageError: If `model` is neither, the policy is unknown, or an instance was built with another policy.
     """
     if isinstance(model, keras.Model):
         if precision is not None and model.dtype_policy.name != precision:
@@ -67,11 +72,15 @@ def compile_model(
     """Compile `model`, with optimizers that `strategy` distributes.
 
     Args:
-        prepare: makes the optimizer to train with from the user's.
-        given: optimizer, loss, metrics, weighted_metrics and loss_weights of Trainer; None where left out.
+        model: Model that `build_model` returned.
+        strategy: Strategy that runs the training.
+        prepare: Function that makes the optimizer to train with from the user's.
+        given: The Trainer's optimizer, loss, metrics, weighted_metrics and loss_weights; None where left out.
+        jit_compile: Whether to compile steps with XLA.
+        run_eagerly: Whether to run steps without tf.function.
 
     Raises:
-        UsageError: what was given does not fit the model or the strategy.
+        UsageError: If these arguments do not fit the model or the strategy, or there is no loss.
     """
     prepare_saving()
     run_eagerly = run_eagerly or model.run_eagerly
@@ -103,7 +112,7 @@ def compile_model(
 
 
 def _require_own_compile(model: keras.Model, given: dict[str, Any]) -> None:
-    """Raise UsageError unless a model that has a `compile` of its own went through it."""
+    """Raise UsageError unless a model that overrides `compile` was compiled, and is given no arguments for it."""
     name = type(model).__name__
     if not model.compiled:
         raise UsageError(
@@ -126,10 +135,10 @@ def compile_arguments(
     weighted_metrics: Any,
     loss_weights: Any,
 ) -> dict[str, Any]:
-    """Return the arguments for model.compile; those of a compiled model where none were given.
+    """Return the arguments for model.compile, taking those not given from the compiled model.
 
     Raises:
-        UsageError: Keras knows no such optimizer.
+        UsageError: If Keras has no such optimizer, or the optimizer holds several.
     """
     given = {
         "loss": loss,
@@ -151,7 +160,7 @@ def compile_arguments(
 
 
 def refuse_batch_size(name: str, value: Any, workers: int) -> None:
-    """Raise UsageError if the argument `name` of fit, evaluate or predict was given."""
+    """Raise UsageError if the argument `name` (batch_size or validation_batch_size) was given."""
     if value is not None:
         raise UsageError(
             f"{name}={value!r}: the batch size is set once, for all workers together: Trainer(..., "
@@ -161,7 +170,11 @@ def refuse_batch_size(name: str, value: Any, workers: int) -> None:
 
 
 def as_callbacks(given: Any) -> list[keras.callbacks.Callback]:
-    """Return the callbacks in what a user passes as such; UsageError for anything else."""
+    """Return the user's callbacks, one or a nested structure of them, as a flat list.
+
+    Raises:
+        UsageError: If there is anything but Keras callbacks in it.
+    """
     found = keras.tree.flatten(given or [])
     for one in found:
         if isinstance(one, type):
@@ -174,7 +187,7 @@ def as_callbacks(given: Any) -> list[keras.callbacks.Callback]:
 
 
 def require_labels(model: keras.Model, *sources: Source | None) -> None:
-    """Raise UsageError for data without labels, if Keras's own steps would pass them to the loss of compile."""
+    """Raise UsageError for data without labels, if Keras's own step would pass them to the loss of compile."""
     if not compares_with_labels(model):
         return
     for source in sources:
@@ -185,7 +198,17 @@ def require_labels(model: keras.Model, *sources: Source | None) -> None:
 
 
 def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) -> None:
-    """Raise UsageError for epochs that are no numbers, or a validation_freq that is neither one nor a list of them."""
+    """Check the arguments of fit about epochs.
+
+    Args:
+        epochs: Number of the last epoch, from 1; 0 trains nothing.
+        initial_epoch: Index of the first epoch, from 0.
+        value: The argument validation_freq.
+
+    Raises:
+        UsageError: If a number is not an integer or too small, or validation_freq is neither a number nor a list of
+            them.
+    """
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
     if isinstance(value, Integral):
@@ -200,13 +223,13 @@ def check_epochs(epochs: int, initial_epoch: int, value: int | Collection[int]) 
 
 
 def split_arrays(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
-    """Return ((x, y, sample_weight), validation data): the last `fraction` of the arrays, before shuffling."""
+    """Return ((x, y, sample_weight), validation data): the last `fraction` of the examples, before shuffling."""
     train, validation = validation_split(x, y, sample_weight, fraction)
     return (*train, None, None)[:3], validation
 
 
 def symbolic_data(element: Any, examples: int) -> Any:
-    """Return Keras's symbolic tensors for `examples` examples like `element` (see Source)."""
+    """Return `examples` examples like `element` (see `Source.element`) as Keras's symbolic tensors."""
     if isinstance(element, Spec):
         text = element.dtype.startswith(("str", "bytes", "object"))
         return keras.KerasTensor((examples, *element.shape), "string" if text else element.dtype)
@@ -217,11 +240,16 @@ def symbolic_data(element: Any, examples: int) -> Any:
 
 
 def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, workers: int) -> None:
-    """Raise UsageError if a model that keeps the state of each row of a batch gets shares of another size.
+    """Check that a model with a fixed batch size, such as a stateful RNN, gets shares of that size.
 
     Args:
-        inputs: of the model, symbolic.
-        batch_size: of all workers together.
+        inputs: Symbolic inputs of the model.
+        source: Data to read.
+        batch_size: Number of examples per step, over all workers.
+        workers: Number of workers.
+
+    Raises:
+        UsageError: If a share, or the last batch of the data, has another size.
     """
     for fixed in {tensor.shape[0] for tensor in inputs} - {None}:
         if fixed * workers != batch_size:
@@ -241,34 +269,37 @@ def check_fixed_batch(inputs: Sequence[Any], source: Source, batch_size: int, wo
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiled steps of a model are made for.
+    """The parts of a model for which its steps were compiled.
 
     Attributes:
-        optimizers: that train it.
-        trained: ids of the variables that they train.
+        optimizers: Optimizers that train it.
+        trained: Ids of the variables that they train.
     """
 
     optimizers: list[Any]
     trained: list[int]
 
     def trains_otherwise(self, before: Compiled, what: str) -> bool:
-        """Whether steps that were made `before` do not fit: evaluation does not depend on which layers are frozen."""
+        """Whether steps compiled for `before` no longer fit.
+
+        Frozen layers make a difference only if `what` is "training".
+        """
         frozen = what == "training" and self.trained != before.trained
         return frozen or self.optimizers != before.optimizers
 
 
 def compiled_as(model: keras.Model) -> Compiled:
-    """Return what steps of `model` would be made for now."""
+    """Return what steps of `model` would be compiled for now."""
     return Compiled(optimizers_of(model), [id(v) for v in model.trainable_variables])
 
 
 def one_or_all(values: list[Any]) -> Any:
-    """Return the only one of `values`, or all of them: most models have one optimizer."""
+    """Return the only one of `values`, or all of them; most models have one optimizer."""
     return values[0] if len(values) == 1 else values
 
 
 def source_facts(source: Source) -> dict[str, Any]:
-    """Return what the ranks compare about their data before they start."""
+    """Return the facts about its data that a rank compares with the others before it starts."""
     return {
         "the number of steps in an epoch": source.steps_per_epoch,
         "the number of examples": source.examples,
@@ -277,7 +308,15 @@ def source_facts(source: Source) -> dict[str, Any]:
 
 
 def keras_file(filepath: str | Path, what: str) -> Path:
-    """Return the path of a .keras file for the method `what`; UsageError for another ending."""
+    """Return the path of a .keras file.
+
+    Args:
+        filepath: Path that the user gave.
+        what: Name of the Trainer's method, for the message.
+
+    Raises:
+        UsageError: If the path does not end in .keras.
+    """
     path = Path(filepath)
     if path.suffix != ".keras":
         raise UsageError(f"{what}: {filepath}: pass a file name that ends in .keras")

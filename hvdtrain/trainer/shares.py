@@ -1,4 +1,4 @@
-"""The shares of an epoch as the steps want them: read ahead, as tensors, and agreed upon by the ranks."""
+"""The shares of an epoch as tensors: prefetched, and compared over the ranks."""
 
 from __future__ import annotations
 
@@ -16,22 +16,26 @@ from hvdtrain.data import KnownSource, OwnSource, Part, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
 
 MOST_AHEAD = 16
-"""Shares of a stream that are read ahead, and agreed upon at once, ..."""
+"""Maximum number of shares of a stream that are prefetched, and compared over the ranks at once, ..."""
 
 BYTES_AHEAD = 1 << 24
-"""... as far as they fit into this many bytes."""
+"""... as long as they fit into this many bytes."""
 
 
 def epoch_shares(
     source: Source, epoch: int, part: Part, ranks: Communicator = ALL_RANKS, skip: int = 0
 ) -> Iterator[Share]:
-    """Yield the shares of one epoch that are `part`, as tensors, made in another thread.
+    """Yield this process's shares of one epoch, as tensors, made in another thread.
 
     Args:
-        skip: steps to leave out at the beginning, of data where they need not be read.
+        source: Data to read.
+        epoch: Index of the epoch, from 0.
+        part: Share of each global batch that this process reads.
+        ranks: Ranks that read the data together.
+        skip: Number of steps to leave out at the beginning, if the source can do so without reading them.
 
     Raises:
-        ReplicaError: a stream brought another batch, or another number of batches, to some rank.
+        ReplicaError: If a rank's stream has another batch, or another number of batches, than that of rank 0.
     """
     if isinstance(source, KnownSource):
         found = source.epoch(epoch, part.index, part.count, skip)
@@ -46,14 +50,14 @@ def epoch_shares(
 
 
 def checksum_of(shares: Iterable[Share], before: int = 0) -> int:
-    """Return a checksum of the batches of `shares` and of those in `before`."""
+    """Return a checksum of the batches of `shares`, continuing the checksum `before`."""
     for share in shares:
         before = zlib.crc32(str([share.global_examples, share.checksum]).encode(), before)
     return before
 
 
 def grouped(shares: Iterator[Share], size: int) -> Iterator[list[Share]]:
-    """Yield lists of up to `size` shares that follow each other and can be stacked: equal shapes, no idle rank."""
+    """Yield lists of up to `size` consecutive shares that can run together: equal shapes, and no idle rank."""
     group: list[Share] = []
     for share in shares:
         alike = group and _shapes(share) == _shapes(group[0])
@@ -79,12 +83,12 @@ def _with_tensors(shares: Iterator[Share]) -> Generator[Share, None, None]:
 
 
 def _agreed(shares: Generator[Share, None, None], ranks: Communicator) -> Iterator[Share]:
-    """Let steps begin only when all ranks have the same batches for them: for streams only.
+    """Start a step of a stream only when all ranks have the same batch for it.
 
-    It takes about 1 ms, so it is done for 1, 2, 4, ... steps at once, as many as are read ahead.
+    A comparison takes about 1 ms, so it covers 1, 2, 4, ... steps at once, up to the number of prefetched shares.
     """
     first = next(shares, None)
-    # The ranks' shares differ in size.
+    # The minimum, as the ranks' shares differ in size.
     most = int(ranks.allreduce(_fitting(first), "hvdtrain_ahead", Min))
     ahead = prefetch(_from(first, shares), max(most, 2))
     step, count = 0, 1
@@ -98,7 +102,7 @@ def _agreed(shares: Generator[Share, None, None], ranks: Communicator) -> Iterat
 
 
 def _fitting(share: Share | None) -> int:
-    """Return how many shares like this one are read ahead."""
+    """Return how many shares like this one to prefetch."""
     if share is None:
         return MOST_AHEAD
     leaves = tf.nest.flatten(share.data)
@@ -115,7 +119,7 @@ def _from(
 
 
 def _compared(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
-    """Let the ranks compare what can be compared of data whose length is known: the same few steps on each."""
+    """Compare the batches of data of known length that have a checksum: the same few steps on each rank."""
     for step, share in enumerate(shares):
         if share.checksum is not None:
             _require_same([share], step, 1, ranks)
@@ -123,7 +127,7 @@ def _compared(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
 
 
 def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
-    """Let the ranks count the examples that each brings to a step; one whose data has ended continues as idle."""
+    """Count the examples that each rank brings to a step; a rank whose data has ended continues as idle."""
     last: Share | None = None
     while True:
         share = next(shares, None)
@@ -146,7 +150,7 @@ def _counted(shares: Iterator[Share], ranks: Communicator) -> Iterator[Share]:
 
 
 def _require_same(shares: Sequence[Share], step: int, count: int, ranks: Communicator) -> None:
-    """Raise ReplicaError unless all ranks bring the same to `count` steps from `step` on. A collective."""
+    """Raise ReplicaError unless all ranks have the same batches for `count` steps from `step` on. A collective."""
     mine = np.zeros((count, 3), np.int64)
     for row, share in zip(mine, shares, strict=False):
         row[:] = 1, share.global_examples, (share.checksum or 0) % 2**62

@@ -1,12 +1,12 @@
-"""Which rank the others wait for: the time that each spends outside of steps, compared at the end of every epoch.
+"""Finds the rank that the others wait for, from the time that each rank spends outside of training steps.
 
-A step ends on all ranks together, when its gradients are reduced. What one rank spends between two steps beyond what
-the others spend (on its data, in a callback, on a slow disk), all of them lose.
+A step ends on all ranks together, when its gradients are reduced. The time that one rank spends between two steps
+beyond that of the others (on its data, in a callback, on a slow disk) is lost to all of them.
 
-A rank that is slow within the step itself is not seen. One would note when its local gradients are ready, before the
-first collective; but a GPU computes while the graph goes on, so that nothing on the host knows that moment without
-waiting for the GPU in every step. Horovod's timeline shows it: `hvdtrain run --timeline-filename FILE`, where each
-tensor's NEGOTIATE has a mark when a rank is ready.
+A rank that is slow within the step itself is not found. That would take the time at which its local gradients are
+ready, before the first collective. But a GPU runs asynchronously, so the host would have to wait for it in every step
+to know that time. Horovod's timeline shows it: with `hvdtrain run --timeline-filename FILE`, each tensor's NEGOTIATE
+has a mark when a rank is ready.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ OUTSIDE: dict[Phase, tuple[str, str]] = {
     "callbacks": ("in callbacks", "Check for a callback that does its work on this rank only"),
     "saving": ("saving", "Save less often or to a faster disk"),
 }
-"""Phase outside of steps -> what a rank does in it, and what to do about it."""
+"""Phase outside of steps -> what a rank does in it, and advice for the user."""
 LEAST_SHARE = 0.05
-"""Of an epoch that a rank must cost the others to be suspected: less is noise."""
+"""Share of an epoch that a rank must cost the others to be suspected: less is noise."""
 LEAST_SECONDS = 2.0
-"""That a rank must have cost the others in epochs in a row before it is named: nobody mends less, and on a busy
-machine the same rank may be the slower one twice by chance."""
+"""Seconds that a rank must have cost the others, in consecutive epochs, before the user is warned.
+
+Less is not worth mending, and on a busy machine the same rank may be the slowest twice by chance.
+"""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that the others waited for in one epoch.
+    """The rank that the others waited for in one epoch.
 
     Attributes:
-        rank: its number.
-        phase: what it spent the most time on, compared with the others; of OUTSIDE.
-        seconds: spent on that.
-        typical: seconds that the median rank spent on it.
-        epoch_seconds: that the epoch took.
-        lost: seconds that the others waited for it, whatever it did.
+        rank: Number of the rank.
+        phase: Phase of OUTSIDE in which it exceeded the typical time the most.
+        seconds: Seconds that it spent in that phase.
+        typical: Seconds that the median rank spent in that phase.
+        epoch_seconds: Duration of the epoch in seconds.
+        lost: Seconds that the others waited for it, over all phases.
     """
 
     rank: int
@@ -59,11 +61,11 @@ class Straggler:
 
 
 def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | None:
-    """Return the rank that the others waited for.
+    """Return the rank that the others waited for; None if none stands out.
 
     Args:
-        outside: seconds of each rank in each phase of OUTSIDE, of shape (ranks, phases).
-        epoch_seconds: that the epoch took.
+        outside: Seconds of each rank in each phase of OUTSIDE, of shape (ranks, phases).
+        epoch_seconds: Duration of the epoch in seconds.
     """
     slowest = int(outside.sum(axis=1).argmax())
     lost = outside[slowest].sum() - _typical(outside.sum(axis=1))
@@ -82,15 +84,15 @@ def find_straggler(outside: np.ndarray, epoch_seconds: float) -> Straggler | Non
 
 
 def _typical(seconds: np.ndarray) -> float:
-    """The median; of an even number of ranks the lower of the two in the middle, so that of two it is the faster."""
+    """Return the median; for an even number of ranks the lower of the middle two, so that of two it is the faster."""
     return float(np.sort(seconds)[(len(seconds) - 1) // 2])
 
 
 class StragglerWatch:
-    """Compares the ranks' times in one fit, and warns on rank 0 of one that holds the others back.
+    """Compares the ranks' times in one fit, and warns on rank 0 about a rank that slows the others down.
 
     Args:
-        ranks: that train together.
+        ranks: Ranks that train together.
     """
 
     def __init__(self, ranks: Communicator = ALL_RANKS) -> None:
@@ -101,8 +103,15 @@ class StragglerWatch:
         self._named: set[int] = set()
 
     def look(self, epoch: int) -> dict[str, list[float]]:
-        """Return the seconds of all ranks in each phase of `epoch`, counted from 0; empty for a rank alone. A
-        collective."""
+        """Compare the times of an epoch that has ended, and warn if a rank lags. A collective.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+
+        Returns:
+            Phase -> seconds of each rank in it; "seconds" is the duration of the epoch. Empty if there is only one
+            rank.
+        """
         if self._ranks.size() == 1:
             return {}
         now = _times()
@@ -130,6 +139,6 @@ class StragglerWatch:
 
 
 def _times() -> np.ndarray:
-    """This rank's seconds until now in steps and in the phases of OUTSIDE, and those that have passed."""
+    """Return this rank's seconds so far in steps and in each phase of OUTSIDE, and the present time."""
     spent = own_seconds()
     return np.array([*(spent.get(p, 0.0) for p in ("training", *OUTSIDE)), time.monotonic()])

@@ -1,12 +1,12 @@
-"""Trainer: fit, evaluate and predict a Keras model on all workers, as one worker would.
+"""Trainer: fit, evaluate and predict with a Keras model on all workers, as one worker would.
 
-It combines the other packages. The data arrives as shares of global batches (data). A strategy (strategies, or
-parallel for divided models) runs the steps on them, weighted by each rank's share of the batch; at the end of an
-epoch it merges metrics, compares replicas and averages statistics. model.fit would give every rank the same weight,
-however many examples it has, and let a callback on one rank end the loop there while the others wait.
+It combines the other packages. Data sources (`data`) yield shares of global batches. A strategy (`strategies`, or
+`parallel` for divided models) runs the steps on them, weighted by each rank's share of the batch; at the end of an
+epoch it merges metrics, compares replicas and averages statistics. `model.fit` would give every rank the same weight,
+however many examples it has, and a callback that stops training on one rank would leave the others waiting.
 
-The cost over plain Keras: one pass over the variables after the first step and after each epoch, and one small
-collective per epoch for metrics, statistics and the decision to stop.
+The cost over plain Keras: one pass over the variables after the first step and after each epoch, and a few
+small collectives per epoch for metrics, statistics and the decision to stop.
 """
 
 from __future__ import annotations
@@ -67,44 +67,48 @@ class Trainer:
     hvdtrain.keras.SyncBatchNormalization), and dropout draws different masks on each worker.
 
     Args:
-        model: a compiled or uncompiled keras.Model, or a function without arguments that builds one. A model whose
+        model: A compiled or uncompiled keras.Model, or a function without arguments that builds one. A model whose
             class overrides `compile` (a GAN) must be compiled. If the class overrides `train_step`, every optimizer
             that it holds in an attribute is distributed.
         optimizer: Keras optimizer or its name. Default: that of the compiled model, or "rmsprop".
-        loss: as in keras.Model.compile.
-        metrics: as in keras.Model.compile.
-        global_batch_size: number of examples per step, over all workers. A batch size that is fixed in the model's
+        loss: As in keras.Model.compile.
+        metrics: As in keras.Model.compile.
+        global_batch_size: Number of examples per step, over all workers. A batch size that is fixed in the model's
             inputs (batch_shape of a stateful RNN) is that of one worker's share.
-        weighted_metrics: as in keras.Model.compile.
-        loss_weights: as in keras.Model.compile.
-        learning_rate_scaling: multiply the learning rate by the number of workers ("linear"), by its square root
-            ("sqrt"), or not at all ("none", right if the global batch does not grow with the workers).
-        warmup_epochs: raise the learning rate linearly over this many epochs, from its unscaled value (from 0 with
+        weighted_metrics: As in keras.Model.compile.
+        loss_weights: As in keras.Model.compile.
+        learning_rate_scaling: Factor for the learning rate: the number of workers ("linear"), its square root ("sqrt"),
+            or 1 ("none", right if the global batch does not grow with the workers).
+        warmup_epochs: Number of epochs over which the learning rate rises linearly from its unscaled value (from 0 with
             "none"). The rate must be a number, not a schedule.
         precision: "float32", "mixed_bfloat16", "mixed_float16" or another Keras dtype policy, set before the function
             `model` is called. A model passed as an instance must have been built with it. Default: the current one.
-        run_dir: folder for config.json, metrics.csv, events.jsonl and the final model.keras. Default: none.
-        checkpoints: hvdtrain.Checkpoints: when to save in run_dir; the same script, run again, continues from there.
+        run_dir: Folder for config.json, metrics.csv, events.jsonl and the final model.keras. Default: none.
+        checkpoints: An hvdtrain.Checkpoints: when to save in run_dir. The same script, run again, resumes from there.
         resume: "auto": continue if run_dir holds a checkpoint; "must": fail without one; "never": fail with one.
-        seed: for initial weights (if `model` is a function) and for shuffling.
-        jit_compile: compile training steps with XLA, except what XLA cannot compile, such as Horovod's collectives.
-        run_eagerly: run steps without tf.function, for debugging.
-        steps_per_execution: number of steps to run between calls of the callbacks.
+        seed: Seed for initial weights (if `model` is a function) and for shuffling.
+        jit_compile: Whether to compile training steps with XLA, except for what it cannot compile, such as collectives.
+        run_eagerly: Whether to run steps without tf.function, for debugging.
+        steps_per_execution: Number of steps to run between calls of the callbacks.
         strategy: "horovod", "tpu", "central-storage", "parameter-server" (`hvdtrain strategies` explains them) or a
             Strategy. Default: the one given to `hvdtrain run --strategy`, else "horovod".
-        layout: an hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
-        shard_optimizer: each rank keeps only its part of the optimizer's state (ZeRO-1).
-        guard: compare the replicas after the first step and after every epoch; warn once if a weight is nan or inf.
-        on_nan: what to do about a nan or inf loss or gradient. "warn": only what `guard` does. "stop": raise
-            DivergedError about a second later. "skip": let the step change nothing. "rewind": restore the weights
-            and optimizer of the newest checkpoint, and continue with the next batch.
-        probe: with several workers, first run the model's step on at most five examples, whole and in parts, and
-            refuse one whose gradients do not add up (a loss that compares examples). Takes less time than the tracing.
+        layout: An hvdtrain.Layout or hvdtrain.Mesh that divides the model over the ranks.
+        shard_optimizer: Whether each rank keeps only its part of the optimizer's state (ZeRO-1).
+        guard: Whether to compare replicas after the first step and every epoch, and warn once of nan or inf in weights.
+        on_nan: What to do about a nan or inf loss or gradient. "warn": only what `guard` does. "stop": raise
+            DivergedError about a second later. "skip": let the step change nothing. "rewind": restore the weights and
+            optimizer of the newest checkpoint, and continue with the next batch.
+        probe: Whether to run the step, with several workers, on at most five examples first, whole and in parts, and
+            refuse it if gradients do not add up (a loss that compares examples). Takes less time than the tracing.
+
+    Attributes:
+        model: The keras.Model that this process trains.
+        rank: This process's place in the job, as hvdtrain.init returns it.
 
     Raises:
-        UsageError: arguments that cannot work.
-        ReplicaError: the ranks disagree on the model, the data or the arguments, or have drifted apart.
-        EngineError: Horovod stopped because another rank failed or did not arrive in time.
+        UsageError: If an argument cannot work.
+        ReplicaError: If the ranks disagree on the model, the data or the arguments, or drifted apart.
+        EngineError: If Horovod stopped because another rank failed or did not arrive in time.
     """
 
     def __init__(
@@ -167,10 +171,10 @@ class Trainer:
         )
         if on_nan == "skip":
             count_skipped_steps(self.model)
-        self.steps: Steps | None = None  # Made with the model's variables, from the first data.
-        # The same, or before them steps that can only predict.
+        self.steps: Steps | None = None  # Created with the model's variables, for the first data.
+        # The same steps, or earlier ones that can only predict.
         self._predicting: Steps | None = None
-        self._trained: Compiled | None = None  # What `steps` were made for.
+        self._trained: Compiled | None = None  # What `steps` were compiled for.
         self._config: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "guard": guard,
@@ -187,8 +191,6 @@ class Trainer:
             "shard_optimizer": shard_optimizer,
             "warmup_epochs": warmup_epochs,
         }
-
-    # What a user calls.
 
     @without_library_frames
     def fit(
@@ -215,34 +217,34 @@ class Trainer:
         """Train for `epochs` epochs; return Keras's History, the same on every rank.
 
         Args:
-            x: the data, in any form that hvdtrain.data.make_source accepts. A tuple is (x, y) or (x, y, sample_weight).
-            y: labels, if `x` is arrays.
-            sample_weight: weights of the examples, if `x` is arrays.
-            batch_size: refused; the Trainer's global_batch_size sets it.
-            validation_batch_size: refused, as batch_size.
-            epochs: number of the last epoch, counted from 1.
-            validation_data: data to evaluate on after an epoch, also divided over the workers.
-            validation_split: fraction of the arrays, taken from their end, to use as validation data instead.
-            validation_steps: number of global batches to evaluate on.
-            validation_freq: evaluate after every so many epochs, or after the epochs listed, such as [1, 3].
-            steps_per_epoch: global batches per epoch; required if the data never ends.
-            class_weight: weight of each class of integer or one-hot labels; a class that is missing has weight 1.
-            shuffle: shuffle by seed and epoch, in the same order for any number of workers.
-            sharded: `x` is this rank's own part of the data (its own list of files, Dataset.shard), from which it draws
-                its share of every global batch. Steps are weighted by the number of examples on each rank; a rank whose
-                part has ended idles until all have. The Trainer still divides `validation_data`.
-            callbacks: a Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
+            x: The data, in any form that hvdtrain.data.make_source accepts. A tuple is (x, y) or (x, y, sample_weight).
+            y: Labels, if `x` is arrays.
+            sample_weight: Weights of the examples, if `x` is arrays.
+            batch_size: Refused; the Trainer's global_batch_size sets it.
+            validation_batch_size: Refused, as batch_size.
+            epochs: Number of the last epoch, from 1.
+            validation_data: Data to evaluate on after an epoch, also divided over the workers.
+            validation_split: Fraction of the arrays, taken from their end, to use as validation data instead.
+            validation_steps: Number of global batches to evaluate on.
+            validation_freq: Number of epochs between validations, or the epochs to validate after, such as [1, 3].
+            steps_per_epoch: Number of global batches per epoch; required if the data never ends.
+            class_weight: Weight of each class of integer or one-hot labels; a class that is missing has weight 1.
+            shuffle: Whether to shuffle, by seed and epoch: in the same order for any number of workers.
+            sharded: Whether `x` is this rank's own part of the data (its own list of files, Dataset.shard), from which
+                it draws its share of every global batch. Steps are weighted by the number of examples on each rank; a
+                rank whose part has ended idles until all have. The Trainer still divides `validation_data`.
+            callbacks: A Keras callback or several. Those that only write (ModelCheckpoint, TensorBoard, CSVLogger,
                 BackupAndRestore, RemoteMonitor) run on rank 0, all others on every rank. If each rank holds only part
                 of the state (layout, shard_optimizer), ModelCheckpoint runs on all ranks and writes the whole model.
-            initial_epoch: epoch to start from, counted from 0.
+            initial_epoch: Index of the first epoch to train, from 0.
             verbose: 0 (silent), 1 (progress bar), 2 (a line per epoch and per minute) or "auto"; shown by rank 0.
 
         Raises:
-            UsageError: arguments or data that cannot work.
-            ReplicaError: the ranks disagree on the model, the data or the arguments, or have drifted apart.
-            DivergedError: the loss became nan or inf, and on_nan ends the training.
-            Preempted: the job was asked to stop, and the training has saved, with checkpoints.
-            EngineError: Horovod stopped because another rank failed or did not arrive in time.
+            UsageError: If an argument or the data cannot work.
+            ReplicaError: If the ranks disagree on the model, the data or the arguments, or drifted apart.
+            DivergedError: If the loss or a weight became nan or inf, and on_nan ends the training.
+            Preempted: If the job was asked to stop, and the training has saved a checkpoint.
+            EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         refuse_batch_size("validation_batch_size", validation_batch_size, self.strategy.workers)
@@ -266,7 +268,7 @@ class Trainer:
         validation = None
         if validation_data is not None:
             if isinstance(validation_data, list):
-                # As in Keras; elsewhere a list is several inputs.
+                # As in Keras; in `x` a list means several inputs.
                 validation_data = tuple(validation_data)
             validation = self._source(validation_data, None, None, validation_steps)
         require_labels(self.model, train, validation)
@@ -301,23 +303,23 @@ class Trainer:
         """Return the loss and the metrics over all of the data, exact and the same on every rank.
 
         Args:
-            x: as in `fit`.
-            y: as in `fit`.
-            sample_weight: as in `fit`.
-            batch_size: refused; the Trainer's global_batch_size sets it.
-            sharded: as in `fit`.
-            callbacks: as in `fit`.
-            verbose: as in `fit`.
-            steps: number of global batches to evaluate on.
-            return_dict: return a dict of values by name.
+            x: As in `fit`.
+            y: As in `fit`.
+            sample_weight: As in `fit`.
+            batch_size: Refused; the Trainer's global_batch_size sets it.
+            sharded: As in `fit`.
+            callbacks: As in `fit`.
+            verbose: As in `fit`.
+            steps: Number of global batches to evaluate on.
+            return_dict: Whether to return a dict of values by name.
 
         Returns:
             As in Keras: a list of the loss and the metrics, the loss alone if there are no metrics, or the dict.
 
         Raises:
-            UsageError: arguments or data that cannot work.
-            ReplicaError: the ranks disagree on the model, the data or the arguments.
-            EngineError: Horovod stopped because another rank failed or did not arrive in time.
+            UsageError: If an argument or the data cannot work.
+            ReplicaError: If the ranks disagree on the model, the data or the arguments.
+            EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, y, sample_weight, steps, sharded)
@@ -340,19 +342,19 @@ class Trainer:
         """Return the model's outputs for all examples, in their order, as NumPy arrays on every rank.
 
         Args:
-            x: as in `fit`.
-            batch_size: refused; the Trainer's global_batch_size sets it.
-            verbose: as in `fit`.
-            steps: number of global batches to predict.
+            x: As in `fit`.
+            batch_size: Refused; the Trainer's global_batch_size sets it.
+            verbose: As in `fit`.
+            steps: Number of global batches to predict.
 
         Returns:
             Arrays of shape (examples, ...) in the structure of the model's outputs; a tf.RaggedTensor for an output
             whose inner dimensions differ between batches.
 
         Raises:
-            UsageError: arguments or data that cannot work.
-            ReplicaError: the ranks disagree on the model, the data or the arguments.
-            EngineError: Horovod stopped because another rank failed or did not arrive in time.
+            UsageError: If an argument or the data cannot work.
+            ReplicaError: If the ranks disagree on the model, the data or the arguments.
+            EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         refuse_batch_size("batch_size", batch_size, self.strategy.workers)
         source = self._source(x, None, None, steps)
@@ -371,11 +373,11 @@ class Trainer:
         Every rank must call this. Plain Keras loads the file, also where hvdtrain is not installed.
 
         Args:
-            filepath: path that ends in .keras.
+            filepath: Path that ends in .keras.
 
         Raises:
-            UsageError: the path does not end in .keras; on all ranks: rank 0 cannot write the file.
-            EngineError: Horovod stopped because another rank failed or did not arrive in time.
+            UsageError: If the path does not end in .keras; on all ranks, if rank 0 cannot write the file.
+            EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         with in_job(self.rank, self._saved):
             self.strategy.save(self.model, keras_file(filepath, "save"))
@@ -383,25 +385,23 @@ class Trainer:
     def load(self, filepath: str | Path) -> None:
         """Load the state of the model and the optimizer from a .keras file.
 
-        Every rank must call this; rank 0 reads the file. Plain Keras may have written it, or a Trainer with any
-        number of ranks, strategy or layout. If the file holds no optimizer state, the optimizer is left unchanged.
-        The model must know the shapes of its inputs. A .keras file holds no random seeds (dropout); they are left
-        unchanged.
+        Every rank must call this; rank 0 reads the file. Plain Keras may have written it, or a Trainer with any number
+        of ranks, strategy or layout. If the file holds no optimizer state, the optimizer is left unchanged. The model
+        must know the shapes of its inputs. A .keras file holds no random seeds (dropout); they are left unchanged.
 
         Args:
-            filepath: path that ends in .keras.
+            filepath: Path that ends in .keras.
 
         Raises:
-            UsageError: the file does not exist, or does not fit; the message names the first variable and both shapes.
-            EngineError: Horovod stopped because another rank failed or did not arrive in time.
+            UsageError: If the file does not exist, or does not fit; the message names the first variable and both
+                shapes.
+            EngineError: If Horovod stopped because another rank failed or did not arrive in time.
         """
         with in_job(self.rank, self._saved):
             self.strategy.load(self.model, keras_file(filepath, "load"))
 
-    # What they have in common.
-
     def _distribute(self, optimizer: Any, scaling: str) -> Any:
-        """Return the optimizer to train with in place of the user's: its rate scaled, distributed."""
+        """Return the user's optimizer with its learning rate scaled, distributed by the strategy."""
         if self._warmup_epochs:
             require_settable(optimizer, "warmup_epochs")
         refuse_several(inner_of(optimizer))
@@ -452,17 +452,17 @@ class Trainer:
         return OwnSource(source, steps) if sharded else source
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
-        """Compare what the ranks are about to do, before one of them could wait for another."""
+        """Compare what the ranks are about to do, before one of them waits for another in vain."""
         if keeps_rows(self.model):
             inputs = self.strategy.inputs(self.model)
             check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
         require_equal(source_facts(source) | self._config | facts, what)
         if isinstance(source, KnownSource):
-            # Streams are compared batch by batch.
+            # Streams are compared batch by batch, while they are read.
             require_alike(source.sample(), what)
 
     def _prepare(self, source: Source, what: str, facts: dict[str, Any]) -> Loop:
-        """Build the model from the data's shapes, and compare model and data over the ranks."""
+        """Compare model and data over the ranks, build the model's variables if needed, and return the loop."""
         compiled = compiled_as(self.model)
         anew = self._trained is not None and compiled.trains_otherwise(self._trained, what)
         self._agree(source, facts | {"the model is compiled anew": anew}, what)
@@ -494,6 +494,6 @@ class Trainer:
         )
 
     def _symbolic_data(self, source: Source) -> Any:
-        # From the source's own word for its shapes: the first batch of an iterator is read but once.
+        # From the source's signature, as an iterator's first batch can be read only once.
         count = self.strategy.part.count
         return symbolic_data(source.element, max(1, self.global_batch_size // count))
