@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training in files that are complete or absent, and how often they are written."""
+"""Checkpoints: files, complete or absent, with the state of a training, and when to write them."""
 
 from hvdtrain.checkpoint.fit_callback import CheckpointCallback
 from hvdtrain.checkpoint.manager import CheckpointManager

@@ -1,4 +1,4 @@
-"""Writes one checkpoint while the training goes on."""
+"""Writes one checkpoint in a thread while the training continues."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Writing:
-    """A checkpoint that is being written, in a thread which the interpreter waits for when it ends.
+    """A checkpoint being written in a thread, for which the interpreter waits before it exits.
 
     Args:
-        step: after which it was taken.
-        write: writes it; raises OSError if it cannot.
+        step: Number of steps trained when the state was captured.
+        write: Function that writes the checkpoint; raises OSError if it cannot.
     """
 
     def __init__(self, step: int, write: Callable[[], object]) -> None:
@@ -23,11 +23,11 @@ class Writing:
 
     @property
     def has_ended(self) -> bool:
-        """Whether `error` would not wait."""
+        """Whether the thread has ended, so that `error` returns at once."""
         return not self._thread.is_alive()
 
     def error(self) -> OSError | None:
-        """Wait for its end; return why it could not be written, None if it was. Raises any other error."""
+        """Wait for the thread; return the OSError that `write` raised, or None. Raise any other exception."""
         self._thread.join()
         if self._error is None or isinstance(self._error, OSError):
             return self._error

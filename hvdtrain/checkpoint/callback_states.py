@@ -1,7 +1,8 @@
-"""What callbacks remember: how long a metric has not improved, the best value so far, the history, a log file.
+"""Saves and restores the state of callbacks: epochs without improvement, best values, the history, log files.
 
-A callback with `get_state()` and `set_state(state)` says itself what it remembers. Of others it is the attributes that
-have changed since training began, as far as they are numbers, texts, arrays, or lists, tuples, sets and dicts of them.
+For a callback with `get_state()` and `set_state(state)`, this is the state they exchange. For any other it is the
+attributes that have changed since training began, as far as they are numbers, strings, arrays, or lists, tuples, sets
+and dicts of these.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from hvdtrain.collectives.encoding import encode
 from hvdtrain.errors import UsageError, warn_user
 
 NOT_STATE = {"params", "min_delta"}
-"""Keras sets params, and gives min_delta its sign, anew in each process."""
+"""Attributes that Keras sets (params) or whose sign it sets (min_delta) anew in each process."""
 
 
 class CallbackStates:
     """The states of the callbacks of one process.
 
     Args:
-        callbacks: after their on_train_begin.
+        callbacks: This rank's callbacks, after their on_train_begin.
     """
 
     def __init__(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -39,11 +40,11 @@ class CallbackStates:
         self._warned: set[str] = set()
 
     def take(self) -> dict[str, Any]:
-        """Return the states by names of callbacks; what `encode` takes."""
+        """Return the states by name of the callback, in types that `encode` accepts."""
         return {name: self._state(name, callback) for name, callback in self._callbacks.items()}
 
     def give(self, states: Mapping[str, Any]) -> None:
-        """Give the callbacks what `take` returned; one that was not there then begins anew."""
+        """Restore what `take` returned; a callback that it does not name keeps its initial state."""
         for name, callback in self._callbacks.items():
             if name not in states:
                 continue
@@ -53,9 +54,12 @@ class CallbackStates:
                 vars(callback).update(states[name])
 
     def exchange_averages(self, states: Mapping[str, Any]) -> None:
-        """Let averages of weights be in the model if they are now, where the model is that of `states`, as from `take`.
+        """Make a restored model hold averaged weights (SwapEMAWeights) if and only if it did before it was restored.
 
-        SwapEMAWeights exchanges them at the ends of epochs.
+        SwapEMAWeights swaps the weights and their averages at the ends of epochs.
+
+        Args:
+            states: What `take` returned when the restored weights were saved.
         """
         for name, callback in self._callbacks.items():
             if isinstance(callback, keras.callbacks.SwapEMAWeights):
@@ -87,7 +91,12 @@ class CallbackStates:
 
 
 def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
-    """Let CSVLogger go on in its file, without the lines of `epoch`, counted from 0, and after: they come again."""
+    """Let each CSVLogger append to its file, without the lines of epochs that will be trained again.
+
+    Args:
+        callbacks: Callbacks of rank 0.
+        epoch: Index of the first epoch to train again, from 0.
+    """
     for callback in callbacks:
         path = Path(getattr(callback, "filename", ""))
         if not isinstance(callback, keras.callbacks.CSVLogger) or not path.is_file():
@@ -95,7 +104,7 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
         callback.append = True
         with path.open(newline="") as file:
             kept = [row for row in csv.reader(file, delimiter=callback.sep) if row]
-        # Those before may be of another training, in a file that was appended to.
+        # Earlier lines may be another training's, in a file that is appended to.
         while kept and kept[-1][0].isdecimal() and int(kept[-1][0]) >= epoch:
             kept.pop()
         temporary = path.with_name(f".{path.name}.tmp")
@@ -107,7 +116,7 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
 def _named(
     callbacks: Sequence[keras.callbacks.Callback],
 ) -> dict[str, Any]:
-    """Return callbacks by class and number, so that one that is added does not shift the others."""
+    """Return callbacks by class name and a number within the class, so that adding one does not rename the others."""
     seen: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -118,7 +127,7 @@ def _named(
 
 
 def _encoded(value: Any) -> Any:
-    """Return `value` as bytes, or itself if it cannot be."""
+    """Return `value` as bytes; if it cannot be encoded, an object to detect its changes with."""
     try:
         return encode(value)
     except UsageError:
@@ -126,9 +135,9 @@ def _encoded(value: Any) -> Any:
 
 
 def _looked_at(value: Any) -> Any:
-    """Return what tells whether an object has changed in place: what pickle makes of it, if that is cheap.
+    """Return an object that compares equal as long as `value` has not changed in place, if that is cheap to see.
 
-    It is compared within this process, and never unpickled.
+    It compares the value's pickle, which is never unpickled, within this process.
     """
     if isinstance(value, keras.metrics.Metric):
         return _Looked(_Same(value), encode([variable.numpy() for variable in value.variables]))
@@ -137,13 +146,13 @@ def _looked_at(value: Any) -> Any:
     written = _Short()
     try:
         pickle.Pickler(written).dump(value)
-    except Exception:  # It is large, or of what cannot be pickled.
+    except Exception:  # Too large, or cannot be pickled.
         return _Same(value)
     return _Looked(_Same(value), b"".join(written.parts))
 
 
 class _Short:
-    """A file that takes so little that writing it costs a step nothing."""
+    """A file that refuses more than MOST bytes, so that pickling into it takes little time."""
 
     MOST = 100_000
 
@@ -158,14 +167,14 @@ class _Short:
 
 @dataclass(frozen=True)
 class _Looked:
-    """Equal to the same object with the same content."""
+    """Equal for the same object with the same content."""
 
     same: _Same
     content: bytes
 
 
 class _Same:
-    """Equal to what holds the same object, which it keeps alive, so that its id is not given away."""
+    """Equal for the same object; keeps it alive, so that no other object can get its id."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -181,5 +190,5 @@ def _speaks(callback: Any) -> bool:
 
 
 def _is_known(callback: Any) -> bool:
-    """Whether it is Keras's or ours, whose other attributes are made anew in each epoch."""
+    """Whether the callback is Keras's or hvdtrain's: their other attributes are set anew in each epoch."""
     return type(callback).__module__.partition(".")[0] in ("keras", "hvdtrain")

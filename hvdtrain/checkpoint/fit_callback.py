@@ -1,4 +1,4 @@
-"""Checkpoints of `model.fit`: a run that was killed continues after its last complete epoch."""
+"""CheckpointCallback: checkpoints for `model.fit`; a run that was killed resumes after its last complete epoch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hvdtrain.keras_internals.optimizers import optimizer_slots
 class CheckpointCallback(keras.callbacks.Callback):
     """Saves a checkpoint after every epoch of `model.fit`; the same script, run again, continues from the newest one.
 
-    For `model.fit` with `hvdtrain.keras.DistributedOptimizer`; with a Trainer, use its `checkpoints` argument. Pass
-    the callback on every rank, anywhere in the list: it always acts last. A checkpoint holds the model, its optimizer,
+    For `model.fit` with `hvdtrain.keras.DistributedOptimizer`; with a Trainer, use its `checkpoints` argument. Pass the
+    callback on every rank, anywhere in the list: it always acts last. A checkpoint holds the model, its optimizer,
     random generators, and the state of the other callbacks, including the History that `fit` returns.
 
     Keras can start only at the beginning of an epoch, so an interrupted epoch is trained again. `fit` shuffles arrays
@@ -30,12 +30,12 @@ class CheckpointCallback(keras.callbacks.Callback):
     `shuffle=False`, or with data whose order depends on nothing but the epoch. The Trainer has neither limit.
 
     Args:
-        folder: folder for the checkpoints of this `fit` alone; created and locked by rank 0.
-        every_epochs: save after every so many epochs, and after the last one.
-        keep: number of checkpoints to keep, at least 2.
+        folder: Folder for the checkpoints of this `fit` alone; created and locked by rank 0.
+        every_epochs: Number of epochs between two checkpoints; one is always saved after the last epoch.
+        keep: Number of checkpoints to keep, at least 2.
 
     Raises:
-        UsageError: a number is too small. From `fit`, on all ranks: the model has changed, all checkpoints are
+        UsageError: If a number is too small. From `fit`, on all ranks: if the model has changed, all checkpoints are
             damaged, another process uses the folder, or this callback has already been used in a completed `fit`.
     """
 
@@ -57,10 +57,13 @@ class CheckpointCallback(keras.callbacks.Callback):
         correct(keras.callbacks.CallbackList, "on_train_begin", _begin)
 
     def find(self, others: list[keras.callbacks.Callback]) -> None:
-        """Look for a checkpoint before `others`, all other callbacks of this fit, start. A collective.
+        """Look for a checkpoint before the other callbacks of this fit start. A collective.
+
+        Args:
+            others: All callbacks of this fit that are no CheckpointCallback.
 
         Raises:
-            UsageError: on all ranks: see the class.
+            UsageError: On all ranks; see the class.
         """
         model = self.model
         if self._has_ended:
@@ -68,7 +71,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 f"CheckpointCallback({str(self._folder)!r}) was already used by a fit that has finished: "
                 "create a new one, with its own folder if this is a different run"
             )
-        if self._manager is not None:  # A fit that failed.
+        if self._manager is not None:  # An earlier fit failed.
             self._manager.close()
         self._others = [getattr(one, "hvdtrain_wrapped", one) for one in others]
         self._optimizers = optimizers_of(model)
@@ -82,7 +85,7 @@ class CheckpointCallback(keras.callbacks.Callback):
         continue_files(self._others, self._epochs_done)
 
     def _build(self, position: dict[str, Any]) -> None:
-        """Build what the first batch would build, as it was when the checkpoint was saved."""
+        """Build the model and the optimizers as they were when the checkpoint was saved, as the first batch would."""
         model = self.model
         if "trained" not in position or len(position["trained"]) != len(self._optimizers):
             raise UsageError(
@@ -96,7 +99,7 @@ class CheckpointCallback(keras.callbacks.Callback):
                 optimizer.build([weights[number] for number in trained])
 
     def _trained(self, optimizer: Any) -> list[int]:
-        """Which of the model's weights `optimizer` trains; none before it is built."""
+        """Return the indices of the model's weights that `optimizer` trains; none before it is built."""
         numbers = {id(v): number for number, v in enumerate(self.model.trainable_variables)}
         slots = optimizer_slots(optimizer)
         return [numbers[id(v)] for v, _ in slots if id(v) in numbers] if optimizer.built else []
@@ -122,7 +125,7 @@ class CheckpointCallback(keras.callbacks.Callback):
             print(f"folder {str(self._folder)!r}: {where}", flush=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self.model._initial_epoch = None  # Or the next fit of this model would begin there.
+        self.model._initial_epoch = None  # Otherwise the next fit of this model would begin there.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._epochs_done = epoch + 1
@@ -147,10 +150,10 @@ class CheckpointCallback(keras.callbacks.Callback):
 
 
 def _begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """CallbackList.on_train_begin: one that saves finds its checkpoint first, and does all else last.
+    """Replace CallbackList.on_train_begin: each CheckpointCallback first looks for a checkpoint, and moves to the end.
 
-    What the others do at the end of an epoch is in its checkpoint then, and what they broadcast as training begins
-    does not replace what a rank had of its own.
+    There it saves what the other callbacks did at the end of an epoch, and what those broadcast as training begins does
+    not overwrite a rank's restored state.
     """
     own = [c for c in self.callbacks if isinstance(c, CheckpointCallback)]
     if own:
@@ -162,7 +165,7 @@ def _begin(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with the dicts, lists and tuples that Keras tracks as Python's own."""
+    """Convert the dicts, lists and tuples that Keras tracks to Python's own."""
     if isinstance(value, dict):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,15 +1,14 @@
-"""A checkpoint is a file that is complete or absent, whatever happens while it is written.
+"""Reads and writes checkpoints: files that are complete or absent, whatever happens while they are written.
 
-    step-000000120    a checksum of all that follows, and what `collectives.encoding` makes of format version, facts,
-                      variables, and what each rank has of its own
+    step-000000120    a checksum of the rest, then format version, facts, variables and the state of each rank,
+                      encoded by `collectives.encoding`
 
-It is written under a temporary name and flushed to the disk; only then is it renamed, and the folder flushed. So a
-name without a dot is a complete checkpoint, as long as the disk keeps what it has: reading verifies that. Nothing is
-pickled.
+A file is written under a temporary name and flushed to the disk; then it is renamed, and the folder is flushed. So a
+file whose name does not begin with a dot is complete. Reading verifies its checksum, as a disk may damage it later.
+Nothing is pickled.
 
-A worker may have no core to spare for the thread that writes, so that its processor time is the training's. Hence one
-file, from where the variables lie in memory, and XXH3 of 128 bits, which finds what a disk damages at the speed of
-memory.
+The thread that writes may share its only core with the training, so it must cost little: there is one file, written
+from the variables' own memory, and the checksum, XXH3 of 128 bits, is about as fast as memory.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ PREFIX, UNFINISHED = "step-", ".unfinished-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
-        facts: what it was made of and where the training stood; JSON.
-        arrays: the variables by name, in their order.
-        ranks: what each rank has of its own, in the order of ranks; what `encoding.encode` takes.
+        facts: Facts about the run and its position when the checkpoint was saved; JSON types.
+        arrays: Variables by name, in their order.
+        ranks: State of each rank, in the order of ranks, in types that `encoding.encode` accepts.
     """
 
     facts: Mapping[str, Any]
@@ -48,23 +47,23 @@ class Checkpoint:
 
 
 class NotFinite(OSError):
-    """A weight holds nan or inf, from which no training recovers: it is not worth saving."""
+    """A weight is nan or inf: the checkpoint is not worth saving, as training does not recover from that."""
 
 
 class Damaged(Exception):
-    """A checkpoint is not as it was written; says why."""
+    """A checkpoint differs from what was written; the message says how."""
 
 
 class Disk:
-    """What is asked of the file system, one operation each: tests record them, and lose those that were not flushed."""
+    """The file system's operations, one per method, so that tests can record them and lose unflushed ones."""
 
     def write(self, path: Path, parts: Iterable[Any]) -> None:
-        """Write bytes-like objects, one behind the other."""
+        """Write bytes-like objects to a new file, one after the other."""
         with path.open("wb") as file:
             file.writelines(parts)
 
     def flush(self, path: Path) -> None:
-        """Return when a file, or the names in a folder, will outlast a loss of power."""
+        """Flush a file, or the names in a folder, so that a power failure does not lose it."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -84,17 +83,17 @@ FILE_SYSTEM = Disk()
 def save(
     folder: Path, number: int, checkpoint: Checkpoint, keep: int = 2, disk: Disk = FILE_SYSTEM
 ) -> Path:
-    """Write `checkpoint` below `folder`, then remove all but the last `keep` up to it; return where it is.
+    """Write a checkpoint, remove all but the last `keep` up to it, and return its path.
 
     Args:
-        folder: of all checkpoints of a run; exists.
-        number: of training steps so far. One of the same number is replaced.
-        checkpoint: what to write.
-        keep: checkpoints, this one included.
-        disk: the file system.
+        folder: Existing folder with all checkpoints of a run.
+        number: Number of training steps so far; a checkpoint of the same number is replaced.
+        checkpoint: Content to write.
+        keep: Number of checkpoints to keep, with this one.
+        disk: File system to use.
 
     Raises:
-        OSError: it cannot be written; names the file. Those before it are all there, and nothing else is.
+        OSError: If it cannot be written; names the file. Earlier checkpoints are kept, and no part of this one remains.
     """
     final = folder / f"{PREFIX}{number:09d}"
     temporary = folder / f"{UNFINISHED}{number:09d}"
@@ -110,22 +109,19 @@ def save(
         disk.flush(folder)
     except OSError as error:
         with suppress(OSError):
-            disk.remove(temporary)  # On a full disk others have use for the room.
+            disk.remove(temporary)  # Free the space: the disk may be full.
         error.filename = error.filename or str(final)
         raise
     found = newest_first({*there, final})
     here = found.index(final)
-    # Newer ones were damaged: the training would have gone on from them.
+    # Newer ones are damaged: otherwise the training would have resumed from them.
     for other in found[:here] + found[here + keep :]:
         disk.remove(other)
     return final
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """Return the newest checkpoint below `folder` that is as it was written; None if there is none.
-
-    Damaged ones are warned of, and passed over.
-    """
+    """Return the newest undamaged checkpoint in `folder`, or None; warn of each damaged one on the way."""
     for path in numbered(folder):
         try:
             return load(path)
@@ -135,12 +131,12 @@ def newest(folder: Path) -> Checkpoint | None:
 
 
 def warn_damaged(name: str, error: Damaged) -> None:
-    """Warn that the checkpoint `name`, such as its path in quotes, is passed over."""
+    """Warn that the checkpoint `name` (its path in quotes, for instance) is skipped."""
     warn_user(f"Checkpoint {name} is damaged: {error}. Using the previous one")
 
 
 def warn_unsaved(step: int, why: object) -> None:
-    """Warn that there is no checkpoint of the state after `step` steps, while training continues."""
+    """Warn that no checkpoint was written after `step` steps; training continues."""
     warn_user(
         f"No checkpoint was written after step {step}: {why}. Training continues; earlier checkpoints are kept"
     )
@@ -149,9 +145,12 @@ def warn_unsaved(step: int, why: object) -> None:
 def require_finite(
     arrays: Iterable[tuple[str, np.ndarray]], untrained: Collection[str] = ()
 ) -> None:
-    """Raise NotFinite if one of these weights, by name, holds nan or inf.
+    """Raise NotFinite if a weight is nan or inf.
 
-    The `untrained` may hold inf: masks, and bounds that have seen no data yet.
+    Args:
+        arrays: Names and values of the weights.
+        untrained: Names of weights that no gradient changes. They may be inf, such as masks, and bounds before any
+            data.
     """
     for name, array in arrays:
         if not is_finite(array, name in untrained):
@@ -159,27 +158,27 @@ def require_finite(
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return the checkpoints below `folder`, newest first."""
+    """Return the paths of the checkpoints in `folder`, newest first."""
     return newest_first(folder.glob(f"{PREFIX}*"))
 
 
 def newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Return those of `paths` that are named as checkpoints, newest first."""
+    """Return those of `paths` that have a checkpoint's name, newest first."""
     found = (p for p in paths if p.name.startswith(PREFIX) and p.name[len(PREFIX) :].isdecimal())
     return sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """Return the number of the checkpoint at `path`."""
+    """Return the number of steps in the name of the checkpoint at `path`."""
     return int(path.name.removeprefix(PREFIX))
 
 
 def load(path: Path) -> Checkpoint:
-    """Return the checkpoint at `path`.
+    """Read and verify the checkpoint at `path`.
 
     Raises:
-        Damaged: it is not as it was written.
-        UsageError: another version of hvdtrain wrote it.
+        Damaged: If it cannot be read, or does not match its checksum.
+        UsageError: If another version of hvdtrain wrote it in another format.
     """
     if (path / "manifest.json").exists():
         raise _other_format(path, 1)

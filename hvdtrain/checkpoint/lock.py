@@ -1,4 +1,4 @@
-"""One run at a time writes to a folder of checkpoints."""
+"""A lock that lets only one run at a time write to a folder of checkpoints."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LOCK = "lock"
 
 
 def lock_folder(folder: Path, name: str) -> int:
-    """Return the descriptor of the folder's lock, which is free again when it is closed or this process ends.
+    """Lock a folder; return the descriptor of the lock, which ends when it is closed or this process exits.
 
     Args:
-        folder: exists.
-        name: of it, for the message.
+        folder: Existing folder.
+        name: Name of the folder in the message.
 
     Raises:
-        UsageError: it is locked; names the process that has it.
+        UsageError: If it is locked; names the process that holds the lock.
     """
     descriptor = lock_unless_own(folder, name)
     if descriptor is None:
@@ -33,10 +33,12 @@ def lock_folder(folder: Path, name: str) -> int:
 
 
 def lock_unless_own(folder: Path, name: str) -> int | None:
-    """As `lock_folder`; None if this process has locked it, such as in a training that failed in a notebook.
+    """Lock a folder as `lock_folder` does; return None if this process already holds the lock.
+
+    A training that failed in a notebook may still hold it.
 
     Raises:
-        UsageError: another process has locked it; names that one.
+        UsageError: If another process holds the lock; names it.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -54,13 +56,13 @@ def lock_unless_own(folder: Path, name: str) -> int | None:
 
 
 def _keep_from_forks(descriptor: int) -> None:
-    """Let no process that this one forks, to read data for instance, hold the lock when this one has been killed."""
+    """Close the descriptor in processes that this one forks: they could hold the lock after it is killed."""
     mine = os.fstat(descriptor)
 
     def close() -> None:
         with contextlib.suppress(
             OSError
-        ):  # Closed before; by now another file may have its number.
+        ):  # It may be closed already, and its number may belong to another file.
             if os.path.samestat(os.fstat(descriptor), mine):
                 os.close(descriptor)
 
@@ -68,15 +70,15 @@ def _keep_from_forks(descriptor: int) -> None:
 
 
 def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
-    """Return the descriptor of the folder's lock: a new one, in a new folder, if it was moved or removed since.
+    """Return the descriptor of a lock held on the folder; lock it anew if it was moved or removed in the meantime.
 
     Args:
-        folder: that was locked.
-        name: of it, for the message.
-        descriptor: of its lock; None: it is not locked, and stays so.
+        folder: Folder that was locked; created again if it is missing.
+        name: Name of the folder in the message.
+        descriptor: Descriptor of its lock; None: the folder was not locked, and stays so.
 
     Raises:
-        OSError: another run has begun in a folder of this name since.
+        OSError: If another run has begun in a folder of this name.
     """
     if descriptor is None:
         return None
@@ -88,7 +90,7 @@ def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
         again = lock_unless_own(folder, name)
     except UsageError as error:
         raise OSError(f"this run's folder was moved or removed, and {error}") from error
-    if again is None:  # This process has it: only the file system has counted anew.
+    if again is None:  # This process holds it: the file system has only renumbered its files.
         return descriptor
     if begun:
         os.close(again)
@@ -100,7 +102,7 @@ def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
 
 
 def this_process() -> str:
-    """Return what tells this process from others: one of a container may have the number and host of one before."""
+    """Return a text that identifies this process; a PID and host name alone may recur in a new container."""
     begun = datetime.fromtimestamp(psutil.Process().create_time())
     return f"process {os.getpid()} on {socket.gethostname()} since {begun:%Y-%m-%d %H:%M:%S}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints for a training loop of your own."""
+"""CheckpointManager: checkpoints for a training loop of your own."""
 
 from __future__ import annotations
 
@@ -49,12 +49,13 @@ class CheckpointManager:
     rank 0's, and empty metrics.
 
     Args:
-        folder: folder for the checkpoints of this run; created and locked by rank 0.
-        tracked: models, optimizers, metrics and variables, in the same order on every rank and in every run.
-        keep: number of checkpoints to keep, at least 2.
+        folder: Folder for the checkpoints of this run; created and locked by rank 0.
+        tracked: Models, optimizers, metrics and variables, in the same order on every rank and in every run.
+        keep: Number of checkpoints to keep, at least 2.
 
     Raises:
-        UsageError: on all ranks: a tracked object has no variables, or another process uses the folder.
+        UsageError: On all ranks, if an object cannot be tracked, `keep` is too small, or another process uses the
+            folder.
     """
 
     def __init__(self, folder: str | Path, *tracked: Any, keep: int = 2) -> None:
@@ -68,13 +69,13 @@ class CheckpointManager:
         self._folder = Path(folder)
         self._tracked = tracked
         self._keep = keep
-        self._found: Checkpoint | None = None  # On rank 0, between reading and giving.
+        self._found: Checkpoint | None = None  # On rank 0, between reading and restoring.
         self._lock: int | None = None
-        self._continues = False  # What the folder held was looked at.
+        self._continues = False  # Whether the folder's earlier checkpoints are known.
         on_first(self._open, f"folder {str(folder)!r}")
 
     def close(self) -> None:
-        """Unlock the folder for another run, which the end of the process does as well."""
+        """Unlock the folder for another run; the end of the process does so, too."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -86,11 +87,11 @@ class CheckpointManager:
         checkpoint stays, and the training continues.
 
         Args:
-            step: number of steps done so far; names the checkpoint.
-            position: values for `restore` to return: numbers, strings, arrays, and lists, tuples and dicts of these.
+            step: Number of steps done so far; names the checkpoint.
+            position: Values for `restore` to return: numbers, strings, arrays, and lists, tuples and dicts of these.
 
         Raises:
-            UsageError: `step` is not a whole number of at least 0; a model has no variables yet; the folder holds a
+            UsageError: If `step` is not a whole number of at least 0; a model has no variables yet; the folder holds a
                 checkpoint of a later step, and neither `restore` nor `latest` has been called.
         """
         self._found = None
@@ -106,7 +107,7 @@ class CheckpointManager:
         }
         ranks = ALL_RANKS.exchange(own | random_states(), "checkpoint_saved")
         arrays = gather(self._pieces())
-        # All ranks wait: one that exits with a code has the launcher end rank 0 as well, before it has written.
+        # All ranks wait: if one exits with an error code, the launcher ends rank 0 before it has written.
         on_first(lambda: self._write(step, arrays, ranks), f"folder {str(self._folder)!r}")
 
     def _write(self, step: int, arrays: State, ranks: list[Any]) -> None:
@@ -126,7 +127,7 @@ class CheckpointManager:
             The values that rank 0 passed to `save`, with "step"; None if there is no checkpoint.
 
         Raises:
-            UsageError: on all ranks: all checkpoints are damaged.
+            UsageError: On all ranks, if all checkpoints are damaged.
         """
         self._found, self._continues = None, True
         position: dict[str, Any] | None = on_first(self._read, f"folder {str(self._folder)!r}")
@@ -140,7 +141,8 @@ class CheckpointManager:
             changed); None if there is no checkpoint.
 
         Raises:
-            UsageError: on all ranks: the variables differ from the saved ones, or all checkpoints are damaged.
+            UsageError: On all ranks, if the variables differ from the saved ones, all checkpoints are damaged, or the
+                number of ranks has changed and the checkpoint was saved in the middle of gradient accumulation.
         """
         if not any_rank(self._found is not None, "checkpoint_is_read") and self.latest() is None:
             return None
@@ -213,9 +215,9 @@ class CheckpointManager:
         )
 
     def _named(self) -> dict[str, Piece]:
-        """What this rank holds of all variables in their order, by names that are the same in every process.
+        """Return this rank's pieces of all variables, in order, by names that are the same in every process.
 
-        Keras's own names are not: it counts models and optimizers anew in each.
+        Keras's names are not: it numbers models and optimizers anew in each process.
         """
         is_first = ALL_RANKS.rank() == 0
         sender = Sender(whole=is_first, common=is_first)
@@ -241,14 +243,14 @@ class CheckpointManager:
         return [replace(piece, name=name, place=(0, place, 0)) for place, (name, piece) in named]
 
     def _trained(self, arrays: State) -> Iterator[tuple[str, np.ndarray]]:
-        """The arrays of models and optimizers, with the paths of their variables."""
+        """Yield the arrays of models and optimizers, with the paths of their variables."""
         for name, piece in self._named().items():
             owner = self._tracked[int(name.partition("/")[0])]
             if isinstance(owner, (keras.Model, keras.optimizers.Optimizer)):
                 yield piece.name, arrays[name]
 
     def _own(self) -> list[Any]:
-        """The variables that may differ between the ranks."""
+        """Return the variables that may differ between ranks."""
         found: list[Any] = []
         for one in self._tracked:
             if isinstance(one, keras.Model):
@@ -259,12 +261,12 @@ class CheckpointManager:
         return unique([*found, *self._waiting(), *self._untracked()])
 
     def _untracked(self) -> list[tf.Variable]:
-        """Those of them that Keras does not know, such as a counter that a layer keeps."""
+        """Return the models' variables that Keras does not track, such as a counter in a layer."""
         models = [one for one in self._tracked if isinstance(one, keras.Model)]
         return unique(v for model in models for v in untracked_variables(model))
 
     def _waiting(self) -> list[Any]:
-        """The gradients that wait for the next update."""
+        """Return the gradients accumulated for the next update."""
         optimizers = [one for one in self._tracked if isinstance(one, keras.optimizers.Optimizer)]
         return [variable for one in optimizers for variable in accumulators(one)]
 
@@ -277,7 +279,7 @@ class CheckpointManager:
 
 
 def _whole_number(step: Any) -> int:
-    """Return the number of a step, which may be a variable such as optimizer.iterations."""
+    """Return `step`, which may be a variable such as optimizer.iterations, as an integer."""
     try:
         number = int(step)
     except (TypeError, ValueError):

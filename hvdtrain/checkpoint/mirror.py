@@ -1,7 +1,7 @@
-"""A copy of a run's checkpoints in a storage that fsspec knows (s3://, gs://), for a machine that may not come back.
+"""Copies a run's checkpoints to a storage that fsspec supports (s3://, gs://), in case the machine is lost.
 
-A checkpoint is copied under a temporary name, and then moved. What a storage that does not move whole files leaves
-of one when the machine is lost does not match its checksum.
+A checkpoint is copied under a temporary name and then moved. If a storage does not move files atomically and the
+machine is lost meanwhile, a partial file does not match its checksum.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from hvdtrain.errors import UsageError
 
 
 class MirrorError(OSError):
-    """The storage did not take a checkpoint, which is complete in its folder here."""
+    """A checkpoint could not be copied to the storage; it is complete in its local folder."""
 
 
 class Mirror:
-    """The checkpoints at a URL. Rank 0 alone uses it.
+    """The checkpoints at a URL; only rank 0 uses it.
 
     Args:
-        url: of a folder for this run alone; credentials come from the environment, as each storage's package has them.
-        keep: how many checkpoints stay there.
+        url: URL of a folder for this run alone. Credentials come from the environment or the storage's configuration.
+        keep: Number of checkpoints to keep there.
 
     Raises:
-        UsageError: fsspec or the package of this storage is not installed, or the URL holds a password.
+        UsageError: If fsspec or its package for this storage is not installed, or the URL holds a user name or
+            password.
     """
 
     def __init__(self, url: str, keep: int) -> None:
@@ -49,21 +50,21 @@ class Mirror:
         self._storage, self._root = _storage_of(self.url)
 
     def copy(self, checkpoint: Path) -> None:
-        """Copy a complete checkpoint there, and remove all but the newest.
+        """Copy a complete checkpoint to the storage, and remove all but the last `keep` up to it.
 
         Raises:
-            MirrorError: it could not be copied; those that are there stay.
+            MirrorError: If it cannot be copied; earlier checkpoints there are kept.
         """
         try:
             self._copy(checkpoint)
-        except Exception as error:  # Each storage has errors of its own.
+        except Exception as error:  # Each storage raises its own exceptions.
             raise MirrorError(f"{type(error).__name__}: {error}") from error
 
     def fetch(self, folder: Path) -> None:
-        """Put the newest checkpoint of the mirror into `folder`, unless one that is as new is there.
+        """Fetch the newest undamaged checkpoint of the storage into `folder`, unless that has one of as many steps.
 
         Raises:
-            UsageError: the storage cannot be read: a run that started from scratch would replace what it holds.
+            UsageError: If the storage cannot be read; a run that started from scratch would replace its checkpoints.
         """
         here = numbered(folder)
         least = step_of(here[0]) if here else -1
@@ -83,18 +84,18 @@ class Mirror:
         temporary = f"{self._root}/{UNFINISHED}{checkpoint.name}"
         self._storage.makedirs(self._root, exist_ok=True)
         for left in self._files():
-            if left.name.startswith(UNFINISHED):  # Of a copy that failed.
+            if left.name.startswith(UNFINISHED):  # Left by a failed copy.
                 self._storage.rm_file(f"{self._root}/{left.name}")
         self._storage.put_file(str(checkpoint), temporary)
         self._storage.mv(temporary, f"{self._root}/{checkpoint.name}")
         names = self._names()
         here = names.index(checkpoint.name)
-        # Newer ones were damaged or not fetched: the training would have gone on from them.
+        # Newer ones are damaged or were not fetched: otherwise the training would have resumed from them.
         for other in names[:here] + names[here + self._keep :]:
             self._storage.rm_file(f"{self._root}/{other}")
 
     def _fetch(self, name: str, folder: Path) -> bool:
-        """Whether the checkpoint of this name is as it was written, and now in `folder`."""
+        """Fetch the checkpoint `name` into `folder`; return whether it is undamaged."""
         temporary = folder / f"{UNFINISHED}{name.removeprefix(PREFIX)}"
         folder.mkdir(parents=True, exist_ok=True)
         self._storage.get_file(f"{self._root}/{name}", str(temporary))
@@ -107,7 +108,7 @@ class Mirror:
         return True
 
     def _names(self) -> list[str]:
-        """The complete checkpoints, newest first."""
+        """Return the names of the complete checkpoints, newest first."""
         return [path.name for path in newest_first(self._files())]
 
     def _files(self) -> list[Path]:

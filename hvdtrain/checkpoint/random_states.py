@@ -1,4 +1,4 @@
-"""The random generators of a process that a training draws from: Python's, NumPy's global one, Keras's global one."""
+"""States of a process's global random generators: Python's, NumPy's and Keras's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.keras_internals.variables import global_seed_variable, tf_variable
 
 
 def random_states() -> dict[str, Any]:
-    """Return their states; what `encoding.encode` takes."""
+    """Return the states, in types that `encoding.encode` accepts."""
     seed = global_seed_variable(create=False)
     version, numbers, gauss = random.getstate()
     return {
@@ -23,10 +23,10 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set what `random_states` returned; other entries are not looked at."""
+    """Restore what `random_states` returned; other entries of `states` are ignored."""
     if states["keras"] is not None:
         tf_variable(global_seed_variable(create=True)).assign(states["keras"])
-    # Last: Keras may have made its global generator of Python's random numbers just now.
+    # Last, as Keras may just have seeded a new global generator from Python's random numbers.
     version, numbers, gauss = states["random"]
     random.setstate((version, tuple(map(int, numbers)), gauss))
     np.random.set_state(states["numpy"])

@@ -1,4 +1,4 @@
-"""How often a training writes checkpoints, and how many it keeps."""
+"""Checkpoints: when a Trainer saves, and how many checkpoints it keeps."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ class Checkpoints:
     """When a Trainer saves: after each epoch and, on request, within epochs.
 
     Args:
-        every_steps: also save within an epoch, whenever this many training steps have passed since the last
-            checkpoint. Every rank counts the same steps.
-        every_minutes: also save within an epoch, whenever this many minutes have passed since the last checkpoint;
-            checked between steps, about once a second.
-        keep: number of checkpoints to keep, at least 2, so that there is an older one if the newest is damaged.
-        max_failures: end the training with an error after this many checkpoints in a row could not be written. None:
-            continue, with a warning each time.
-        preemption_file: when this file appears on the host of any rank, save and exit as on SIGTERM; checked about
-            once a second. For clouds that announce preemption by other means than a signal.
+        every_steps: Number of training steps between checkpoints within an epoch, counted on every rank alike.
+        keep: Number of checkpoints to keep, at least 2, so that there is an older one if the newest is damaged.
+        every_minutes: Number of minutes between checkpoints within an epoch, checked between steps about once a second.
+        max_failures: Number of failed checkpoints in a row that ends the training with an error. None: continue, with a
+            warning each time.
+        preemption_file: Path of a file; when it appears on the host of any rank, the training saves and exits as on
+            SIGTERM. Checked about once a second. For clouds that announce preemption by other means than a signal.
         mirror: URL of a folder, in any storage that fsspec supports (s3://, gs://, file://), to which each checkpoint
-            is copied. A run resumes from there if the newest checkpoint is not in its run_dir. Other files in
-            run_dir are not copied.
+            is copied. A run resumes from there if it has a newer checkpoint than run_dir. Other files in run_dir are
+            not copied.
 
     Raises:
-        UsageError: a value is out of range.
+        UsageError: If a value is out of range.
     """
 
     every_steps: int | None = None

@@ -1,12 +1,12 @@
-"""The whole state of a training: taken from the ranks, and given to the same ranks or to others.
+"""Captures the whole state of a training from the ranks, and restores it on the same or other ranks.
 
-It is kept twice. Once as one process would have it: variables go through `parallel.gather_scatter` under the names
-that they have in every layout, with gradients that wait added up and statistics averaged. Any number of ranks in any
-layout can go on from that. Beside it stands what each rank has of its own, as it is, since a sum would not be the same
-to the bit: seeds, statistics that are averaged only when the epoch ends, gradients that wait, metrics in the middle of
-an epoch. Ranks that are arranged as before go on from that; for others the metrics are merged when they resume.
+The state is kept twice. First as one process would have it: variables pass through `parallel.gather_scatter` under
+names that are the same in every layout, with accumulated gradients summed and statistics averaged. Any number of ranks
+in any layout can resume from that. Second as each rank has it, because sums would differ in their last bits: seeds,
+statistics that are averaged only at the end of an epoch, accumulated gradients, and metrics within an epoch. Ranks in
+the same number and layout as before resume from that. For others the metrics are merged on resuming.
 
-Not in it: the counters of TensorFlow's own stateful random operations (tf.random.normal), which cannot be read.
+Not saved: the counters of TensorFlow's stateful random operations (tf.random.normal), which cannot be read.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Own = dict[str, Any]
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where the state is, which takes longer to find than to read.
+    """The variables of the state, kept because finding them takes longer than reading them.
 
     Attributes:
-        own: of each rank: see `own_variables`.
-        metrics: those of them that belong to metrics.
-        statistics: those that are averaged.
-        untracked: those that Keras does not know.
-        pieces: of the state that goes through `gather`.
-        entries: what the ranks hold of it together.
-        untrained: names, as in the state, of weights that no gradient changes.
+        own: Variables of each rank's own state; see `own_variables`.
+        metrics: Those of them that belong to metrics.
+        statistics: Those that are averaged over the ranks.
+        untracked: Those that Keras does not track.
+        pieces: This rank's pieces of the state that passes through `gather`.
+        entries: What all ranks hold of that state.
+        untrained: Names in the state of weights that no gradient changes.
     """
 
     own: list[tf.Variable]
@@ -66,11 +66,11 @@ class _Parts:
 
 
 class TrainingState:
-    """The state of a model, its optimizer and its metrics, all built.
+    """The state of a model, its optimizer and its metrics, all of them built.
 
     Args:
-        model: that this rank trains.
-        strategy: by which all ranks train it.
+        model: Model that this rank trains.
+        strategy: Strategy by which all ranks train it.
     """
 
     def __init__(self, model: keras.Model, strategy: HorovodStrategy) -> None:
@@ -82,16 +82,17 @@ class TrainingState:
 
     @property
     def untrained(self) -> set[str]:
-        """Names, as in the state, of weights that no gradient changes; known after `own`."""
+        """Names in the state of weights that no gradient changes; known after `own`."""
         assert self._parts is not None
         return self._parts.untrained
 
     def own(self, of_process: Any, rules: Mapping[int, str]) -> Own:
-        """Return what this rank has of its own. A collective.
+        """Return this rank's own state. A collective.
 
         Args:
-            of_process: what else this process remembers; what `encoding.encode` takes.
-            rules: of metrics' states that do not add up, by the id of the tf.Variable: see `metric_merging`.
+            of_process: Further state of this process, in types that `encoding.encode` accepts.
+            rules: Id of a metric's tf.Variable -> rule to merge it with, for those that do not add up; see
+                `metric_merging`.
         """
         parts = self._parts = self._parts or self._find_parts()
         values = {id(v): value_where_it_lies(v) for v in parts.own}
@@ -108,9 +109,9 @@ class TrainingState:
         }
 
     def variables(self) -> State:
-        """Return the variables on rank 0, after `own`. A collective.
+        """Return the variables on rank 0. A collective; call it after `own`.
 
-        The next call takes the memory of the arrays.
+        The next call reuses the memory of the returned arrays.
         """
         parts = self._parts
         assert parts is not None
@@ -123,22 +124,25 @@ class TrainingState:
         return arrays
 
     def give(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Any:
-        """Set what `variables` and `own` returned; return what this process remembered, or the first. A collective.
+        """Restore what `variables` and `own` returned. A collective.
 
         Args:
-            arrays: on rank 0; others' is not looked at.
-            ranks: likewise.
-            alike: whether the ranks are as many as then, and arranged as then.
+            arrays: Variables, on rank 0; ignored on other ranks.
+            ranks: Own state of each rank, on rank 0; ignored on other ranks.
+            alike: Whether number and layout of the ranks are the same as when the state was saved.
+
+        Returns:
+            The `of_process` of this rank; that of rank 0 if the ranks are not alike.
 
         Raises:
-            UsageError: on all ranks: the variables do not fit; names the first one.
+            UsageError: On all ranks, if the variables differ from the saved ones; names the first one.
         """
         own = self.give_variables(arrays, ranks, alike)
         set_random_states(own)
         return own["process"]
 
     def give_variables(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Own:
-        """As `give`, and set nothing of the process; return what `own` knew of this one, or the first one."""
+        """Restore as `give` does, but no state of the process; return the own state of this rank, or of rank 0."""
         scatter(self._pieces(), arrays, self._ranks)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         if alike:
@@ -149,13 +153,13 @@ class TrainingState:
         return everyone[0]
 
     def _give_others(self, everyone: Sequence[Own]) -> None:
-        """Give ranks that were arranged otherwise what one process would have of what each had of its own."""
+        """Restore on other ranks what one process would have of the ranks' own states."""
         model, index = self._model, self._strategy.part.index
         fold_rank_into_seeds(model, index)
         _assign(untracked_variables(model), everyone[0]["untracked"])
         variables = state_variables(model.metrics)
         shapes = [tuple(v.shape) for v in variables]
-        # Of a pipeline the last stage has the metrics.
+        # In a pipeline the last stage has the metrics.
         for own in reversed(everyone):
             if [value.shape for value in own["metrics"]] == shapes:
                 _assign(variables, _merged_metrics(own, everyone))
@@ -165,7 +169,7 @@ class TrainingState:
                 return
 
     def _find_parts(self) -> _Parts:
-        """A collective. After the first step all variables are there."""
+        """Find the variables, all of which exist after the first step. A collective."""
         model, pieces = self._model, self._pieces()
         return _Parts(
             [tf_variable(v) for v in own_variables(model)],
@@ -182,8 +186,8 @@ class TrainingState:
 
 
 def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:
-    """Return the metrics' state of the ranks that trained the same part as the rank of `own`, on other examples."""
-    if "merged_with" not in own:  # Of a checkpoint whose metrics were merged when it was saved.
+    """Merge the metrics of the ranks that trained the same part of the model as the rank of `own` on other examples."""
+    if "merged_with" not in own:  # The checkpoint is an older one, with merged metrics.
         return list(own["metrics"])
     states = [everyone[rank]["metrics"] for rank in own["merged_with"]]
     shares = [1.0 / len(states)] * len(states)
@@ -201,7 +205,7 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
 
 
 def own_variables(model: keras.Model) -> list[Any]:
-    """Return the variables that may differ between ranks which hold the same of `model`."""
+    """Return the variables that may differ between ranks with the same part of `model`."""
     local = local_variables(model)
     known = {id(tf_variable(v)) for v in local}
     slots = [
