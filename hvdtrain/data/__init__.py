@@ -1,8 +1,8 @@
-"""Global batches: which rank sees which example, at which step.
+"""Global batches: which rank gets which example, at which step.
 
-`make_source` turns whatever the user has into a `Source`; `Source.epoch` yields one `Share` a
-step. Nothing here communicates: rank and size are passed in, and what ranks must agree on
-(`Source.element`, `Share.checksum`, the end of a stream) is theirs to compare.
+`make_source` turns the user's data into a `Source`; `Source.epoch` yields one `Share` per step. Nothing here
+communicates: rank and size are arguments, and the caller compares what ranks must agree on (`Source.element`,
+`Share.checksum`, the end of a stream).
 """
 
 from hvdtrain.data.arrays import validation_split

@@ -1,7 +1,7 @@
-"""Data that lies in memory: NumPy arrays and whatever turns into them without a copy.
+"""Data in memory: NumPy arrays, and whatever turns into them without a copy.
 
-Only the rank's own examples are copied, or none where there is no shuffling. Arrays on disk
-(np.memmap, h5py) stay there, and sparse ones sparse, up to the rows of a step.
+Only the rank's own examples are copied, or none without shuffling. Arrays on disk (np.memmap, h5py) stay there, and
+sparse arrays stay sparse, except for the rows of a step.
 """
 
 import sys
@@ -25,10 +25,15 @@ UNSUPPORTED = ("RaggedTensor", "SparseTensor")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ArraySource(KnownSource):
-    """Arrays as a `Source`."""
+    """Arrays as a `Source`.
+
+    Attributes:
+        data: Data tuple (x[, y[, sample_weight]]) of converted arrays.
+        bare: Whether the user passed x alone, not (x,).
+    """
 
     data: tuple
-    bare: bool  # x alone, not (x,)
+    bare: bool
 
     @property
     def element(self) -> Any:
@@ -51,30 +56,32 @@ class ArraySource(KnownSource):
 
 
 def array_source(data: tuple, reading: Reading) -> ArraySource:
-    """Check and convert (x[, y[, sample_weight]]) and make its source.
+    """Check and convert (x[, y[, sample_weight]]), and return its source.
 
     Raises:
-        UsageError: no examples, or what `unpack` and `convert` refuse.
+        UsageError: If there are no examples, a part is not an array, lengths differ, or class weights do not fit.
     """
     data = convert(data)
     _require_weights_like_labels(data)
     count = structures.count_examples(data, "the data")
     if count == 0:
         raise UsageError("the data is empty: its arrays have length 0.")
-    # Now and not share by share, so that a class without a weight is an error on every rank,
-    # before the first step.
+    # Now and not share by share, so that labels that do not fit are an error on every rank, before the first step.
     data = apply_class_weight(data, reading.class_weight, reading.float_dtype, "the data")
     bare = len(data) == 1 and not isinstance(data[0], list | tuple)
     return ArraySource(data=data, pass_length=count, reading=reading, bare=bare)
 
 
 def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
-    """The data tuple (x,), (x, y) or (x, y, sample_weight) of what was passed to fit.
+    """Return what was passed to fit as a data tuple: (x,), (x, y) or (x, y, sample_weight).
 
-    `x` alone can be such a tuple. A list is several inputs, never a data tuple.
+    Args:
+        x: Data, or such a tuple. A list means several inputs, never a data tuple.
+        y: Labels, if any.
+        sample_weight: Weights of the examples, if any.
 
     Raises:
-        UsageError: no x, weights without y or given twice, or a tuple of another length.
+        UsageError: If there is no x, weights come without y or twice, or the tuple has another length.
     """
     parts = [x, y, sample_weight]
     if isinstance(x, tuple) and y is None:
@@ -97,13 +104,13 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
 
 
 def convert(data: tuple) -> tuple:
-    """The data tuple with every leaf a NumPy array, or `Rows`, of at least one dimension.
+    """Return the data tuple with each leaf a NumPy array, or `Rows`, of at least one dimension.
 
-    Tensors, DataFrames and numbers in lists become arrays; NumPy arrays stay what they are, and
-    what is on disk or sparse stays there until its rows are needed.
+    Tensors, DataFrames and numbers in lists become arrays. NumPy arrays are left as they are, and arrays that are on
+    disk or sparse stay so until their rows are needed.
 
     Raises:
-        UsageError: names the part that is no array.
+        UsageError: If a part is not an array; names it.
     """
     given = data[:2] if len(data) == 3 else data
     names = structures.part_names(data)
@@ -127,7 +134,7 @@ def _require_weights_like_labels(data: tuple) -> None:
 
 
 def _filled(weights: Any, examples: int) -> Any:
-    """Return `weights` with 1 for each example in place of None: an output whose examples count alike."""
+    """Replace each None in `weights`, an output whose examples all count the same, by an array of ones."""
     if weights is None:
         return np.ones(examples, np.float32)
     if isinstance(weights, dict):
@@ -139,12 +146,18 @@ def _filled(weights: Any, examples: int) -> Any:
 
 
 def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[tuple, tuple]:
-    """(training, validation) data tuples: the last `fraction` of the examples, before shuffling.
+    """Split arrays into (training, validation) data tuples: validation gets the last examples, before shuffling.
 
-    Views of the arrays. Only arrays can be split: a stream would have to be read to its end first.
+    Both are views. Only arrays can be split: a stream would have to be read to its end first.
+
+    Args:
+        x: As in `unpack`.
+        y: As in `unpack`.
+        sample_weight: As in `unpack`.
+        fraction: Fraction of the examples for validation, between 0 and 1.
 
     Raises:
-        UsageError: either would be empty.
+        UsageError: If `fraction` is out of range, x is not arrays, or either part would be empty.
     """
     if not (isinstance(fraction, Real) and 0 < fraction < 1):
         raise UsageError(f"validation_split is {fraction!r}; it must lie between 0 and 1.")
@@ -165,7 +178,7 @@ def validation_split(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
 
 
 def is_arrays(value: Any) -> bool:
-    """Whether `value` is meant as arrays in memory (it may still be faulty), not as a stream."""
+    """Whether `value` is meant as arrays in memory, even faulty ones, and not as a stream."""
     return (
         isinstance(value, (dict, list, tuple, *SCALARS))
         or hasattr(value, "__array__")
@@ -192,10 +205,14 @@ def _is_numbers(value: Any) -> bool:
 
 
 def to_array(value: Any, name: str) -> np.ndarray | Rows:
-    """One leaf as `convert` has it; `name` is its in messages.
+    """Convert one leaf as `convert` does.
+
+    Args:
+        value: Leaf to convert.
+        name: Name of the leaf in messages.
 
     Raises:
-        UsageError: no dense array of numbers or strings with an example dimension; names the leaf.
+        UsageError: If it is not a dense array of numbers or strings with an example dimension; names the leaf.
     """
     if value is None:
         raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
@@ -229,7 +246,7 @@ def to_array(value: Any, name: str) -> np.ndarray | Rows:
 
 
 def _not_numbers_or_texts(array: np.ndarray) -> str | None:
-    """What is in `array` that TensorFlow takes neither as numbers nor as strings; None: nothing."""
+    """Describe values that TensorFlow takes neither as numbers nor as strings; None if there are none."""
     if array.dtype.kind == "O":
         others = (type(v).__name__ for v in array.flat if not isinstance(v, str | bytes))
         found = next(others, None)
@@ -240,14 +257,14 @@ def _not_numbers_or_texts(array: np.ndarray) -> str | None:
 
 
 def _from_pandas(value: Any, name: str) -> np.ndarray | None:
-    """A DataFrame as (n, columns); a Series as (n, 1), as Keras does, but weights as (n,)."""
+    """Convert a DataFrame to (n, columns); a Series to (n, 1), as Keras does, but weights to (n,)."""
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(value, pandas.DataFrame | pandas.Series):
         return None
     array = value.to_numpy()
     if isinstance(value, pandas.Series):
         return array if name.startswith("sample_weight") else array[:, np.newaxis]
-    # Of columns of numbers, flags and pandas's own nullable types to_numpy makes Python objects.
+    # to_numpy makes Python objects of mixed numbers and booleans, and of pandas's nullable types.
     types = [getattr(column, "numpy_dtype", column) for column in value.dtypes]
     if array.dtype.kind == "O" and all(getattr(t, "kind", "O") in "biuf" for t in types):
         return value.to_numpy(np.result_type(*types))

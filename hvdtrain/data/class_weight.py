@@ -1,4 +1,4 @@
-"""Class weights as sample weights."""
+"""Converts class weights to sample weights."""
 
 from collections.abc import Mapping
 from numbers import Integral
@@ -14,13 +14,18 @@ from hvdtrain.errors import UsageError
 def apply_class_weight(
     data: tuple, class_weight: Mapping[int, float] | None, dtype: str, where: str
 ) -> tuple:
-    """Data (x, y[, sample_weight]) with class weights as, or times, the sample weights.
+    """Return (x, y, sample_weight) with the sample weights multiplied by class weights.
 
-    Labels are integers of shape (n,) or (n, 1), or one-hot rows (n, classes). As in Keras a class
-    without a weight has weight 1.
+    Args:
+        data: Data tuple (x, y[, sample_weight]). Labels are integers of shape (n,) or (n, 1), or one-hot rows (n,
+            classes).
+        class_weight: Class number -> weight; as in Keras, a missing class has weight 1. None: return `data` as it is.
+        dtype: Dtype of the weights.
+        where: Name of the data in messages.
 
     Raises:
-        UsageError: no dict of weights, no labels, or labels that `sample_weights` refuses.
+        UsageError: If `class_weight` is no dict of class numbers, or there are no labels, several outputs, or labels of
+            another kind.
     """
     if class_weight is None:
         return data
@@ -41,7 +46,7 @@ def apply_class_weight(
 
 
 def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str) -> Any:
-    """The signature of an example (see `Source.element`) with its class's weight."""
+    """Return the signature of an example (see `Source.element`) after class weights were added as sample weights."""
     if class_weight is not None and not structures.is_bare(element) and len(element) == 2:
         return (*element, structures.Spec((), dtype))
     return element
@@ -50,10 +55,10 @@ def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str)
 def sample_weights(
     labels: Any, class_weight: Mapping[int, float], dtype: str, where: str
 ) -> np.ndarray:
-    """The weight of each label's class, shape (n,).
+    """Return the weight of each label's class, shape (n,).
 
     Raises:
-        UsageError: several outputs, or labels of another kind.
+        UsageError: If there are several outputs, or labels of another kind than in `apply_class_weight`.
     """
     if is_in_rows(labels):
         labels = np.asarray(labels)

@@ -1,9 +1,9 @@
 """Examples in files: each rank reads and decodes only the examples that it trains on.
 
-Examples are numbered by file, or by record across all TFRecord files. The order is a permutation of these numbers
-that depends on seed and pass, as for arrays, so a global batch holds the same examples for any number of workers. To
-number records, each rank first reads 12 bytes of each, which takes about a second per million; the records themselves
-are read when they are needed, and their checksums verified.
+Examples are numbered by file, or by record across all TFRecord files. Their order is a permutation that depends on seed
+and pass, as for arrays, so a global batch holds the same examples for any number of workers. To number records, each
+rank first reads the 12-byte header of each, which takes about a second per million. The records themselves are read,
+and their checksums verified, when they are needed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hvdtrain.errors import UsageError
 
 RECORDS = re.compile(r"\.tfrecords?(-\d+-of-\d+)?$")
 HEADER = struct.Struct("<QI")  # length of the record, checksum of the length
-FOOTER = 4  # checksum of the record
+FOOTER = 4  # bytes of the checksum of the record
 GZIP = b"\x1f\x8b"
 OPEN_FILES = 256
-"""TFRecord files that are open at a time: a process may have 1024 of all kinds."""
+"""Maximum number of open TFRecord files; a process may have 1024 open files of all kinds."""
 COMPARED_BYTES = 4096
-"""At the end of a file, by which the ranks see that they have the same one."""
+"""Number of bytes at the end of a file by which ranks check that they have the same file."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class Files:
     """Files of examples, as returned by `from_files` and passed as x to fit, evaluate and predict.
 
     Attributes:
-        paths: paths of the files, in order.
-        read: maps a file name or a serialized record to an example; see `from_files`.
-        labels: one label per file, shape (files, ...), or None.
-        records: whether these are TFRecord files.
+        paths: Paths of the files, in order.
+        read: Maps a file name or a serialized record to an example; see `from_files`.
+        labels: One label per file, shape (files, ...), or None.
+        records: Whether these are TFRecord files.
     """
 
     paths: tuple[str, ...]
@@ -71,19 +71,19 @@ def from_files(
     number of workers. Every rank needs access to all files.
 
     Args:
-        files: a path, a pattern ("images/*/*.png", in alphabetical order), or a list of paths.
-        read: function that maps the file name of one example (a scalar string tensor), or one serialized record, to
-            x, (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by TensorFlow, as in tf.data.Dataset.map:
-            use tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. To read in Python, write a
+        files: A path, a pattern ("images/*/*.png", in alphabetical order), or a list of paths.
+        read: Function that maps the file name of one example (a scalar string tensor), or one serialized record, to x,
+            (x, y) or (x, y, sample_weight) of a fixed shape. It is traced by TensorFlow, as in tf.data.Dataset.map: use
+            tf.io.read_file, tf.io.decode_png, tf.io.parse_single_example. To read in Python, write a
             keras.utils.PyDataset instead.
-        labels: array of shape (files, ...), for files of one example each; `read` gets the label of the file as its
+        labels: Array of shape (files, ...), for files of one example each; `read` gets the label of the file as its
             second argument.
-        records: whether these are (uncompressed) TFRecord files of many examples. Default: decided by their names
+        records: Whether these are (uncompressed) TFRecord files of many examples. Default: decided by their names
             (train.tfrecord, train.tfrecord-00000-of-00010).
 
     Raises:
-        UsageError: no file matches, or the number of labels differs from that of files; during reading: a file is not
-            a TFRecord file, or a record is damaged.
+        UsageError: If no file matches, or the number of labels differs from that of files. During reading: if a file is
+            not a TFRecord file, or a record is damaged.
     """
     paths = _paths(files)
     if records is None:
@@ -101,10 +101,16 @@ def from_files(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FileSource(KnownSource):
-    """`Files` as a `Source`."""
+    """`Files` as a `Source`.
+
+    Attributes:
+        files: Files to read.
+        keys: Function that returns the arguments of `read` for the examples of the given numbers.
+        threads: Number of tf.data's threads.
+    """
 
     files: Files
-    keys: Callable[[np.ndarray], tuple]  # what `read` is given for examples of these numbers
+    keys: Callable[[np.ndarray], tuple]
     threads: int
 
     @property
@@ -140,22 +146,22 @@ class FileSource(KnownSource):
             yield slot.share(structures.as_given(data, bare))
 
     def _batches(self, slots: Sequence[Slot]) -> Iterator[Any]:
-        """What `read` makes of the rank's examples, a share at a time."""
+        """Yield the rank's decoded examples, one share at a time."""
         import tensorflow as tf
 
-        # All shares but the last have as many rows, so batches of that length are the shares.
+        # All shares but the last have this many rows, so batches of this length are the shares.
         rows = slots[0].end - slots[0].begin
         damaged: list[UsageError] = []
         try:
             wanted = self._wanted(slots, damaged)
             yield from tf_dataset.read(self._decoded(wanted, rows))
         except tf.errors.OpError:
-            if damaged:  # tf.data has made a traceback in a text of it.
+            if damaged:  # tf.data has turned the UsageError into a traceback as text.
                 raise damaged[0] from None
             raise
 
     def _wanted(self, slots: Sequence[Slot], damaged: list[UsageError]) -> Iterator[tuple]:
-        """What `read` is given for the rank's examples; errors on the way are also put into `damaged`."""
+        """Yield the arguments of `read` for the rank's examples; also put an error on the way into `damaged`."""
         order = self.order(self.pass_length)
         for slot in slots:
             rows = order.rows(slot.begin, slot.end)
@@ -181,10 +187,16 @@ class FileSource(KnownSource):
 
 
 def file_source(files: Files, reading: Reading, threads: int | None) -> FileSource:
-    """Look up where the examples are, and make their source.
+    """Locate the examples, and return their source.
+
+    Args:
+        files: Files to read.
+        reading: Settings of the reading.
+        threads: Number of tf.data's threads; None: the CPU cores that this process may use.
 
     Raises:
-        UsageError: there are no records; OSError: a file cannot be read.
+        UsageError: If a file is not an uncompressed TFRecord file, or there are no records.
+        OSError: If a file cannot be read.
     """
     keys: Callable[[np.ndarray], tuple]
     if files.records:
@@ -210,7 +222,7 @@ def file_source(files: Files, reading: Reading, threads: int | None) -> FileSour
 
 
 class _Records:
-    """The records of TFRecord files, by their number."""
+    """The records of TFRecord files, by number."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -247,10 +259,10 @@ def _reader(path: str) -> Any:
 
 
 def record_begins(path: str) -> np.ndarray:
-    """Where the records of a TFRecord file begin, in bytes; only their headers are read.
+    """Return the byte offsets of the records of a TFRecord file, int64; reads only their headers.
 
     Raises:
-        UsageError: the file is compressed, cut short, or no TFRecord file.
+        UsageError: If the file is compressed, truncated, or not a TFRecord file.
     """
     begins = []
     with Path(path).open("rb", buffering=0) as file:
@@ -277,7 +289,10 @@ def record_begins(path: str) -> np.ndarray:
 
 
 def _mark(path: str) -> str:
-    """A file's name, without its folder, which may be another on each machine, its size and a checksum of its end."""
+    """Return a file's name, size and a checksum of its end, as text.
+
+    The folder is left out, because it may differ between machines.
+    """
     with Path(path).open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - COMPARED_BYTES))
@@ -290,7 +305,7 @@ def _paths(files: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
         missing = next((path for path in found if not Path(path).is_file()), None)
         if missing is not None:
             raise UsageError(f"from_files: no such file: {missing}.")
-    elif Path(files).is_file():  # Whatever its name has of a pattern.
+    elif Path(files).is_file():  # Even if its name looks like a pattern.
         found = [str(files)]
     else:
         found = sorted(path for path in glob.glob(str(files)) if Path(path).is_file())  # noqa: PTH207

@@ -1,4 +1,4 @@
-"""Streams of Python: iterators, iterables and functions that return them."""
+"""Python streams: iterators, iterables and functions that return them."""
 
 import inspect
 import itertools
@@ -10,21 +10,25 @@ from hvdtrain.data.streams import LOOKED_AT, Stream, common_element
 from hvdtrain.errors import UsageError
 
 FOREIGN = ("torch", "grain", "datasets")
-"""Packages whose loaders are iterable, but shuffle and shard by rules of their own."""
+"""Packages whose loaders are iterable, but shuffle and shard by their own rules."""
 
 
 def is_readable(value: Any) -> bool:
-    """Whether it is an iterator or iterable of batches, or a function that returns one."""
+    """Whether `value` is an iterator or iterable of batches, or a function that returns one."""
     if any(cls.__module__.split(".")[0] in FOREIGN for cls in type(value).__mro__):
         return False
     return isinstance(value, Iterable) or _is_function(value)
 
 
 def python_stream(value: Any, *, float_dtype: str) -> Stream:
-    """Batches of an iterator (read once), an iterable or a function (opened again for each pass).
+    """Return the stream of an iterator (read once), or of an iterable or function (opened again for each pass).
+
+    Args:
+        value: Iterator, iterable or function without arguments.
+        float_dtype: Dtype to which floating-point data will be cast.
 
     Raises:
-        UsageError: from the first pass: a function returned what cannot be iterated over.
+        UsageError: During reading: if a function returned something that is not iterable, or an iterator is exhausted.
     """
     name = type(value).__name__
     if isinstance(value, Iterator):
@@ -56,7 +60,7 @@ def python_stream(value: Any, *, float_dtype: str) -> Stream:
 
 
 class _Once:
-    """An iterator, which has one pass; its first batch is looked at and put back."""
+    """An iterator, which has only one pass; its first batches are inspected and put back."""
 
     def __init__(self, iterator: Iterator[Any], name: str, float_dtype: str) -> None:
         self.batches: Iterator[Any] | None = iterator

@@ -1,4 +1,4 @@
-"""From what the user passed to fit to a `Source`."""
+"""Turns the data that a user passes to fit into a `Source`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,31 +42,32 @@ def make_source(
     - a tf.data.Dataset, a generator: all of it, in an order that must be the same on every rank (pass a seed to
       `Dataset.shuffle`). After `Dataset.apply(hvdtrain.data.shard)` each rank continues with its own examples only.
 
-    The batches of a Dataset, PyDataset or generator are used as global batches if the first one has
-    `global_batch_size` examples, or if the lengths of examples vary (padded_batch, bucket_by_sequence_length: the
-    element_spec contains None, or the first two batches differ in shape). Otherwise they are rebatched to that size.
+    The batches of a Dataset, PyDataset or generator are used as global batches if the first one has `global_batch_size`
+    examples, or if the lengths of examples vary (padded_batch, bucket_by_sequence_length: the element_spec contains
+    None, or the first two batches differ in shape). Otherwise they are rebatched to that size.
 
     Floating-point data is converted to Keras's floatx, as Keras does with arrays.
 
     Args:
-        x: arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, files, a
+        x: Arrays (a tuple is (x, y) or (x, y, sample_weight), a list is several inputs), a tf.data.Dataset, files, a
             PyDataset, an iterator or iterable of batches (x[, y[, sample_weight]]), or a function without arguments
-            that returns one of these and is called for each pass.
-        y: labels, if `x` is arrays.
-        sample_weight: weights of the examples, if `x` is arrays.
-        global_batch_size: number of examples per step, over all workers.
-        shuffle: shuffle by seed and pass: arrays and files by example, a PyDataset by item. Other data keeps its order.
-        seed: for shuffling.
-        steps_per_epoch: number of global batches per epoch; the next epoch continues where the last one stopped. An
+            that returns an iterable of batches and is called for each pass.
+        y: Labels, if `x` is arrays.
+        sample_weight: Weights of the examples, if `x` is arrays.
+        global_batch_size: Number of examples per step, over all workers.
+        shuffle: Whether to shuffle, by seed and pass: arrays and files by example, a PyDataset by item. Other data
+            keeps its order.
+        seed: Seed of the shuffling.
+        steps_per_epoch: Number of global batches per epoch; the next epoch continues where the last one stopped. An
             epoch that reaches the end of the data ends there, and the next one starts a new pass.
-        class_weight: weight of each class, by its number; a class that is missing has weight 1. Multiplied with sample
+        class_weight: Weight of each class, by its number; a class that is missing has weight 1. Multiplied with sample
             weights.
-        training: whether the data is for training; if so, warn when the steps differ from the user's own batches.
-        batched: whether the elements of a Dataset are batches; None: detect it (`is_batched`).
-        threads: number of tf.data's threads; None: the CPU cores that this process may use.
+        training: Whether the data is for training; if so, warn when the steps differ from the user's own batches.
+        batched: Whether the elements of a Dataset are batches; None: detect it (`is_batched`).
+        threads: Number of tf.data's threads; None: the CPU cores that this process may use.
 
     Raises:
-        UsageError: the data or an argument cannot work; where possible, before anything is read.
+        UsageError: If the data or an argument cannot work; raised before anything is read, where possible.
     """
     require_integer("global_batch_size", global_batch_size)
     if steps_per_epoch is not None:

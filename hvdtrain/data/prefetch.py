@@ -1,4 +1,4 @@
-"""Read ahead in a thread, so that the next batch is made while the current one trains."""
+"""Prefetches items in a thread, so that the next batch is prepared while the current one trains."""
 
 import queue
 import threading
@@ -9,7 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 JOIN_SECONDS = 10.0
-"""How long an early end waits for an item that is being made; the thread is a daemon after that."""
+"""Maximum wait for an item in progress when the consumer stops early; the thread is a daemon."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class _End:
 
 
 def prefetch(iterator: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
-    """The items of `iterator`, made in another thread, at most `depth` of them waiting.
+    """Yield the items of `iterator`, made in another thread, with at most `depth` of them waiting.
 
-    An exception of the iterator is raised here, where its item would have come. When the consumer
-    stops early (closes or drops this generator), the thread ends and closes the iterator.
+    An exception of the iterator is raised here in place of its item. When the consumer stops early (closes or drops
+    this generator), the thread ends and closes the iterator.
     """
     assert depth >= 1, depth
     items: queue.Queue[T | _End] = queue.Queue(depth)
@@ -37,8 +37,8 @@ def prefetch(iterator: Iterator[T], depth: int = 2) -> Generator[T, None, None]:
             raise item.error
     finally:
         stopped.set()
-        # The producer checks `stopped` before each put, so after this at most one more item
-        # comes, and there is room for it: the producer cannot be left waiting.
+        # The producer checks `stopped` before each put, so at most one more item comes, and there is room for it:
+        # the producer cannot block.
         while not items.empty():
             items.get_nowait()
         thread.join(JOIN_SECONDS)

@@ -1,9 +1,9 @@
-"""keras.utils.PyDataset: items by number, so that a rank asks only for those in which its examples lie.
+"""keras.utils.PyDataset as a source: items by index, so that a rank requests only those that hold its examples.
 
-Keras's items are batches, all equally long except the last. Where an item is no longer than a rank's share
-(global_batch_size / workers), each rank calls `__getitem__` for its own part of them only; items as long as the global
-batch are asked for by every rank, which takes its rows. Where items are not equally long, or there is no end, every
-rank asks for all of them, in order.
+Keras's items are batches, all equally long except the last. If an item is no longer than a rank's share
+(global_batch_size / workers), each rank calls `__getitem__` for its own part of them only. Items as long as the global
+batch are requested by every rank, which takes its rows. If items are not equally long, or never end, every rank
+requests all of them, in order.
 """
 
 import itertools
@@ -25,14 +25,14 @@ from hvdtrain.errors import UsageError
 
 
 def is_py_dataset(value: Any) -> bool:
-    """Whether it is a keras.utils.PyDataset; Keras is not imported to find out."""
+    """Whether `value` is a keras.utils.PyDataset; does not import Keras."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(value, keras.utils.PyDataset)
 
 
 @dataclass(frozen=True)
 class Items:
-    """A PyDataset's items as Keras hands them on."""
+    """The items of a PyDataset, as Keras passes them on."""
 
     dataset: Any
 
@@ -42,10 +42,10 @@ class Items:
 
     @property
     def count(self) -> int | None:
-        """How many; None: they never end.
+        """Number of items; None if they never end.
 
         Raises:
-            UsageError: it says nothing of its length.
+            UsageError: If the dataset defines no length.
         """
         try:
             count = self.dataset.num_batches
@@ -57,26 +57,26 @@ class Items:
         return None if count is None else int(count)
 
     def __getitem__(self, index: int) -> Any:
-        # To a train_step an array alone is (x,); a dict stays a dict.
+        # As in Keras: train_step gets a single array as (x,); a dict stays a dict.
         item = self.dataset[index]
         return item if isinstance(item, dict | list | tuple) else (item,)
 
     def in_order(self, order: Iterable[int]) -> Iterator[Any]:
-        """The items of these numbers, made by `workers` threads, never more than that many ahead.
+        """Yield the items with these indices, made by the dataset's `workers` threads, never more than that many ahead.
 
-        (`use_multiprocessing` too: to fork a process in which TensorFlow and MPI run is not safe.)
+        `use_multiprocessing` also means threads: to fork a process that runs TensorFlow and MPI is not safe.
         """
         return _ahead(self.__getitem__, order, self.dataset.workers)
 
     def skip(self, epochs: int) -> None:
-        """Let the dataset change itself as in so many epochs, and make no item."""
+        """Let the dataset change as over `epochs` epochs, without making an item."""
         for _ in range(epochs):
             self.dataset.on_epoch_begin()
             self.dataset.on_epoch_end()
 
 
 def py_dataset_stream(items: Items, reading: Reading) -> Stream:
-    """All items one after the other, in an order by seed and pass where `shuffle`."""
+    """Return the stream of all items, shuffled by seed and pass if `reading.shuffle`."""
     count = items.count
     first = range(LOOKED_AT if count is None else min(LOOKED_AT, count))
 
@@ -103,24 +103,29 @@ def py_dataset_stream(items: Items, reading: Reading) -> Stream:
 class ItemSource(KnownSource):
     """A PyDataset of equally long items as a `Source`.
 
-    The first global batch of an epoch carries the checksum of the item in which it begins, of which every rank asks:
-    a dataset that shuffles itself in on_epoch_end, each rank in its own way, is noticed.
+    The first global batch of an epoch carries the checksum of the item in which it begins, which every rank requests.
+    So a dataset that shuffles itself in on_epoch_end differently on each rank is noticed.
+
+    Attributes:
+        items: Items of the dataset.
+        item_length: Number of examples in each item but the last.
+        given: Signature of an example, without its class weight.
     """
 
     items: Items
     item_length: int
-    given: Any  # the signature of an example, without its class's weight
+    given: Any
 
     @property
     def element(self) -> Any:
         return weighted(self.given, self.reading.class_weight, self.reading.float_dtype)
 
     def sample(self) -> dict[str, list[float | str]]:
-        # Items are compared as they are read: to look at one beforehand costs as much.
+        # Items are compared as they are read: requesting one beforehand would cost as much.
         return {}
 
     def numbers(self, epoch: int, step: int, rank: int, size: int) -> list[int]:
-        return []  # It may shuffle itself.
+        return []  # Unknown: the dataset may shuffle itself.
 
     def epoch(self, epoch: int, rank: int, size: int, begin: int = 0) -> Iterator[Share]:
         if self.reading.warns_of_joining(self.item_length, size):
@@ -146,10 +151,10 @@ class ItemSource(KnownSource):
             )
             yield slot.share(structures.as_given(rows, bare), checksum)
             checksum = None
-        next(data, None)  # Past its end, where the last on_epoch_end is called.
+        next(data, None)  # Runs to the end, where on_epoch_end is called.
 
     def _pieces(self, order: Order, begin: int, end: int) -> Iterator["_Piece"]:
-        """The items in which positions begin..end of one pass lie."""
+        """Yield the parts of items that make up positions begin..end of one pass."""
         number, first = divmod(begin, self.pass_length)
         last = first + end - begin
         items = order.of(number)
@@ -162,7 +167,7 @@ class ItemSource(KnownSource):
             first, place = stop, place + 1
 
     def _read(self, pieces: Sequence["_Piece"]) -> Iterator[tuple]:
-        """The rows of each piece, asking once for an item of which several follow each other."""
+        """Yield the rows of each piece; an item with several consecutive pieces is requested once."""
         self.items.dataset.on_epoch_begin()
         found = self.items.in_order([i for i, _ in itertools.groupby(p.index for p in pieces)])
         for index, same in itertools.groupby(pieces, key=lambda piece: piece.index):
@@ -190,7 +195,7 @@ class ItemSource(KnownSource):
 
 @dataclass(frozen=True)
 class _Piece:
-    """Rows begin..end of an item of `length` examples."""
+    """Rows begin..end of the item `index`, which has `length` examples."""
 
     index: int
     length: int
@@ -203,7 +208,7 @@ class _Piece:
 
 
 def py_dataset_source(dataset: Any, reading: Reading) -> ItemSource | None:
-    """The source of a PyDataset whose items are equally long, judged by the first two and the last; else None."""
+    """Return the source of a PyDataset; None unless its first two items and the last show equal lengths."""
     items = Items(dataset)
     count = items.count
     if not count:
@@ -225,7 +230,7 @@ def py_dataset_source(dataset: Any, reading: Reading) -> ItemSource | None:
 
 
 def _ahead(get: Callable[[int], Any], order: Iterable[int], workers: int) -> Iterator[Any]:
-    """`get(i)` for each i in order, made by `workers` threads, never more than that many ahead."""
+    """Yield `get(i)` for each i in order, made by `workers` threads, never more than that many ahead."""
     if workers <= 1:
         yield from map(get, order)
         return

@@ -1,4 +1,4 @@
-"""Arrays of which only the rows that are asked for come into memory: on disk (h5py, zarr), or sparse (scipy)."""
+"""Arrays of which only the requested rows are read into memory: on disk (h5py, zarr), or sparse (scipy)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows begin..end of an array that can be indexed; slicing gives a view, NumPy reads it.
+    """Rows begin..end of an indexable array; slicing returns a view, and np.asarray reads it.
 
-    np.memmap is not wrapped: it is a NumPy array that does the same by itself.
+    np.memmap is not wrapped, as it is a NumPy array with this behaviour.
     """
 
     array: Any
@@ -40,13 +40,13 @@ class Rows:
         return np.asarray(_dense(self.array[self.begin : self.end]), dtype)
 
     def take(self, rows: np.ndarray) -> np.ndarray:
-        """The rows in that order. They are read in ascending order and once each, as h5py demands."""
+        """Return `rows` in that order. They are read in ascending order and once each, as h5py demands."""
         ascending, places = np.unique(rows, return_inverse=True)
         return _dense(self.array[ascending + self.begin])[places]
 
 
 def in_rows(value: Any) -> Any:
-    """`value` as `Rows` if it is an array that should not be read as a whole, else as it is."""
+    """Return `value` as `Rows` if it is an array that should not be read as a whole, else unchanged."""
     if _is_sparse(value):
         # Other formats (coo, dia, bsr) cannot be indexed.
         return Rows(value.tocsr(), 0, value.shape[0])
@@ -54,12 +54,12 @@ def in_rows(value: Any) -> Any:
 
 
 def is_in_rows(value: Any) -> bool:
-    """Whether only the rows asked for come into memory."""
+    """Whether `value` is `Rows`, or an array that `in_rows` would wrap."""
     return isinstance(value, Rows) or _is_sparse(value) or _is_on_disk(value)
 
 
 def _is_on_disk(value: Any) -> bool:
-    """Whether it has an array's shape, dtype and rows, and is none of the arrays in memory."""
+    """Whether `value` has an array's shape, dtype and indexing, but is no array in memory."""
     return (
         not isinstance(value, np.ndarray | np.generic | Rows)
         and type(value).__module__.split(".")[0] not in ("pandas", "jax", "jaxlib")

@@ -1,4 +1,4 @@
-"""What a shard point in a pipeline (see `sharding`) receives and reports while the pipeline runs."""
+"""The state of a shard point in a tf.data pipeline (see `sharding`) while the pipeline runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,22 +9,33 @@ from hvdtrain.errors import UsageError
 
 
 class Window(NamedTuple):
-    """The examples of one global batch as they came to a point, of which begin..end passed."""
+    """The examples of one global batch that arrived at a shard point.
+
+    Attributes:
+        global_examples: Number of examples that arrived.
+        begin: First of them that passed, from 0.
+        end: Index after the last one that passed.
+        examples: Number of those that passed and count; 0 if the rank is idle.
+        checksum: Fingerprint of all that arrived.
+    """
 
     global_examples: int
     begin: int
     end: int
-    examples: int  # of those that passed, how many count
+    examples: int
     checksum: int
 
 
 @dataclass
 class ShardPoint:
-    """A point, and what TensorFlow's functions read and write there.
+    """A shard point, and the variables that its TensorFlow functions read and write.
 
-    length: examples of a pass before the point, as Dataset.cardinality has it.
-    reader: tf.Variable, int64: rank, workers, examples of a global batch.
-    windows: TensorFlow's hash table from step to `Window`: those of this pass that were not yet trained.
+    Attributes:
+        length: Number of examples in a pass before the point; negative as in Dataset.cardinality if unknown or
+            infinite.
+        reader: tf.Variable, int64, shape (3,): rank, number of workers, global batch size.
+        windows: TensorFlow hash table, step -> `Window`, of the steps of this pass not yet read.
+        is_read: Whether a pass is being read.
     """
 
     length: int
@@ -34,10 +45,15 @@ class ShardPoint:
 
     @contextmanager
     def read_as(self, rank: int, workers: int, batch: int) -> Iterator[None]:
-        """Let pass, while a pass is read, what is this rank's of each `batch` examples; before and after it all.
+        """Let only this rank's share of each global batch pass, in this block; outside of it, all examples.
+
+        Args:
+            rank: Index of the reading process.
+            workers: Number of reading processes.
+            batch: Number of examples in a global batch.
 
         Raises:
-            UsageError: another pass is under way.
+            UsageError: If another pass is being read.
         """
         if self.is_read:
             raise UsageError(
@@ -54,7 +70,7 @@ class ShardPoint:
             self._reset(0, 1, 1)
 
     def window(self, step: int) -> Window | None:
-        """What came to the point for a step; None if nothing did."""
+        """Return the window of a step; None if no example arrived for it."""
         found = Window(*self.windows.lookup(_key(step)).numpy()[0].tolist())
         return found if found.global_examples else None
 
@@ -64,8 +80,8 @@ class ShardPoint:
     def _reset(self, *reader: int) -> None:
         import tensorflow as tf
 
-        # A pass that is given up ends when it is garbage, which may be while a function is being traced: there these
-        # operations would become part of it, and wait for a lock that this thread holds.
+        # An abandoned pass ends when it is garbage-collected, maybe while a function is being traced. There these
+        # operations would become part of the trace, and wait for a lock that this thread holds.
         with tf.init_scope():
             self.windows.remove(self.windows.export()[0])
             self.reader.assign(reader)

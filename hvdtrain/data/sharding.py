@@ -1,9 +1,10 @@
 """A point in a tf.data pipeline after which each rank processes only its own examples.
 
 Before the point every rank reads the same stream, so that all know which global batch each example belongs to. The
-expensive work after it (decoding, augmentation) is done by each rank for its own share. The point collects the
-examples of a global batch and lets through those of the rank that a variable names. It records their number in a
-table, which gives the length of a tail, and their fingerprint, by which ranks notice that they read different streams.
+expensive work after it (decoding, augmentation) is done by each rank for its own share. The point collects the examples
+of a global batch, and lets pass those of the rank that a variable names. It records their number in a table, which
+gives the length of the last, smaller batch, and their fingerprint, by which ranks notice that they read different
+streams.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hvdtrain.errors import UsageError
 
 
 def shard(dataset: Any) -> Any:
-    """From here on, let each rank process only its own examples: `dataset.apply(hvdtrain.data.shard)`.
+    """Let each rank process only its own examples from here on: `dataset.apply(hvdtrain.data.shard)`.
 
         images = tf.data.Dataset.list_files("*.png", seed=1).apply(hvdtrain.data.shard).map(decode, 4).batch(64)
         trainer.fit(images)
@@ -27,10 +28,11 @@ def shard(dataset: Any) -> Any:
     Trainer it has no effect.
 
     Args:
-        dataset: a tf.data.Dataset of single examples.
+        dataset: A tf.data.Dataset of single examples.
 
     Raises:
-        UsageError: the elements are batches; when a Trainer reads the data: any other operation follows.
+        UsageError: If `dataset` is no tf.data.Dataset of single examples. When a Trainer reads the data: if any other
+            operation follows.
     """
     import tensorflow as tf
 
@@ -57,7 +59,7 @@ def shard(dataset: Any) -> Any:
         )
         begin, end = rank * count // workers, (rank + 1) * count // workers
         examples = end - begin
-        # As `find_share` has it: an idle rank gets the batch's first example.
+        # As in `find_share`: an idle rank gets the batch's first example.
         begin, end = tf.where(examples > 0, begin, 0), tf.where(examples > 0, end, 1)
         found = tf.stack([count, begin, end, examples, mark])
         with tf.control_dependencies([point.windows.insert([first // batch], [found])]):
@@ -87,7 +89,7 @@ def _make_point(dataset: Any) -> ShardPoint:
 
 
 def fingerprint(element: Any) -> Any:
-    """An int64 tensor that identifies each element, computed from all of its bytes."""
+    """Return an int64 scalar tensor that identifies `element`, computed from all of its bytes."""
     import tensorflow as tf
 
     value = tf.constant(0, tf.int64)

@@ -1,4 +1,4 @@
-"""Data sources, and the share of a global batch that a source gives to one rank."""
+"""The interface of data sources, and the share of a global batch that a source gives to one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,12 @@ from hvdtrain.errors import UsageError, warn_user
 
 @dataclass(frozen=True)
 class Part:
-    """The share of each global batch that a process reads: number `index` (from 0) of `count`."""
+    """The share of each global batch that a process reads.
+
+    Attributes:
+        index: Index of the share, from 0.
+        count: Number of shares.
+    """
 
     index: int
     count: int
@@ -20,17 +25,17 @@ class Share:
     """One rank's part of one global batch.
 
     Attributes:
-        data: what Keras's fit passes to train_step: (x, y), (x, y, sample_weight), (x,), or x alone if it was passed
+        data: What Keras's fit passes to train_step: (x, y), (x, y, sample_weight), (x,), or x alone if it was passed
             alone. Each is a NumPy array, or a nested dict, list or tuple of arrays, with this rank's examples along the
             first dimension. Do not write to them: they may be views of the user's arrays. An idle rank (`examples` is
-            0, in a tail smaller than the number of workers) gets one real example of the global batch, so that it can
-            run the step and take part in its collectives; its result has weight zero.
-        examples: number of this rank's examples in the step.
-        global_examples: number of examples of all ranks in the step.
-        offset: position of this rank's first example in the global batch.
-        some_idle: some rank has no example in the step, although the global batch has enough for all.
-        checksum: checksum of the global batch, equal on ranks with the same data (see `structures.checksum`). None,
-            on all ranks, if there is nothing to compare.
+            0, in a last batch smaller than the number of workers) gets one real example of the global batch, so that it
+            can run the step and take part in its collectives; its result has weight zero.
+        examples: Number of this rank's examples in the step.
+        global_examples: Number of examples of all ranks in the step.
+        offset: Position of this rank's first example in the global batch.
+        some_idle: Whether some rank has no example in the step, although the global batch has enough for all.
+        checksum: Checksum of the global batch, equal on ranks with the same data (see `structures.checksum`). None, on
+            all ranks, if there is nothing to compare.
     """
 
     data: tuple
@@ -43,16 +48,16 @@ class Share:
 
 @dataclass(frozen=True)
 class Reading:
-    """How data is read, whatever it is.
+    """Settings for reading data of any kind.
 
     Attributes:
-        global_batch_size: examples of all workers together in one step.
-        shuffle: whether by seed and epoch; what that means for each kind of data, `make_source` says.
-        seed: of shuffling.
-        steps: global batches in an epoch; None: all of the data.
-        class_weight: from class number to weight.
-        training: whether it is trained on.
-        float_dtype: that floating-point data is cast to, such as "float32".
+        global_batch_size: Number of examples per step, over all workers.
+        shuffle: Whether to shuffle by seed and pass; see `make_source` for each kind of data.
+        seed: Seed of the shuffling.
+        steps: Number of global batches per epoch; None: all of the data.
+        class_weight: Class number -> weight; None: no class weights.
+        training: Whether the data is for training.
+        float_dtype: Dtype to which floating-point data is cast, such as "float32".
     """
 
     global_batch_size: int
@@ -64,64 +69,73 @@ class Reading:
     float_dtype: str
 
     def warns_of_joining(self, found: int, workers: int) -> bool:
-        """Whether joining the user's batches, of which the first has `found` examples, is to be warned of."""
-        # A batch for each worker is what scripts for Horovod make: nothing to warn of.
+        """Whether to warn that the user's batches, the first of which has `found` examples, are joined."""
+        # Scripts for Horovod make batches of one worker's share: nothing to warn of.
         return self.training and self.global_batch_size not in (found, found * workers)
 
 
 class Source(Protocol):
-    """Training, validation or prediction data as global batches, each shared out to all ranks.
+    """Training, validation or prediction data as global batches, each divided over all ranks.
 
-    The order of examples never depends on the number of workers; the shares of ranks 0, 1, ... laid
-    one after the other are the batch that a single worker gets.
+    The order of examples never depends on the number of workers: the shares of ranks 0, 1, ... together are the batch
+    that a single worker gets.
     """
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Global batches in an epoch; None if known only after reading to the end."""
+        """Number of global batches per epoch; None if known only after reading to the end."""
 
     @property
     def examples(self) -> int | None:
-        """Examples in a pass over the data; None if known only after reading to the end."""
+        """Number of examples in a pass over the data; None if known only after reading to the end."""
 
     @property
     def element(self) -> Any:
-        """One example's signature: `data` with a `structures.Spec` (shape, dtype) for each array.
+        """Signature of one example: `Share.data` with a `structures.Spec` (shape, dtype) in place of each array.
 
-        Ranks whose elements are equal can train together. Plain tuples, dicts and strings, so that
-        ranks can compare it (as JSON too).
+        Ranks with equal signatures can train together. It consists of plain tuples, dicts and strings, so that ranks
+        can compare it (as JSON too).
         """
 
     @property
     def agreed(self) -> bool:
-        """Whether all lengths are known up front, so that ranks need no agreement step by step."""
+        """Whether all lengths are known in advance, so that ranks need not agree step by step."""
 
     @property
     def reading(self) -> Reading:
-        """How it is read."""
+        """Settings of the reading."""
 
     @property
     def unrepeatable(self) -> str:
-        """Why another process that runs the same script may not read the same once more; "": it does."""
+        """Reason why another process with the same script may read other data or another order; "" if it cannot."""
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
-        """Return this rank's shares of the global batches of one epoch (counted from 0), in order.
+        """Yield this rank's shares of the global batches of one epoch, in order.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            rank: Index of the reading process.
+            size: Number of reading processes.
 
         Raises:
-            UsageError: the global batch is smaller than the number of workers.
+            UsageError: If the global batch is smaller than the number of workers. During reading: if the data is
+                faulty.
         """
 
     def skip(self, epochs: Sequence[int], rank: int, size: int) -> None:
-        """Be as after `epochs` were read, one after the other; what their order depends on is read, if anything."""
+        """Bring the source to its state after reading `epochs`, one after the other.
+
+        Reads only what later data depends on.
+        """
 
 
 def split(examples: int, rank: int, size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's contiguous part of `examples`; parts differ by at most one."""
+    """Return begin and end of a rank's contiguous part of `examples`; the lengths of parts differ by at most one."""
     return rank * examples // size, (rank + 1) * examples // size
 
 
 def check_workers(global_batch_size: int, size: int) -> None:
-    """Raise UsageError if some of `size` workers would never have anything to do."""
+    """Raise UsageError if some of `size` workers would never have an example."""
     if global_batch_size < size:
         raise UsageError(
             f"global_batch_size {global_batch_size} is smaller than the number of workers, {size}: "
@@ -130,7 +144,7 @@ def check_workers(global_batch_size: int, size: int) -> None:
 
 
 def warn_of_too_few(steps: int, found: int) -> None:
-    """Warn that an epoch ended before `steps` batches were read, as Keras does."""
+    """Warn that an epoch ended after `found` of `steps` batches, as Keras does."""
     warn_user(
         f"the data ran out: the epoch ends after {found} of {steps} steps, and the next one "
         "begins a new pass. Lower steps_per_epoch (validation_steps, steps) to the number of "
@@ -139,7 +153,7 @@ def warn_of_too_few(steps: int, found: int) -> None:
 
 
 def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
-    """Warn that the user's batches, of which the first has `found` examples, are not the global ones."""
+    """Warn that the user's batches, the first of which has `found` examples, are not used as global batches."""
     warn_user(
         f"The first batch of the {name} has {found} examples, so its batches are joined and cut to global_batch_size "
         f"{global_batch_size}: plain Keras would train on them as they come."
@@ -147,9 +161,9 @@ def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
 
 
 def find_share(examples: int, rank: int, size: int) -> tuple[int, int, int]:
-    """Return (begin, end, examples) of a rank: begin..end is never empty, `examples` can be 0.
+    """Return (begin, end, examples) of a rank's share of a batch of `examples` examples.
 
-    An idle rank gets the batch's first example to run with.
+    begin..end is never empty: an idle rank, whose `examples` is 0, gets the batch's first example to run with.
     """
     begin, end = split(examples, rank, size)
     return (begin, end, end - begin) if end > begin else (0, 1, 0)

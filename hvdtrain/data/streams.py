@@ -1,15 +1,15 @@
-"""Data that is read in order: batches of any size in, shares of global batches out.
+"""Data that is read in order: batches of any size become shares of global batches.
 
-Where the first batch has global_batch_size examples, the user's batches are the global ones, short or not, as in plain
-Keras; otherwise they are joined and cut to that size. Where examples differ in length (a Dataset whose element_spec
-says None, a generator or PyDataset whose first two batches differ), batches cannot be joined: they are used as they
-come, too.
+If the first batch has global_batch_size examples, the user's batches are the global ones, even short ones, as in plain
+Keras; otherwise they are joined and cut to that size. If examples differ in length (the element_spec of a Dataset
+contains None, or the first two batches of a generator or PyDataset differ in shape), batches cannot be joined, and are
+also used as they come.
 
-**Every rank reads the whole stream** and keeps its part: where an example lies is known only by
-reading up to it, and a stream per rank (a list of files each, `Dataset.shard`) would make the
-order and the last batch depend on the number of workers. Decoding then costs each rank what it
-costs one worker; where that is too slow, a Dataset can have a point (`sharding`) from which on each
-rank has its own examples only, and there are files, PyDataset and arrays, of which it reads no more.
+**Every rank reads the whole stream** and keeps its part: the batch of an example is known only after reading up to it,
+and a stream per rank (its own list of files, `Dataset.shard`) would make the order and the last batch depend on the
+number of workers. Decoding therefore costs each rank as much as a single worker. Where that is too slow, use a Dataset
+with a shard point (`sharding`), after which each rank has only its own examples, or files, a PyDataset or arrays, of
+which each rank reads only its own.
 
 At most one global batch and one batch of the stream are in memory.
 """
@@ -37,23 +37,26 @@ from hvdtrain.data.share import (
 from hvdtrain.errors import UsageError, warn_user
 
 LOOKED_AT = 2
-"""Batches from which to learn which dimensions vary, as Keras does."""
+"""Number of batches from which to learn which dimensions vary, as Keras does."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Something that can be read in passes.
+    """Data that can be read in passes.
 
-    name: what the user passed, for messages.
-    open: pass number -> its batches. Raises UsageError if there is no such pass.
-    element: signature of one example in the structure in which the user gives it (x alone is not
-        a tuple), found without disturbing the passes. A dimension that varies is None.
-    endless: whether a pass is known never to end.
-    once: whether there is only one pass, which cannot be restarted.
-    steps, examples: in a pass, None where unknown.
-    point: where in it each rank continues with its own examples, if anywhere.
-    skip: does to what is read later what that many whole passes do; None: only reading them does it.
-    unrepeatable: see `Source`.
+    Attributes:
+        name: Kind of the user's data, for messages.
+        open: Function that returns the batches of the pass with the given index; raises UsageError if there is no such
+            pass.
+        element: Function that returns the signature of one example, in the structure in which the user gives it (x
+            alone is not a tuple), without disturbing the passes. A dimension that varies is None.
+        endless: Whether a pass is known never to end.
+        once: Whether there is only one pass, which cannot be restarted.
+        steps: Number of global batches in a pass; None if unknown.
+        examples: Number of examples in a pass; None if unknown.
+        point: Point after which each rank continues with only its own examples, if any.
+        skip: Function that affects later passes as reading this many passes would; None: only reading does.
+        unrepeatable: See `Source.unrepeatable`.
     """
 
     name: str
@@ -72,15 +75,21 @@ class Stream:
 class StreamSource:
     """A `Stream` as a `Source`.
 
-    Without `steps` an epoch is one pass. With `steps` reading continues across epochs; a pass
-    that ends early ends its epoch, and the next epoch begins the next pass: such a source knows
-    what was read before, so its epochs are to be asked for in order. Epoch 0 begins anew, if it
-    can: evaluation reads the same batches each time.
+    Without `steps` an epoch is one pass. With `steps` reading continues across epochs; a pass that ends early ends its
+    epoch, and the next epoch begins the next pass. Such a source depends on what was read before, so its epochs must be
+    read in order. Epoch 0 starts again, if the stream can: evaluation reads the same batches each time.
+
+    Attributes:
+        stream: Stream to read.
+        reading: Settings of the reading.
+        passes: Number of passes opened so far, with `steps`.
+        warned: Whether the user was warned about the sizes of batches.
+        shares: Remaining shares of the open pass, with `steps`.
     """
 
     stream: Stream
     reading: Reading
-    passes: int = field(default=0, init=False)  # opened so far, with `steps`
+    passes: int = field(default=0, init=False)
     warned: bool = field(default=False, init=False)
     shares: Iterator[Share] = field(default_factory=lambda: iter(()), init=False)
 
@@ -104,7 +113,7 @@ class StreamSource:
 
     @property
     def varies(self) -> bool:
-        """Whether examples differ in length, so that batches cannot be joined or cut again."""
+        """Whether examples differ in length, so that batches cannot be joined or cut."""
         return structures.varies(self.element)
 
     def epoch(self, epoch: int, rank: int, size: int) -> Iterator[Share]:
@@ -133,7 +142,7 @@ class StreamSource:
             raise UsageError(f"the {self.stream.name} is empty: it yielded no batch.")
 
     def _cut(self, number: int, part: Part) -> Iterator[Share]:
-        """The rank's shares of global batches that it reads whole."""
+        """Yield the rank's shares of global batches that it reads as a whole."""
         batches = self._batches(number)
         bare = structures.is_bare(self.element)
         first = next(batches, None)
@@ -151,7 +160,7 @@ class StreamSource:
             yield batch.share(part.index, part.count, bare)
 
     def _own(self, point: ShardPoint, number: int, part: Part) -> Iterator[Share]:
-        """The rank's shares, of which the stream brings nothing else."""
+        """Yield the rank's shares from a stream that brings nothing else, because it has a shard point."""
         if self.varies:
             raise UsageError(
                 f"the examples of the {self.stream.name} differ in length, so they cannot be cut into batches after "
@@ -197,7 +206,7 @@ class StreamSource:
                     f"batch{other}."
                 )
             if self.varies and 0 < short < self.reading.global_batch_size and not self.warned:
-                # The last batch is short by nature, so a short one tells when another follows.
+                # The last batch may be short in any data, so warn only when another one follows.
                 self.warned = True
                 warn_user(
                     f"The examples of the {self.stream.name} differ in length, so each of its batches is used as it "
@@ -241,7 +250,7 @@ class StreamSource:
 
 @dataclass(frozen=True, eq=False)
 class GlobalBatch:
-    """Consecutive examples, in the pieces that they came in."""
+    """Consecutive examples, in the pieces in which they arrived."""
 
     pieces: list[tuple]
     examples: int
@@ -268,10 +277,10 @@ class GlobalBatch:
 def global_batches(
     batches: Iterator[tuple], size_of: Callable[[int], int]
 ) -> Iterator[GlobalBatch]:
-    """Join and cut batches of any sizes into batches of `size_of(step)` examples; the last can be smaller.
+    """Join and cut batches of any size into batches of `size_of(step)` examples; the last one may be smaller.
 
     Raises:
-        UsageError: batches that meet in one global batch have different shapes or types.
+        UsageError: If batches within one global batch have different shapes or dtypes.
     """
     pieces: list[tuple] = []
     waiting = step = 0
@@ -292,8 +301,7 @@ def global_batches(
 
 
 def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
-    # Checked here, on the whole batch, so that all ranks stop together and not only those whose
-    # share is affected.
+    # Checked on the whole batch, so that all ranks fail together, not only those whose share is affected.
     first = structures.spec(pieces[0])
     for piece in pieces[1:]:
         other = structures.spec(piece)
@@ -308,7 +316,7 @@ def _joined(pieces: list[tuple], examples: int) -> GlobalBatch:
 
 
 def describe(element: Any) -> str:
-    """An element in one line, for messages."""
+    """Format a signature in one line, for messages."""
     if isinstance(element, structures.Spec):
         return str(element)
     if isinstance(element, dict):
@@ -317,10 +325,14 @@ def describe(element: Any) -> str:
 
 
 def as_data(batch: Any, where: str) -> tuple:
-    """One batch of a stream as a data tuple (x[, y[, sample_weight]]) of NumPy arrays.
+    """Convert one batch of a stream to a data tuple (x[, y[, sample_weight]]) of NumPy arrays.
+
+    Args:
+        batch: Batch to convert.
+        where: Name of the batch in messages.
 
     Raises:
-        UsageError: it is none; names the batch.
+        UsageError: If it is not such a batch; names it.
     """
     if isinstance(batch, list):
         batch = tuple(batch)
@@ -338,10 +350,10 @@ def as_data(batch: Any, where: str) -> tuple:
 
 
 def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
-    """The signature of an example (see `Stream`) in the first LOOKED_AT of `batches`.
+    """Return the signature of an example (see `Stream.element`) from the first LOOKED_AT of `batches`.
 
     Raises:
-        UsageError: there was no batch.
+        UsageError: If there is no batch.
     """
     specs = []
     for batch in itertools.islice(batches, LOOKED_AT):

@@ -1,6 +1,6 @@
-"""Nested structures of arrays: dicts, lists and tuples whose leaves share their first dimension.
+"""Nested structures of arrays: dicts, lists and tuples whose leaves have the same first dimension.
 
-Keras names several inputs or outputs this way. Everything here is a pure function of NumPy leaves.
+Keras names several inputs or outputs this way. All functions here are pure functions of NumPy leaves.
 """
 
 import zlib
@@ -13,17 +13,22 @@ from hvdtrain.data.rows import Rows
 from hvdtrain.errors import UsageError
 
 PARTS = ("x", "y", "sample_weight")
-"""Names of the places of a data tuple, in messages."""
+"""Names of the parts of a data tuple, in messages."""
 
 CHECKSUM_BYTES = 1 << 15
-"""How many bytes of one array enter a checksum."""
+"""Maximum number of bytes of one array that enter a checksum."""
 
 SAMPLED = 64
-"""How many values of one array the ranks compare before they start."""
+"""Maximum number of values of one array that ranks compare before they start."""
 
 
 class Spec(NamedTuple):
-    """Shape without the leading dimension (None: varies) and dtype of one leaf."""
+    """The signature of one leaf.
+
+    Attributes:
+        shape: Shape without the leading dimension; None for a dimension that varies.
+        dtype: Name of the dtype.
+    """
 
     shape: tuple[int | None, ...]
     dtype: str
@@ -33,7 +38,7 @@ class Spec(NamedTuple):
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """Apply `function` to corresponding leaves of structures that look alike."""
+    """Apply `function` to corresponding leaves of structures of the same form."""
     if isinstance(tree, dict):
         return {key: map_leaves(function, tree[key], *(o[key] for o in others)) for key in tree}
     if isinstance(tree, list | tuple):
@@ -45,7 +50,7 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Leaves with the way to each, as a user would write it: `x['image']`, `y[1]`."""
+    """Yield the leaves with the path to each, as a user would write it: `x['image']`, `y[1]`."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from named_leaves(value, f"{name}[{key!r}]")
@@ -57,12 +62,12 @@ def named_leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def part_names(data: tuple) -> Sequence[str]:
-    """Names of the parts of a data tuple. One of more than three is for a train_step of the user's to take apart."""
+    """Return the names of the parts of a data tuple; one of more than three parts is for a custom train_step."""
     return PARTS if len(data) <= len(PARTS) else [f"batch[{i}]" for i in range(len(data))]
 
 
 def named_parts(data: tuple) -> list[tuple[str, Any]]:
-    """All leaves of a data tuple (x[, y[, sample_weight]]) with their names."""
+    """Return all leaves of a data tuple (x[, y[, sample_weight]]) with their names."""
     return [
         pair
         for part, tree in zip(part_names(data), data, strict=False)
@@ -71,10 +76,10 @@ def named_parts(data: tuple) -> list[tuple[str, Any]]:
 
 
 def count_examples(data: tuple, where: str) -> int:
-    """The leading dimension that all leaves share.
+    """Return the length of the first dimension, which all leaves share.
 
     Raises:
-        UsageError: parts of different lengths; names each part and its length.
+        UsageError: If the lengths differ; names each part and its length.
     """
     lengths = {name: leaf.shape[0] for name, leaf in named_parts(data)}
     if len(set(lengths.values())) > 1:
@@ -87,12 +92,12 @@ def count_examples(data: tuple, where: str) -> int:
 
 
 def cut(tree: Any, begin: int, end: int) -> Any:
-    """Examples begin..end as views."""
+    """Return examples begin..end, as views."""
     return map_leaves(lambda leaf: leaf[begin:end], tree)
 
 
 def read(tree: Any) -> Any:
-    """The structure with NumPy arrays: what lies on disk or is sparse comes into memory."""
+    """Return the structure with NumPy arrays: arrays that are on disk or sparse are read into memory."""
     return map_leaves(np.asarray, tree)
 
 
@@ -102,12 +107,12 @@ def is_bare(element: Any) -> bool:
 
 
 def as_given(data: tuple, bare: bool) -> Any:
-    """What Keras hands to a train_step: (x,) is x itself where it was given so."""
+    """Return what Keras passes to train_step: x itself in place of (x,) if the user passed it so."""
     return data[0] if bare else data
 
 
 def take(tree: Any, rows: np.ndarray) -> Any:
-    """The examples at `rows`, in that order, as new arrays."""
+    """Return the examples at the indices `rows`, in that order, as new arrays."""
     return map_leaves(
         lambda leaf: leaf.take(rows) if isinstance(leaf, Rows) else np.take(leaf, rows, axis=0),
         tree,
@@ -115,21 +120,21 @@ def take(tree: Any, rows: np.ndarray) -> Any:
 
 
 def concatenate(trees: Sequence[Any]) -> Any:
-    """Join structures that look alike along the examples; a single one is handed through."""
+    """Join structures of the same form along the examples; a single one is returned as it is."""
     if len(trees) == 1:
         return trees[0]
     return map_leaves(lambda *leaves: np.concatenate(leaves), *trees)
 
 
 def cast_floats(tree: Any, dtype: str) -> Any:
-    """Floating-point leaves in `dtype`, as Keras feeds arrays; a leaf that has it is not copied."""
+    """Cast floating-point leaves to `dtype`, as Keras does with arrays; no copy if a leaf has it already."""
     return map_leaves(
         lambda leaf: leaf.astype(dtype, copy=False) if leaf.dtype.kind == "f" else leaf, tree
     )
 
 
 def spec(tree: Any, float_dtype: str | None = None) -> Any:
-    """The structure with a `Spec` for each leaf; float leaves are said to have `float_dtype`."""
+    """Return the structure with a `Spec` for each leaf; floating-point leaves get `float_dtype`, if given."""
 
     def of(leaf: np.ndarray) -> Spec:
         is_float = leaf.dtype.kind == "f"
@@ -139,7 +144,7 @@ def spec(tree: Any, float_dtype: str | None = None) -> Any:
 
 
 def common_spec(one: Any, other: Any) -> Any:
-    """The structure of `one`, with None for each dimension that differs in `other`."""
+    """Return the signature `one` with None for each dimension that differs in `other`."""
     if isinstance(one, Spec):
         if not isinstance(other, Spec) or len(one.shape) != len(other.shape):
             return one
@@ -152,14 +157,14 @@ def common_spec(one: Any, other: Any) -> Any:
 
 
 def varies(element: Any) -> bool:
-    """Whether some dimension of a structure of `Spec` is open."""
+    """Whether some dimension of a signature varies."""
     if isinstance(element, Spec):
         return None in element.shape
     return any(map(varies, element.values() if isinstance(element, dict) else element))
 
 
 def sample(tree: Any) -> dict[str, list[float | str]]:
-    """Return at most SAMPLED evenly spaced values of each leaf: numbers, or strings for anything else."""
+    """Return at most SAMPLED evenly spaced values of each leaf: floats, or strings for anything else."""
     return {name: [_plain(v) for v in _spaced(leaf)] for name, leaf in named_parts(tree)}
 
 
@@ -169,7 +174,7 @@ def _spaced(leaf: np.ndarray) -> np.ndarray:
         rows = leaf.take(places).reshape(len(places), -1)
         return rows[np.arange(len(places)), np.arange(len(places)) % rows.shape[1]]
     places = np.linspace(0, leaf.size - 1, min(leaf.size, SAMPLED)).astype(np.int64)
-    return leaf.flat[places]  # Copies nothing else, however the array lies in memory.
+    return leaf.flat[places]  # Copies nothing else, whatever the array's memory layout.
 
 
 def _plain(value: Any) -> float | str:
@@ -180,10 +185,10 @@ def _plain(value: Any) -> float | str:
 
 
 def checksum(tree: Any, start: int = 0) -> int:
-    """CRC-32 of at most CHECKSUM_BYTES evenly spaced bytes of each leaf, and of its shape.
+    """Return a CRC-32 of at most CHECKSUM_BYTES evenly spaced bytes of each leaf, and its shape, continuing `start`.
 
-    It notices streams that differ in order, augmentation or length, at a cost that does not grow
-    with the batch; it does not notice a change of a few bytes in a large batch.
+    It notices streams that differ in order, augmentation or length, at a cost that does not grow with the batch. It
+    does not notice a change of a few bytes in a large batch.
     """
     value = start
     for name, leaf in named_leaves(tree, ""):
@@ -195,7 +200,7 @@ def checksum(tree: Any, start: int = 0) -> int:
 def _sample(leaf: np.ndarray) -> bytes:
     limit = max(1, CHECKSUM_BYTES // max(1, leaf.dtype.itemsize))
     step = -(-leaf.size // limit) or 1
-    # An odd step does not keep hitting the same column of images with an even number of columns.
+    # An odd step does not hit the same column each time in images with an even number of columns.
     step += step > 1 and step % 2 == 0
     flat = leaf.reshape(-1)[::step]
     if leaf.dtype.hasobject:

@@ -1,4 +1,4 @@
-"""What the graph of a tf.data pipeline shows: whether its elements are batches, and where ranks go apart."""
+"""Inspects the graph of a tf.data pipeline: whether its elements are batches, and where its shard point is."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ UNBATCHING = {
     "_TensorSliceDataset",
     "_UnbatchDataset",
 }
-# Their elements come out of a function that makes datasets, or are whatever was given.
+# Their elements come from a function that makes datasets, or are whatever was passed.
 OPAQUE = {
     "_FlatMapDataset",
     "_GroupByWindowDataset",
@@ -43,7 +43,7 @@ ONE_TO_ONE = {
     "_PrefetchDataset",
     "_UnbatchDataset",
 }
-"""What may follow a shard point: what comes out is what went in, in its order."""
+"""Operations that may follow a shard point: they pass on all examples, in order."""
 
 AT_ONCE = (
     ONE_TO_ONE
@@ -57,8 +57,10 @@ AT_ONCE = (
         "_ZipDataset",
     }
 )
-"""Of these the iterator opens those of what they read as soon as it is made, and there alone chance comes in: an order
-is drawn for each iterator, whether it is read or not."""
+"""Operations whose iterator opens those of its inputs as soon as it is created.
+
+Randomness enters only there: an order is drawn for each iterator, whether it is read or not.
+"""
 
 DRAWING = {
     "Multinomial",
@@ -71,7 +73,7 @@ DRAWING = {
     "RandomUniformInt",
     "TruncatedNormal",
 }
-"""TensorFlow's operations that draw random numbers and count them."""
+"""TensorFlow operations that draw random numbers from a counter of their own."""
 
 POINT = "hvdtrain_shard_point"
 """Attribute of the Dataset that is a shard point."""
@@ -80,10 +82,13 @@ POINT = "hvdtrain_shard_point"
 def is_batched(dataset: Any, input_ranks: Sequence[int] | None = None) -> bool:
     """Whether a Dataset's elements are batches.
 
-    The pipeline tells: the last operation that makes or undoes batches. Where it does not (elements
-    that come from a generator or an interleave), a scalar is no batch, nor are parts of different
-    lengths, and `input_ranks` decides, the number of dimensions of each of the model's inputs with
-    the batch dimension (`len(input.shape)`). Where that is unknown they are batches, as for Keras.
+    The last operation in the pipeline that makes or undoes batches decides. If there is none (the elements come from a
+    generator or an interleave), a scalar is not a batch, nor are parts of different lengths; then `input_ranks`
+    decides. If that is unknown they are batches, as in Keras.
+
+    Args:
+        dataset: A tf.data.Dataset.
+        input_ranks: Number of dimensions of each of the model's inputs, with the batch dimension (`len(input.shape)`).
     """
     by_pipeline = batched_by_pipeline(dataset)
     if by_pipeline is not None:
@@ -101,10 +106,10 @@ def is_batched(dataset: Any, input_ranks: Sequence[int] | None = None) -> bool:
 
 
 def find_point(dataset: Any) -> ShardPoint | None:
-    """The shard point of a pipeline, if it has one.
+    """Return the shard point of a pipeline, if it has one.
 
     Raises:
-        UsageError: an operation follows it that drops, repeats or reorders examples.
+        UsageError: If an operation that may drop, repeat or reorder examples follows it.
     """
     point = getattr(dataset, POINT, None)
     if point is not None:
@@ -128,7 +133,7 @@ def find_point(dataset: Any) -> ShardPoint | None:
 
 
 def batched_by_pipeline(dataset: Any) -> bool | None:
-    """Whether the last operation that makes or undoes batches made them; None if none did."""
+    """Whether the last operation that makes or undoes batches makes them; None if there is none."""
     name = type(dataset).__name__
     if hasattr(dataset, POINT):
         return False
@@ -141,12 +146,12 @@ def batched_by_pipeline(dataset: Any) -> bool | None:
 
 
 def opens_at_once(dataset: Any) -> bool:
-    """Whether to make an iterator does all that reading a pass does to those after it."""
+    """Whether creating an iterator affects later passes as reading a whole pass does."""
     return type(dataset).__name__ in AT_ONCE and all(map(opens_at_once, dataset._inputs()))
 
 
 def unrepeatable(dataset: Any) -> str:
-    """Why another process may not read the same once more, as far as the pipeline shows; "": it does."""
+    """Return why another process may read other data or another order, as far as the graph shows; "" if it cannot."""
     operation = type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
     here = f"in the tf.data.Dataset, {operation}"
     if _is_unseeded(getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None)):
@@ -169,7 +174,7 @@ def unrepeatable(dataset: Any) -> str:
 
 
 def _is_unseeded(*seeds: Any) -> bool:
-    """Whether TensorFlow takes a seed of its own for these two."""
+    """Whether TensorFlow replaces these two seeds by random ones."""
     return None not in seeds and not any(map(int, seeds))
 
 
@@ -180,5 +185,5 @@ def _nodes(graph: Any) -> Iterator[Any]:
 
 
 def as_tuple(element: Any) -> tuple:
-    """A Dataset's element as a data tuple."""
+    """Return a Dataset's element as a data tuple."""
     return element if isinstance(element, tuple) else (element,)

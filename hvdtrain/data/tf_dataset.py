@@ -1,8 +1,8 @@
 """tf.data.Dataset as a `Stream`.
 
-The pipeline's parallelism is the user's, its thread pool is ours: one of the rank's own cores,
-without autotuning, whose extra threads take the cores of neighbouring ranks (two ranks on two
-cores trained twice as fast without).
+The pipeline's parallelism is the user's; its thread pool is ours: as many threads as the rank has cores, and no
+autotuning, whose extra threads take the cores of neighbouring ranks (two ranks on two cores trained twice as fast
+without).
 """
 
 import os
@@ -25,7 +25,7 @@ FLOATS = ("float16", "float32", "float64")
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether it is a tf.data.Dataset; TensorFlow is not imported to find out."""
+    """Whether `value` is a tf.data.Dataset; does not import TensorFlow."""
     return any(
         cls.__name__ == "DatasetV2" and cls.__module__.startswith("tensorflow.")
         for cls in type(value).__mro__
@@ -35,7 +35,17 @@ def is_dataset(value: Any) -> bool:
 def dataset_stream(
     dataset: Any, reading: Reading, *, batched: bool | None, threads: int | None
 ) -> Stream:
-    """The Dataset's batches, or its examples in global batches, as arrays that share its memory."""
+    """Return the stream of a Dataset: its batches, or its examples in global batches, as arrays that share its memory.
+
+    Args:
+        dataset: A tf.data.Dataset.
+        reading: Settings of the reading.
+        batched: Whether its elements are batches; None: detect it (`is_batched`).
+        threads: Number of tf.data's threads; None: the CPU cores that this process may use.
+
+    Raises:
+        UsageError: If elements are not dense, or a wrong operation follows its shard point.
+    """
     import tensorflow as tf
 
     require_dense(dataset, "the tf.data.Dataset")
@@ -47,8 +57,8 @@ def dataset_stream(
     dataset = dataset.with_options(options_of(dataset, threads))
     known = length >= 0 and not (batched and point is None)
 
-    # Keras opens a Dataset of known length twice in each epoch that is a pass: so do we, for one that shuffles
-    # anew each time to come in the same orders.
+    # Keras creates two iterators of a Dataset of known length per epoch, if an epoch is a pass. So do we, so that a
+    # Dataset that shuffles anew for each iterator comes in the same orders.
     twice = length >= 0 and not reading.steps
 
     def read_pass(number: int) -> Iterator[Any]:
@@ -74,7 +84,7 @@ def dataset_stream(
 
 
 def require_dense(dataset: Any, what: str) -> None:
-    """Raise UsageError unless the elements are dense tensors of a known number of dimensions."""
+    """Raise UsageError unless all elements are dense tensors of a known number of dimensions."""
     import tensorflow as tf
 
     for name, leaf in structures.named_parts(as_tuple(dataset.element_spec)):
@@ -91,7 +101,7 @@ def require_dense(dataset: Any, what: str) -> None:
 
 
 def element_of(dataset: Any, float_dtype: str) -> Any:
-    """One example's signature in a Dataset of batches, in the structure that it gives."""
+    """Return the signature of one example of a Dataset of batches, in the Dataset's structure."""
 
     def spec(leaf: Any) -> structures.Spec:
         dtype = float_dtype if leaf.dtype.name in FLOATS else leaf.dtype.name
@@ -101,13 +111,13 @@ def element_of(dataset: Any, float_dtype: str) -> Any:
 
 
 def read(dataset: Any) -> Iterator[Any]:
-    """Its elements, as NumPy arrays."""
+    """Yield the elements of a Dataset, with NumPy arrays as leaves."""
     for element in dataset:
         yield structures.map_leaves(lambda tensor: tensor.__array__(), element)
 
 
 def options_of(dataset: Any, threads: int | None) -> Any:
-    """Options that the user left open. The order is always deterministic: ranks must read alike."""
+    """Return the options that the user left open, and a deterministic order, as all ranks must read the same."""
     import tensorflow as tf
 
     options = tf.data.Options()

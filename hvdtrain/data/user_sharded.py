@@ -1,4 +1,4 @@
-"""Data that the user divides among the ranks: each brings its own examples."""
+"""Data that the user has divided: each rank brings its own examples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,13 +9,17 @@ from hvdtrain.data.share import Reading, Share, Source
 
 @dataclass(frozen=True, eq=False)
 class OwnSource:
-    """A `Source` of which each rank holds a part of its own.
+    """A `Source` of which each rank holds its own part.
 
-    Nobody knows how many examples the other ranks bring to a step, or when they end: a `Share` says as
-    `global_examples` what this rank has, and whoever reads it counts over the ranks.
+    No rank knows how many examples the others bring to a step, or when they end. So `Share.global_examples` is the
+    number of this rank's examples, and the caller adds them up over the ranks.
+
+    Attributes:
+        part: This rank's data, in batches of its share of a global batch.
+        steps: Number of steps per epoch; None if unknown.
     """
 
-    part: Source  # this rank's, in batches of its share of a global batch
+    part: Source
     steps: int | None
 
     agreed: ClassVar[bool] = False
