@@ -1,1 +1,1 @@
-"""A page about one run or several, drawn from what their folders hold."""
+"""`hvdtrain report`: an HTML page about one run or several, drawn from the files in their folders."""

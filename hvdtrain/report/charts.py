@@ -1,4 +1,4 @@
-"""The charts of a report, as SVG: curves of runs over steps or time, and the seconds of each worker."""
+"""The charts of a report, as SVG: curves of runs over steps or time, and seconds of each worker."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5b5b5b", "#8f7a00"]
-"""Told apart also by the colour-blind: Okabe and Ito 2008, with two darker ones for thin lines on white."""
+"""Colours that the colour-blind can tell apart: Okabe and Ito 2008, with two darker ones for thin lines on white."""
 MOST_POINTS = 400
-"""Of a curve, so that the page of a long run stays small; a screen shows no more."""
+"""Maximum number of points of a curve, so that the page of a long run stays small; a screen shows no more."""
 WIDTH, HEIGHT = 5.0, 3.1
-"""Inches; a page shows it at about this size, so that its text has the size of the text around it."""
+"""Size in inches; a page shows charts at about this size, so that their text is as large as the text around them."""
 RANKS_SHOWN = 32
-"""Rows of the chart of workers; of more, those with the most seconds outside of steps."""
+"""Maximum number of rows in the chart of workers: those with the most seconds outside of steps."""
 OUTSIDE = {"input": "waiting for data", "callbacks": "callbacks", "saving": "saving"}
-"""Phases of a worker outside of steps, and how they are called."""
+"""Phase of a worker outside of steps -> its name in the chart."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Chart:
     """A drawing.
 
     Attributes:
-        title: what it shows.
-        svg: an <svg> element.
-        text: what a reader who does not see it needs to know.
+        title: Title of the chart.
+        svg: An <svg> element.
+        text: Summary of the chart for a reader who cannot see it.
     """
 
     title: str
@@ -43,11 +43,11 @@ class Chart:
 
 @dataclass(frozen=True)
 class Over:
-    """What a chart is drawn over.
+    """The horizontal axis of a chart.
 
     Attributes:
-        label: of the axis.
-        of: a point's place on it.
+        label: Label of the axis.
+        of: Function that returns a point's place on the axis.
     """
 
     label: str
@@ -58,7 +58,7 @@ STEPS = Over("step", lambda one: one.step)
 
 
 def over_time(runs: Sequence[RunRecord]) -> Over:
-    """Training time, in the unit that fits the longest run."""
+    """Return an axis of training time, in the unit that fits the longest run."""
     longest = max(run.seconds for run in runs)
     unit, size = next(
         (u, s) for u, s in (("h", 3600), ("min", 60), ("s", 1)) if longest >= 2 * s or s == 1
@@ -67,7 +67,7 @@ def over_time(runs: Sequence[RunRecord]) -> Over:
 
 
 def metric_chart(runs: Sequence[RunRecord], name: str, over: Over) -> Chart:
-    """A metric of all runs: thin within epochs, with dots at their ends, dashed for the validation."""
+    """Draw a metric of all runs: a thin line within epochs, dots at their ends, dashes for validation."""
 
     def draw(axes: Axes) -> None:
         for run, colour in _coloured(runs):
@@ -84,7 +84,7 @@ def metric_chart(runs: Sequence[RunRecord], name: str, over: Over) -> Chart:
 
 
 def speed_chart(runs: Sequence[RunRecord], over: Over) -> Chart:
-    """Examples per second of all workers together."""
+    """Draw the examples per second of all workers together."""
 
     def draw(axes: Axes) -> None:
         for run, colour in _coloured(runs):
@@ -98,7 +98,7 @@ def speed_chart(runs: Sequence[RunRecord], over: Over) -> Chart:
 
 
 def rate_chart(runs: Sequence[RunRecord]) -> Chart | None:
-    """The learning rate; None if no run has one."""
+    """Draw the learning rate; return None if no run has one."""
     found = [
         (r, [(w.step, w.learning_rate) for w in r.windows if w.learning_rate is not None])
         for r in runs
@@ -117,7 +117,7 @@ def rate_chart(runs: Sequence[RunRecord]) -> Chart | None:
 
 
 def workers_chart(run: RunRecord) -> Chart | None:
-    """How long each worker has spent outside of steps, where the others wait for it; None with one worker."""
+    """Draw each worker's seconds outside of steps, in which the others wait; return None with one worker."""
     sums = seconds_of_ranks(run)
     if not sums:
         return None
@@ -143,7 +143,10 @@ def workers_chart(run: RunRecord) -> Chart | None:
 
 
 def seconds_of_ranks(run: RunRecord) -> list[dict[str, float]]:
-    """Seconds of each rank in the phases of OUTSIDE, over the epochs that as many workers trained as the last one."""
+    """Return the seconds of each rank in each phase of OUTSIDE, one dict per rank.
+
+    They are summed over the epochs trained by as many workers as the last one.
+    """
     epochs = [epoch for epoch in run.epochs if epoch.ranks]
     if not epochs:
         return []
@@ -162,7 +165,7 @@ def _coloured(runs: Sequence[RunRecord]) -> list[tuple[RunRecord, str]]:
 def _line(axes: Axes, points: Sequence[tuple[float, Any]], **style: Any) -> None:
     if points:
         every = -(-len(points) // MOST_POINTS)
-        # The last point is where the run is now.
+        # Keep the last point, which shows the present state of the run.
         kept = [*points[:-1:every], points[-1]]
         axes.plot(*zip(*kept, strict=True), **style)
 
@@ -209,7 +212,7 @@ def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> C
             axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_axisbelow(True)
         if axes.get_legend_handles_labels()[0]:
-            # Where it hides nothing.
+            # Outside of the axes, where it hides nothing.
             figure.legend(loc="outside upper left", ncols=3)
         drawn = io.StringIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
@@ -217,7 +220,7 @@ def _chart(title: str, draw: Callable[[Axes], None], label: str, text: str) -> C
 
 
 def _inline(svg: str, title: str) -> str:
-    """The element alone, which takes the width that it is given, with names that no other chart on the page has."""
+    """Return only the <svg> element, scalable, with ids that no other chart on the page has."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no script, no network."""
+"""A report as one self-contained HTML page, without scripts or network requests."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from hvdtrain.report.charts import (
 from hvdtrain.report.run_record import Occurrence, RunRecord
 
 MOST_METRICS = 12
-"""Charts of metrics; the others stand in the table."""
+"""Maximum number of metrics with charts; the tables list all."""
 MOST_OCCURRENCES = 200
+"""Maximum number of rows in the table of events, and of epochs per run; the latest are shown."""
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1280px; padding: 0 16px 48px; color: #1c1c1c; }
@@ -35,10 +36,10 @@ td.text { min-width: 14rem; overflow-wrap: anywhere; } .differs { background: #f
 
 
 def page(runs: Sequence[RunRecord]) -> str:
-    """The page, as HTML.
+    """Return the report as HTML.
 
     Args:
-        runs: at least one; their names differ.
+        runs: Runs to report on, at least one, with different names.
     """
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics()))[:MOST_METRICS]
     time_axis = over_time(runs)
@@ -179,7 +180,7 @@ def _clock(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Such as "3 h 20 min", "1 min 5 s" or "12.3 s"."""
+    """Format seconds, such as "3 h 20 min", "1 min 5 s" or "12.3 s"."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,6 +1,6 @@
-"""What the folder of a run tells, read from its events.jsonl and config.json.
+"""The record of a run, read from the events.jsonl and config.json in its folder.
 
-A run that was killed has trained some steps twice: what counts is what it trained last. Damaged lines are left out.
+If a run was killed and trained some steps again, the record holds the later ones. Damaged lines are ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hvdtrain.environment import CONFIG, EVENTS
 from hvdtrain.errors import UsageError
 
 LIVE_SECONDS = 60.0
-"""A run without an end is still at work if it has written something in this time."""
+"""A run without an end counts as running if its last event is not older than this."""
 
 Values = Mapping[str, float]
 
@@ -26,9 +26,9 @@ class Point:
     """A moment in a run.
 
     Attributes:
-        step: the last one, counted from 1 over all epochs.
-        seconds: of training so far, without the time between the processes of a run that was started again.
-        values: of losses and metrics; those of the validation begin with val_.
+        step: Number of the last step, from 1, over all epochs.
+        seconds: Seconds of training so far, without the time between the processes of a run that was restarted.
+        values: Losses and metrics by name; validation's begin with "val_".
     """
 
     step: int
@@ -38,11 +38,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Window(Point):
-    """The end of some steps in a row; the values are those of rank 0 in the epoch so far.
+    """The end of some consecutive steps; `values` are those of rank 0 over the epoch so far.
 
     Attributes:
-        examples_per_second: of all workers, in these steps.
-        learning_rate: None if the model has several optimizers.
+        examples_per_second: Examples per second of all workers, in these steps.
+        learning_rate: Learning rate; None if the model has no `optimizer`, such as one with several of its own.
     """
 
     examples_per_second: float
@@ -51,11 +51,11 @@ class Window(Point):
 
 @dataclass(frozen=True)
 class Epoch(Point):
-    """The end of an epoch; the values are those of all workers.
+    """The end of an epoch; `values` are those of all workers.
 
     Attributes:
-        number: counted from 1.
-        ranks: phase -> seconds of each rank; empty with one worker.
+        number: Number of the epoch, from 1.
+        ranks: Phase -> seconds of each rank; empty with one worker.
     """
 
     number: int
@@ -64,13 +64,13 @@ class Epoch(Point):
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Something that happened once.
+    """A single event, such as a warning.
 
     Attributes:
-        clock: seconds since 1970.
-        step: after which one, see Point.
-        what: such as "resumed".
-        text: about it.
+        clock: Time in seconds since 1970.
+        step: Number of the last step before it; see Point.
+        what: Kind of event, such as "resumed".
+        text: Description.
     """
 
     clock: float
@@ -84,16 +84,16 @@ class RunRecord:
     """A run.
 
     Attributes:
-        name: of its folder.
-        config: see config.json.
-        workers: that trained last.
-        epochs_planned: in the last process.
-        windows: in order.
-        epochs: in order.
-        occurrences: in order.
-        checkpoints: how many were written.
-        end: how it ended; empty if it did not, see `is_live`.
-        is_live: whether it has no end, and has written something in the last minute.
+        name: Name of its folder.
+        config: Content of config.json; empty if that cannot be read.
+        workers: Number of workers in the last process.
+        epochs_planned: Number of epochs that the last process was to reach.
+        windows: Windows of steps, in order.
+        epochs: Ends of epochs, in order.
+        occurrences: Other events, in order.
+        checkpoints: Number of checkpoints written.
+        end: How the run ended; empty if it has not.
+        is_live: Whether the run has not ended, and wrote an event in the last LIVE_SECONDS.
     """
 
     name: str
@@ -109,28 +109,28 @@ class RunRecord:
 
     @property
     def points(self) -> Sequence[Point]:
-        """All moments that are known."""
+        """All windows and epochs."""
         return [*self.windows, *self.epochs]
 
     @property
     def steps(self) -> int:
-        """Trained so far."""
+        """Number of steps trained so far."""
         return max((point.step for point in self.points), default=0)
 
     @property
     def seconds(self) -> float:
-        """Of training so far, see Point."""
+        """Seconds of training so far; see Point."""
         return max((point.seconds for point in self.points), default=0.0)
 
     @property
     def state(self) -> str:
-        """How the run is."""
+        """How the run ended, or whether it is running."""
         if self.end:
             return self.end
         return "running" if self.is_live else "ended without a word (killed?)"
 
     def metrics(self) -> list[str]:
-        """The names of its values, without those of the validation; the loss first."""
+        """Return the names of losses and metrics, without those of validation; "loss" first."""
         names = dict.fromkeys(
             name.removeprefix("val_") for one in self.points for name in one.values
         )
@@ -138,14 +138,14 @@ class RunRecord:
 
 
 def read_run(folder: Path, now: float | None = None) -> RunRecord:
-    """Read the folder of a run.
+    """Read the record of a run.
 
     Args:
-        folder: a Trainer's run_dir.
-        now: seconds since 1970; None: ask the clock.
+        folder: A Trainer's run_dir.
+        now: Present time in seconds since 1970; None: ask the clock.
 
     Raises:
-        UsageError: it holds no events.
+        UsageError: If the folder holds no events.
     """
     path = folder / EVENTS
     try:
@@ -194,11 +194,11 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Takes the events of a run in their order; the attributes are those of a RunRecord.
+    """Collects the events of a run, in order, into the fields of a RunRecord.
 
     Attributes:
-        epochs: by their number.
-        clock: of the last event.
+        epochs: Ends of epochs by number.
+        clock: Time of the last event, in seconds since 1970.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class _Reader:
         self.clock = 0.0
         self._began = 0.0
         self._before = 0.0  # Seconds of training in earlier processes.
-        self._steps_before: dict[int, int] = {}  # An epoch's number -> steps of those before it.
+        self._steps_before: dict[int, int] = {}  # Number of an epoch -> steps before it.
         self._takers = {
             "begin": self._begin,
             "steps": self._steps,
@@ -222,7 +222,7 @@ class _Reader:
         }
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take one; what lacks a field is left out."""
+        """Process one event; an event with missing fields is ignored."""
         clock = float(event["time"])
         try:
             take = self._takers.get(event.get("event", ""))
@@ -241,7 +241,7 @@ class _Reader:
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
         self._began, self.workers, self.epochs_planned = clock, workers, int(event["epochs"])
         self.end = ""
-        # What was trained after the checkpoint is trained again.
+        # Steps after the checkpoint are trained again.
         kept = self._before_epoch(epoch) + step - 1
         self.windows = [window for window in self.windows if window.step <= kept]
         self.epochs = {n: one for n, one in self.epochs.items() if n < epoch}
@@ -287,7 +287,7 @@ class _Reader:
         return self._before + clock - self._began
 
     def _before_epoch(self, number: int) -> int:
-        """Steps of the epochs before, which may have different numbers of them."""
+        """Return the number of steps before an epoch; epochs may differ in length."""
         return self._steps_before.setdefault(number, self._last_step())
 
     def _last_step(self) -> int:
@@ -295,5 +295,5 @@ class _Reader:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those that are numbers; what was nan or inf is left out."""
+    """Return the values that are numbers; nan and inf were written as null."""
     return {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
