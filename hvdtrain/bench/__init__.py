@@ -1,1 +1,1 @@
-"""Measure scaling, start-up, memory and the pipeline, on the machine at hand."""
+"""Measurements of scaling, input, start-up, memory, pipeline and checkpoints on the present machine."""

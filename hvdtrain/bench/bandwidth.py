@@ -1,8 +1,8 @@
-"""Horovod's collectives beside raw MPI's, in turn in the same processes, and beside what copying memory allows.
+"""Times Horovod's collectives, raw MPI's in the same processes, and copies in memory as a bound.
 
-Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md): of S bytes in t seconds, the algorithm bandwidth is S / t;
-the bus bandwidth is what each link carries, whatever the number of ranks: S / t times FACTORS. S is the size of the
-larger side: of the result of allgather, of the input of reducescatter.
+Bandwidths are those of nccl-tests (its doc/PERFORMANCE.md). For S bytes in t seconds, the algorithm bandwidth is S / t.
+The bus bandwidth, S / t times FACTORS, is what each link carries, whatever the number of ranks. S is the size of the
+larger side: the result of allgather, the input of reducescatter.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ FACTORS: dict[str, Callable[[int], float]] = {
     "broadcast": lambda ranks: 1.0,
     "alltoall": lambda ranks: (ranks - 1) / ranks,
 }
-"""Collective -> bus bandwidth in terms of the algorithm bandwidth, for so many ranks."""
+"""Collective -> function of the number of ranks: bus bandwidth / algorithm bandwidth."""
 SIZES = (*(4 * 16**power for power in range(7)), 256 * 2**20)
-"""Bytes: 4 to 64 Mi, and 256 Mi."""
+"""Sizes in bytes: 4 to 64 Mi, and 256 Mi."""
 ROUND_SECONDS = 0.1
-"""Aim of one timed round."""
+"""Target duration of one timed round."""
 COPY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective of one size; medians of several rounds.
+    """The times of one collective at one size; medians of several rounds.
 
     Attributes:
-        name: of FACTORS.
-        ranks: that take part.
-        bytes: of the larger side of each rank.
-        horovod: seconds of a call by Horovod, in a loop inside of a tf.function.
-        raw: seconds of a call of MPI itself, on NumPy arrays; None without MPI.
-        copy: bytes per second of a copy in memory, in the same processes.
+        name: Name of the collective, in FACTORS.
+        ranks: Number of ranks.
+        bytes: Bytes of the larger side on each rank.
+        horovod: Seconds per call of Horovod, in a loop in a tf.function.
+        raw: Seconds per call of MPI itself, on NumPy arrays; None without MPI.
+        copy: Bytes per second of a copy in memory, in the same processes.
     """
 
     name: str
@@ -52,29 +52,29 @@ class Timing:
     copy: float
 
     def bandwidth(self, seconds: float) -> float:
-        """Algorithm bandwidth of a call, in bytes per second."""
+        """Return the algorithm bandwidth in bytes per second of a call that takes `seconds`."""
         return self.bytes / seconds
 
     def bus_bandwidth(self, seconds: float) -> float:
-        """Bus bandwidth of a call, in bytes per second."""
+        """Return the bus bandwidth in bytes per second of a call that takes `seconds`."""
         return self.bandwidth(seconds) * FACTORS[self.name](self.ranks)
 
 
 def measure_collectives(
     names: Sequence[str], sizes: Sequence[int], np: int, rounds: int, raw: bool, launch: Launch
 ) -> Iterator[Timing]:
-    """Yield the timing of each collective and size.
+    """Yield the times of each collective and size.
 
     Args:
-        names: of FACTORS.
-        sizes: bytes of the larger side of each rank, rounded up to four bytes for each rank.
-        np: ranks.
-        rounds: timed rounds of each.
-        raw: whether to time MPI as well; the ranks were started by MPI then.
-        launch: see measurement.Launch.
+        names: Names of collectives, in FACTORS.
+        sizes: Bytes of the larger side on each rank, rounded up to a multiple of four bytes per rank.
+        np: Number of ranks.
+        rounds: Number of timed rounds.
+        raw: Whether to time MPI as well; then MPI must start the ranks.
+        launch: See `measurement.Launch`.
 
     Raises:
-        EngineError: a measurement failed.
+        EngineError: If a measurement failed.
     """
     for name in names:
         options = {"name": name, "sizes": list(sizes), "rounds": rounds, "raw": raw}
@@ -88,7 +88,7 @@ def measure_collectives(
 def time_collective(
     name: str, sizes: Sequence[int], rounds: int, raw: bool
 ) -> dict[str, Any] | None:
-    """Time one collective; rank 0 returns the seconds of a call in each round, for each size."""
+    """Time one collective; rank 0 returns the seconds per call in each round, for each size."""
     from hvdtrain.runtime import init, load_horovod
 
     rank = init()
@@ -107,11 +107,14 @@ def time_collective(
 
 
 _Calls = Callable[[int], Any]
-"""Calls a collective so many times, one after the other."""
+"""Calls a collective as many times as its argument says."""
 
 
 def _of_horovod(hvd: Any, name: str, each: int) -> _Calls:
-    """`each`: float32 values of a rank's part; the larger side has as many for each rank."""
+    """Return the calls of Horovod's collective.
+
+    A rank's part has `each` float32 values; the larger side has a part for each rank.
+    """
     import tensorflow as tf
 
     size = each if name == "allgather" else each * hvd.size()
@@ -159,7 +162,7 @@ def _of_mpi(name: str, each: int, ranks: int) -> _Calls:
 
 
 def _timed(hvd: Any, several: Sequence[_Calls], rounds: int) -> list[list[float]]:
-    """Seconds of a call in each round, of each of several in turn; all ranks call as often."""
+    """Return the seconds per call in each round, for each of `several` in turn; all ranks make as many calls."""
     import tensorflow as tf
 
     counts = []
@@ -179,7 +182,7 @@ def _timed(hvd: Any, several: Sequence[_Calls], rounds: int) -> list[list[float]
 
 
 def _copies(rounds: int) -> list[float]:
-    """Bytes per second of copying an array, in each round."""
+    """Return the bytes per second of copying an array, in each round."""
     import numpy as np
 
     source, target = np.ones(COPY_BYTES, "uint8"), np.zeros(COPY_BYTES, "uint8")

@@ -1,8 +1,8 @@
-"""What checkpoints cost: a step of the Trainer with them against one without, in turn, in the same processes.
+"""Times a step of the Trainer with checkpoints against one without, in turn, in the same processes.
 
-Epochs are twice as long as a checkpoint is apart: one is taken within the epoch, and one at its end. They are timed as
-in `overhead`, from the beginning of one to the beginning of the next. The end of the last one, which waits for the
-disk, is not timed: it comes once in a training.
+An epoch is twice as long as the interval between checkpoints: one is taken within the epoch, and one at its end. Epochs
+are timed as in `overhead`, from the beginning of one to the beginning of the next. The end of the last one, which waits
+for the disk, is not timed: it occurs once per training.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from unittest import mock
 from hvdtrain.bench.measurement import Comparison, Launch, report, run_measurement, take_core
 
 CHECKPOINTS = 2
-"""In an epoch."""
+"""Number of checkpoints per epoch."""
 EPOCHS = 4
-"""Timed, between one that is not, and the first step of another."""
+"""Number of timed epochs, after one that is not timed; the training stops after the first step of the next."""
 
 
 @dataclass(frozen=True)
 class CheckpointCost:
-    """What one pass found, on rank 0.
+    """The result of one pass, from rank 0.
 
     Attributes:
-        steps: seconds of a step without checkpoints and with them.
-        wait: seconds that training waits for a checkpoint until it continues; the median.
-        copy: seconds that copying the weights and the optimizer's state takes, into new memory.
-        copy_again: the same, into memory that was written before.
-        bytes: of weights and optimizer's state.
+        steps: Seconds per step without checkpoints and with them.
+        wait: Median of the seconds that training waits for a checkpoint.
+        copy: Seconds to copy weights and optimizer state into new memory.
+        copy_again: Seconds to copy them into memory that was written before.
+        bytes: Bytes of weights and optimizer state.
     """
 
     steps: Comparison
@@ -47,22 +47,25 @@ class CheckpointCost:
 def measure_checkpoint_cost(
     model: str, batch_size: int, every: int, np: int, passes: int, folder: Path, launch: Launch
 ) -> Iterator[CheckpointCost]:
-    """Measure on `np` ranks; yield each pass, which is a launch of its own. Raises EngineError.
+    """Yield the cost found in each pass, which is a launch of its own.
 
     Args:
-        model: name of a network in bench.networks.
-        batch_size: examples per rank.
-        every: steps between two checkpoints.
-        np: ranks.
-        passes: how many.
-        folder: in which they are written, and removed again; all ranks see it.
-        launch: see measurement.Launch.
+        model: Name of a network in bench.networks.
+        batch_size: Number of examples per rank.
+        every: Number of steps between two checkpoints.
+        np: Number of ranks.
+        passes: Number of passes.
+        folder: Folder that all ranks see, in which checkpoints are written and removed again.
+        launch: See `measurement.Launch`.
+
+    Raises:
+        EngineError: If a measurement failed.
     """
     for number in range(passes):
         here = Path(tempfile.mkdtemp(prefix="hvdtrain-bench-", dir=folder))
         options = {"name": model, "batch_size": batch_size, "every": every, "folder": str(here)}
         try:
-            # What comes first in a process may be slower, or faster.
+            # Alternate: the first training in a process may be slower, or faster.
             found = run_measurement(
                 launch, np, Path(__file__), {**options, "saves_first": number % 2 == 1}
             )
@@ -74,7 +77,7 @@ def measure_checkpoint_cost(
 def time_both(
     name: str, batch_size: int, every: int, folder: str, saves_first: bool
 ) -> dict[str, Any] | None:
-    """Time both ways on one rank; rank 0 returns what `CheckpointCost` holds."""
+    """Time both ways on one rank; rank 0 returns the fields of `CheckpointCost`."""
     import keras
     import numpy as np
 
@@ -84,7 +87,7 @@ def time_both(
     from hvdtrain.trainer.resume import SavedFit
 
     class Clock(keras.callbacks.Callback):
-        """Notes when epochs begin, and ends the training when all have been timed."""
+        """Records when epochs begin, and stops the training after the timed ones."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -122,7 +125,7 @@ def time_both(
         save(self, *args, **kwargs)
         if (
             self._writing is not before
-        ):  # Or it was left out, as the one before is still being written.
+        ):  # Otherwise it was skipped, as the previous one is still being written.
             waits.append(time.perf_counter() - began)
 
     seconds: dict[bool, float] = {}
@@ -144,7 +147,7 @@ def time_both(
 
     return {
         "steps": [seconds[False], seconds[True]],
-        # The first one takes the memory, and the last one waits for the disk.
+        # The first one allocates memory, and the last one waits for the disk.
         "wait": statistics.median(waits[1:-1]),
         "copy": copy(),
         "copy_again": statistics.median(copy() for _ in range(5)),

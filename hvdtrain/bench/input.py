@@ -1,6 +1,6 @@
-"""Input: examples per second that N workers of one thread read and decode, against one worker.
+"""Times the input pipeline: examples per second that N single-threaded workers read and decode, against one.
 
-The workers read an epoch of the same files, each its part, and train nothing.
+The workers read an epoch of the same files, each its own share, and train nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GLOBAL_BATCH = 64
 
 
 def write_files(folder: Path, kind: str, count: int) -> None:
-    """Write `count` PNG images of SIDE x SIDE pixels: a file each, or as the records of RECORD_FILES files."""
+    """Write `count` PNG images of SIDE x SIDE pixels: a file each, or as the records of RECORD_FILES TFRecord files."""
     import numpy as np
     import tensorflow as tf
 
@@ -30,7 +30,7 @@ def write_files(folder: Path, kind: str, count: int) -> None:
         for number in range(RECORD_FILES if kind == "tfrecord" else 0)
     ]
     for number in range(count):
-        # Half noise: PNG can squeeze neither nothing nor all out of it.
+        # Half noise, half one value, so that PNG compresses it, but not to nothing.
         image = rng.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
         image[SIDE // 2 :] = number % 256
         content = tf.io.encode_png(image).numpy()
@@ -45,7 +45,18 @@ def write_files(folder: Path, kind: str, count: int) -> None:
 def measure_input(
     kind: str, folder: Path, np: int, passes: int, launch: Launch
 ) -> Iterator[Comparison]:
-    """Yield examples per second of one worker and of `np`, reading the files in `folder`. Raises EngineError."""
+    """Yield examples per second of one worker and of `np` workers in each pass.
+
+    Args:
+        kind: Kind of files, in KINDS.
+        folder: Folder with the files.
+        np: Number of workers.
+        passes: Number of passes.
+        launch: See `measurement.Launch`.
+
+    Raises:
+        EngineError: If a measurement failed.
+    """
     options = {"kind": kind, "folder": str(folder)}
 
     def rate(ranks: int) -> float:
@@ -57,7 +68,7 @@ def measure_input(
 
 
 def read_epoch(kind: str, folder: str) -> dict[str, float] | None:
-    """Read an epoch on one rank; rank 0 returns the examples per second of all, by the slowest."""
+    """Read an epoch on one rank; rank 0 returns the examples per second of all, by the slowest rank's time."""
     from hvdtrain.runtime import init
 
     rank = init()
@@ -78,14 +89,14 @@ def read_epoch(kind: str, folder: str) -> dict[str, float] | None:
 
 
 def image(path: Any) -> Any:
-    """The picture of a PNG file: see `decoded`."""
+    """Read and decode a PNG file; see `decoded`."""
     import tensorflow as tf
 
     return decoded(tf.io.read_file(path))
 
 
 def decoded(content: Any) -> Any:
-    """A picture as for training: enlarged, turned in its colours, normalized. About 3 ms."""
+    """Decode a PNG image and prepare it as for training: resize, adjust colours, normalize. About 3 ms."""
     import tensorflow as tf
 
     pixels = tf.image.decode_png(content, channels=3)

@@ -1,7 +1,7 @@
-"""Run a measurement on one process or on all ranks, and read what its rank 0 reports.
+"""Runs a measurement on one process or on several ranks, and reads the report of rank 0.
 
-Each measurement is a module that is also the script of its ranks. The script's arguments are its options, as a JSON
-object, and the file for the report: what ranks print passes through a launcher, which cuts long lines and tags them.
+Each measurement is a module that is also the script of its ranks. Its command-line arguments are its options, as a JSON
+object, and the path of the report. The report is a file because launchers cut and tag long lines of output.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ from hvdtrain.errors import EngineError
 from hvdtrain.launch.running.timed_command import run
 
 Launch = Callable[[int, Path, tuple[str, ...]], list[str]]
-"""Composes the argv that runs a script with its arguments on that many ranks."""
+"""Function that returns the argv to run a script with its arguments on the given number of ranks."""
 
 TIMEOUT_SECONDS = 400
 THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-"""Variables with the number of threads of a process."""
+"""Variables that set the number of threads of a process."""
 ONE_THREAD = {
     **dict.fromkeys(THREADS, "1"),
-    # TensorFlow's noise is not what the reader of a figure looks for.
+    # Hide TensorFlow's messages.
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 LINES = 15
-"""Of each stream, in the message about a failure."""
+"""Number of lines of each output stream in the message about a failure."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two figures of one pass, measured one after the other: the machine's speed drifts, their ratio hardly does."""
+    """Two figures of one pass, measured one after the other: their ratio hardly depends on the machine's varying speed.
+
+    Attributes:
+        reference: Figure to compare with.
+        measured: Figure of interest.
+    """
 
     reference: float
     measured: float
 
     @property
     def ratio(self) -> float:
-        """`measured` in terms of `reference`."""
+        """`measured` / `reference`."""
         return self.measured / self.reference
 
 
 def medians(passes: Sequence[Comparison]) -> tuple[float, float, float]:
-    """The medians over the passes of the reference, of the measured figure, and of their ratio."""
+    """Return the medians over the passes of the reference, the measured figure, and their ratio."""
     median = statistics.median
     return (
         median(one.reference for one in passes),
@@ -64,14 +69,17 @@ def run_measurement(
     options: Mapping[str, object],
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Run `script` on `np` ranks of one thread each, and return its report.
+    """Run `script` on ranks of one thread each, and return its report.
 
     Args:
-        options: keyword arguments of the function that the script hands to `report`.
-        environment: variables beside those of this process.
+        launch: See `Launch`.
+        np: Number of ranks.
+        script: Path of the script, which calls `report`.
+        options: Keyword arguments of the function that the script passes to `report`.
+        environment: Variables to set besides those of this process.
 
     Raises:
-        EngineError: it failed, wrote no report, or took longer than TIMEOUT_SECONDS.
+        EngineError: If the script failed, wrote no report, or took longer than TIMEOUT_SECONDS.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-bench-") as folder:
         file = Path(folder, "report.json")
@@ -93,7 +101,7 @@ def run_measurement(
 
 
 def report(measure: Callable[..., dict[str, Any] | None]) -> None:
-    """The main function of a script: write what `measure` returns, unless that is None (all ranks but the first)."""
+    """Run a script's measurement: write what `measure` returns; None, as on all ranks but the first, writes nothing."""
     options, file = sys.argv[1:]
     found = measure(**json.loads(options))
     if found is not None:
@@ -101,14 +109,14 @@ def report(measure: Callable[..., dict[str, Any] | None]) -> None:
 
 
 def horovodrun(np: int, controller: str) -> list[str]:
-    """Return the words with which plain horovodrun starts a command on `np` ranks over "mpi" or "gloo"."""
+    """Return the argv that starts a command with plain horovodrun on `np` ranks over "mpi" or "gloo"."""
     return [str(Path(sys.executable).parent / "horovodrun"), "-np", str(np), f"--{controller}"]
 
 
 def take_core(local_rank: int, count: int = 1) -> None:
-    """Pin this process to the core of its local rank, or so many from there on, among those that it may use.
+    """Pin this process to `count` cores, from the one with the number of its local rank, among those it may use.
 
-    Ranks that are timed would otherwise wander over the cores, and where they happened to be would be measured.
+    Otherwise timings would depend on how the ranks migrate between cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[(local_rank + i) % len(cores)] for i in range(count)})

@@ -1,12 +1,12 @@
-"""Memory: the peak of one rank while it trains, against what weights, gradients and optimizer state take.
+"""Measures the peak memory of a rank while it trains, against the size of weights, gradients and optimizer state.
 
-n parameters of 4 bytes with Adam, whose state is two values a parameter: 16 n bytes in plain training. Sharded
-state (ZeRO-1; Rajbhandari et al. 2020, section 5.1) leaves 8 n + 8 n / N on each of N ranks; layers that are
-split over N ranks, or cut into N stages, leave 16 n / N. What is measured beside that: activations (kept
-small by a small batch), the buffers of the communication, and what an operation holds for a moment.
+Plain training of n float32 parameters with Adam, whose state is two values per parameter, takes 16 n bytes. Sharded
+state (ZeRO-1; Rajbhandari et al. 2020, section 5.1) takes 8 n + 8 n / N on each of N ranks. Layers that are split over
+N ranks, or divided into N stages, take 16 n / N. The measured peak also includes activations (kept small by a small
+batch), communication buffers, and temporary memory of operations.
 
-A rank first trains a tiny model of the same kind, so that code, threads and buffers are there; then it sets the
-kernel's mark of the highest resident size back, and makes and trains the large model for three steps.
+A rank first trains a tiny model of the same kind, so that code, threads and buffers are loaded. Then it resets the
+kernel's record of the peak resident size, and builds and trains the large model for three steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from hvdtrain.bench.measurement import Launch, report, run_measurement
 
 FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
-"""What is freed goes back to the system at once: otherwise the allocator's habits are measured."""
+"""Variables that make malloc return freed memory at once: otherwise its caching would be measured."""
 MEGABYTE = 1e6
 BATCH = 32
 STEPS = 3
@@ -34,7 +34,7 @@ class Case:
 
     Attributes:
         way: "data" (whole optimizer state), "zero", "tensor" or "pipeline".
-        ranks: of the job.
+        ranks: Number of ranks.
     """
 
     way: str
@@ -47,12 +47,18 @@ CASES = {
         ("data", 1), ("data", 2), ("zero", 2), ("zero", 4), ("tensor", 2), ("tensor", 4), ("pipeline", 2),
     )
 }  # fmt: skip
-"""By their names in `hvdtrain bench memory --case`."""
+"""Name in `hvdtrain bench memory --case` -> case."""
 
 
 @dataclass(frozen=True)
 class Theory:
-    """Bytes on one rank."""
+    """The bytes that one rank needs.
+
+    Attributes:
+        weights: Bytes of the weights.
+        gradients: Bytes of the gradients.
+        state: Bytes of the optimizer state.
+    """
 
     weights: float
     gradients: float
@@ -60,7 +66,7 @@ class Theory:
 
 
 def theory(case: Case, parameters: int) -> Theory:
-    """Return what one rank holds of a model of float32 parameters that Adam trains."""
+    """Return the bytes that one rank needs for a model of so many float32 parameters that Adam trains."""
     model = 4.0 * parameters
     if case.way in ("data", "zero"):
         return Theory(model, model, 2 * model / (case.ranks if case.way == "zero" else 1))
@@ -68,15 +74,21 @@ def theory(case: Case, parameters: int) -> Theory:
 
 
 def parameters_of(width: int, blocks: int) -> int:
-    """Parameters of a stack of blocks, each Dense(4 width) and Dense(width)."""
+    """Return the number of parameters of a stack of blocks, each Dense(4 width) and Dense(width)."""
     return blocks * (8 * width**2 + 5 * width)
 
 
 def measure_peaks(case: Case, launch: Launch, width: int, blocks: int) -> list[int]:
-    """Train for a few steps; return the peak of each rank, in bytes above its size before the model was made.
+    """Train for a few steps; return the peak of each rank, in bytes above its size before the model was built.
+
+    Args:
+        case: Way to train.
+        launch: See `measurement.Launch`.
+        width: Width of the blocks; see `train`.
+        blocks: Number of blocks.
 
     Raises:
-        EngineError: the training failed.
+        EngineError: If the training failed.
     """
     options = {"way": case.way, "ranks": case.ranks, "width": width, "blocks": blocks}
     found = run_measurement(launch, case.ranks, Path(__file__), options, FREED_AT_ONCE)
@@ -87,7 +99,7 @@ HEADER = ("way", "ranks", "weights", "gradients", "state", "sum", "measured", "r
 
 
 def row(case: Case, parameters: int, peaks: list[int]) -> tuple[str, ...]:
-    """Return the line of the table, in megabytes (10^6 bytes); the rank with the most counts."""
+    """Return a line of the table, in megabytes (10^6 bytes), for the rank with the highest peak."""
     wanted = theory(case, parameters)
     total = wanted.weights + wanted.gradients + wanted.state
     most = max(peaks)
@@ -97,11 +109,11 @@ def row(case: Case, parameters: int, peaks: list[int]) -> tuple[str, ...]:
 
 
 def peak(way: str, ranks: int, width: int, blocks: int) -> dict[str, list[int]] | None:
-    """Train on one rank; rank 0 returns the peaks of all."""
+    """Train on one rank; rank 0 returns the peaks of all ranks."""
     train(way, ranks, TINY, blocks)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # The mark of the peak is the present size.
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak to the present size.
     before = resident("VmRSS")
     trained = train(way, ranks, width, blocks)
     mine = resident("VmHWM") - before
@@ -113,7 +125,7 @@ def peak(way: str, ranks: int, width: int, blocks: int) -> dict[str, list[int]] 
 
 
 def train(way: str, ranks: int, width: int, blocks: int) -> Any:
-    """Train a stack of blocks, Dense(4 width) and Dense(width), for some steps; return the Trainer."""
+    """Train a stack of blocks, Dense(4 width) and Dense(width), for STEPS steps; return the Trainer."""
     import keras
     import numpy as np
 
@@ -144,7 +156,7 @@ def train(way: str, ranks: int, width: int, blocks: int) -> Any:
 
 
 def resident(name: str) -> int:
-    """A size of this process in bytes: VmRSS (now) or VmHWM (peak) of /proc/self/status."""
+    """Return the resident size of this process in bytes: VmRSS (now) or VmHWM (peak) in /proc/self/status."""
     found = re.search(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
     assert found is not None, name
     return int(found.group(1)) * 1024

@@ -1,4 +1,4 @@
-"""The networks that are timed, their loss and their examples; of Keras, or of a library like it (tf-keras)."""
+"""The networks used in measurements, their loss and their examples, for Keras or a similar library (tf-keras)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def mnist(library: Any = keras) -> keras.Model:
-    """The convolutional network of the TensorFlow tutorials on 28x28 images: 347,146 parameters."""
+    """Return the convolutional network of the TensorFlow tutorials on 28x28 images: 347,146 parameters."""
     layers = library.layers
     return library.Sequential(
         [
@@ -24,7 +24,7 @@ def mnist(library: Any = keras) -> keras.Model:
 
 
 def resnet20(library: Any = keras) -> keras.Model:
-    """ResNet-20 for 32x32 images (He et al. 2015, arXiv:1512.03385, section 4.2)."""
+    """Return ResNet-20 for 32x32 images (He et al. 2015, arXiv:1512.03385, section 4.2)."""
     layers = library.layers
 
     def convolve(x: Any, filters: int, size: int, stride: int) -> Any:
@@ -43,14 +43,17 @@ def resnet20(library: Any = keras) -> keras.Model:
 
 
 def mlp(library: Any = keras, depth: int = 6) -> keras.Model:
-    """Six dense layers of 2048: 22,609,930 parameters, where the gradients' bytes weigh more than the computation."""
+    """Return a network of `depth` dense layers of 2048; with six, 22,609,930 parameters.
+
+    Reducing its gradients takes long, compared with the computation.
+    """
     layers = library.layers
     hidden = [layers.Dense(2048, activation="relu") for _ in range(depth)]
     return library.Sequential([layers.Input((784,)), *hidden, layers.Dense(10)])
 
 
 def large(library: Any = keras) -> keras.Model:
-    """Thirteen of them: 51,984,394 parameters."""
+    """Return an `mlp` of thirteen layers: 51,984,394 parameters."""
     return mlp(library, 13)
 
 
@@ -58,12 +61,12 @@ MODELS = {"large": large, "mnist": mnist, "resnet20": resnet20, "mlp": mlp}
 
 
 def loss(library: Any = keras) -> keras.losses.Loss:
-    """Cross-entropy of the logits, for classes as integers."""
+    """Return the cross-entropy of logits, for integer classes."""
     return library.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def examples(model: keras.Model, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` random examples: x float32 in the model's input shape, y int64 of 10 classes."""
+    """Return `count` random examples: x, float32 in the model's input shape; y, int64 in 10 classes."""
     random = np.random.default_rng(seed)
     x = random.random((count, *model.input_shape[1:]), "float32")
     return x, random.integers(0, 10, count)

@@ -1,8 +1,8 @@
-"""Overhead: a step of the Trainer against a step of Keras's own `fit`, in turn, in the same processes.
+"""Times a step of the Trainer against a step of Keras's own `fit`, in turn, in the same processes.
 
-On one rank the other is plain Keras, on several Keras's `fit` with hvdtrain.keras.DistributedOptimizer. Both train
-the same network on the same examples, each rank on one core; epochs are timed from the beginning of one to the
-beginning of the next, so that reading data, logs and what happens between epochs count.
+On one rank the reference is plain Keras, on several ranks Keras's `fit` with hvdtrain.keras.DistributedOptimizer. Both
+train the same network on the same examples, each rank on one core. Epochs are timed from the beginning of one to the
+beginning of the next, so that reading data, logs and the work between epochs count.
 """
 
 from __future__ import annotations
@@ -24,25 +24,28 @@ if TYPE_CHECKING:
 
 DATA = ("arrays", "dataset")
 SECONDS = 1.0
-"""Aim of one epoch."""
+"""Target duration of one epoch."""
 EPOCHS = 2
-"""Timed in each pass, after one that is not."""
+"""Number of timed epochs per pass, after one that is not timed."""
 SHUFFLED = 1024
-"""Examples in a Dataset's shuffle buffer."""
+"""Number of examples in a Dataset's shuffle buffer."""
 
 
 def measure_overhead(
     model: str, data: str, batch_size: int, np: int, passes: int, launch: Launch
 ) -> list[Comparison]:
-    """Return milliseconds of a step of `fit` and of the Trainer on rank 0, for each pass. Raises EngineError.
+    """Return the milliseconds per step of `fit` and of the Trainer on rank 0, for each pass.
 
     Args:
-        model: name of a network in bench.models.
+        model: Name of a network in bench.networks.
         data: "arrays" or "dataset".
-        batch_size: examples per rank.
-        np: ranks, in one launch.
-        passes: how many.
-        launch: see measurement.Launch.
+        batch_size: Number of examples per rank.
+        np: Number of ranks, in one launch.
+        passes: Number of passes.
+        launch: See `measurement.Launch`.
+
+    Raises:
+        EngineError: If the measurement failed.
     """
     options = {"name": model, "kind": data, "batch_size": batch_size, "passes": passes}
     found = run_measurement(launch, np, Path(__file__), options)
@@ -50,7 +53,7 @@ def measure_overhead(
 
 
 def time_both(name: str, kind: str, batch_size: int, passes: int) -> dict[str, Any] | None:
-    """Time both ways in turn on one rank; rank 0 returns its milliseconds for each pass."""
+    """Time both ways in turn on one rank; rank 0 returns its milliseconds per step for each pass."""
     import numpy as np
 
     from hvdtrain.collectives.communicator import ALL_RANKS
@@ -68,7 +71,7 @@ def time_both(name: str, kind: str, batch_size: int, passes: int) -> dict[str, A
 
 
 def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
-    """Return what trains by Keras's `fit`, on this rank's part of the data, and returns the seconds of a step."""
+    """Return a function that trains on this rank's own examples by Keras's `fit`, and returns the seconds per step."""
     import keras
 
     from hvdtrain.bench.networks import MODELS, examples, loss
@@ -91,7 +94,7 @@ def keras_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int]
 
 
 def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[int], float]:
-    """Return what trains by the Trainer, which divides the data itself, and returns the seconds of a step."""
+    """Return a function that trains by the Trainer, which divides the data, and returns the seconds per step."""
     import keras
 
     import hvdtrain
@@ -111,7 +114,7 @@ def trainer_fit(me: Rank, name: str, kind: str, batch_size: int) -> Callable[[in
 
 
 def dataset(data: Arrays, batch_size: int) -> tf.data.Dataset:
-    """Return the shuffled batches that a tutorial would make of `data`."""
+    """Return the shuffled batches of `data` as a tutorial would make them."""
     import tensorflow as tf
 
     examples = tf.data.Dataset.from_tensor_slices(data)
@@ -126,11 +129,11 @@ def _given(kind: str, data: Arrays, batch_size: int) -> dict[str, Any]:
 
 
 def seconds_of_step(fit: Callable[..., Any], data: dict[str, Any], steps: int) -> float:
-    """Train 1 + EPOCHS epochs of `steps` steps, of which the first does not count."""
+    """Train 1 + EPOCHS epochs of `steps` steps; return the seconds per step, without the first epoch."""
     import keras
 
     times: list[float] = []
-    # No callback for steps: the Trainer would have to serve it.
+    # Not a callback for steps, which would slow the Trainer down.
     clock = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: times.append(time.perf_counter()),
         on_train_end=lambda logs: times.append(time.perf_counter()),

@@ -1,8 +1,8 @@
-"""Throughput of other ways to train on the same cores, beside hvdtrain's, in turn in one run.
+"""Measures the throughput of other ways to train on the same cores, and of hvdtrain, in turn.
 
-All train the same network on the same global batch, which is in memory, with the optimizer's momentum: one process of
-Keras on one core (with its share of the batch) and on all of them, MirroredStrategy, and Horovod's own optimizer on
-tf-keras as plain horovodrun starts it. Ways that are not installed are left out.
+All train the same network on the same global batch, held in memory, with SGD and momentum: one process of Keras on one
+core (with its share of the batch) and on all cores, MirroredStrategy, and Horovod's own optimizer on tf-keras, started
+by plain horovodrun. Ways that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Way:
     """A way to train.
 
     Attributes:
-        title: for the table.
-        ours: whether hvdtrain trains.
-        cores: "one", "all" of one process, or "each": a rank.
-        needs: a module that must be installed.
+        title: Title in the table.
+        ours: Whether hvdtrain trains.
+        cores: "one" core, "all" cores of one process, or "each" core a rank.
+        needs: Name of a module that must be installed.
     """
 
     title: str
@@ -51,24 +51,24 @@ WAYS = {
     "keras": Way("hvdtrain.keras", True, "each"),
     "trainer": Way("hvdtrain.Trainer", True, "each"),
 }
-"""Names that `time_peer` takes, and for the others `scaling.time_training`."""
+"""Name for `time_peer` or `scaling.time_training` -> way."""
 
 
 def measure_peers(
     model: str, batch_size: int, passes: int, size: int, launch: Launch, plain_horovodrun: Launch
 ) -> Iterator[Mapping[str, float]]:
-    """Yield the examples per second of each way that is installed, `passes` times.
+    """Yield the examples per second of each way that is installed, for each pass.
 
     Args:
-        model: name of a network in bench.networks.
-        batch_size: examples per core.
-        passes: how many.
-        size: cores, and ranks.
-        launch: see measurement.Launch.
-        plain_horovodrun: the same, as horovodrun starts ranks.
+        model: Name of a network in bench.networks.
+        batch_size: Number of examples per core.
+        passes: Number of passes.
+        size: Number of cores, and of ranks.
+        launch: See `measurement.Launch`.
+        plain_horovodrun: A Launch that starts ranks with plain horovodrun.
 
     Raises:
-        EngineError: a measurement failed.
+        EngineError: If a measurement failed.
     """
     ways = {name: way for name, way in WAYS.items() if importlib.util.find_spec(way.needs)}
 
@@ -95,7 +95,11 @@ def _environment(name: str, way: Way, size: int) -> dict[str, str]:
 def time_peer(
     way: str, name: str, batch_size: int, rounds: int, cores: int = 1
 ) -> dict[str, Any] | None:
-    """Time a process on so many cores, or a rank; rank 0 returns step_seconds, examples of a step, and the loss."""
+    """Time a process on `cores` cores, or a rank.
+
+    Returns:
+        On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.
+    """
     step, rank, size = _BUILD[way](name, batch_size, cores)
     times, loss = time_rounds(step, rounds)
     examples = batch_size * size
@@ -124,13 +128,13 @@ def _mirrored(name: str, batch_size: int, cores: int) -> _Built:
     with strategy.scope():
         model = MODELS[name]()
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss(), jit_compile=False)
-        # Variables that a step would make cannot be mirrored.
+        # Before the first step, which could not create mirrored variables.
         model.optimizer.build(model.trainable_variables)
     model.make_train_function()
     x, y = examples(model, batch_size, 0)
 
     def part(values: Any) -> Any:
-        """Of the batch, on each device."""
+        """Divide the batch over the devices."""
         return strategy.experimental_distribute_values_from_function(
             lambda replica: tf.constant(values[replica.replica_id_in_sync_group :: cores])
         )

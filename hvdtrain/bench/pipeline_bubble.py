@@ -1,7 +1,8 @@
-"""The pipeline's bubble: s stages of one core each against one stage on one core, in the same micro-batches.
+"""Measures the pipeline's bubble: s stages on one core each, against one stage on one core, in the same micro-batches.
 
-With m micro-batches and stages of equal work, 1F1B takes (m + s - 1) / m of what s cores would take that never
-wait: of the step of one core, divided by s. That one core runs the same program with a single stage.
+With m micro-batches and stages of equal work, 1F1B takes (m + s - 1) / m of the ideal time of s cores that never wait
+(Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The ideal is the step time of one core, which runs the same
+program with a single stage, divided by s.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdtrain.bench.measurement import Comparison, Launch, report, run_measureme
 
 ROUNDS = 3
 SECONDS = 0.7
-"""Aim of one timed round."""
+"""Target duration of one timed round."""
 
 
 def measure_bubble(
@@ -29,18 +30,18 @@ def measure_bubble(
     passes: int,
     launch: Launch,
 ) -> Iterator[dict[int, Comparison]]:
-    """Yield, for each pass and number of micro-batches, the seconds of a step: ideal, and measured.
+    """Yield, for each pass, number of micro-batches -> seconds per step: ideal and measured.
 
     Args:
-        counts: numbers of micro-batches.
-        stages: of the pipeline, with four dense layers each.
-        width: of the layers.
-        batch_size: examples of a step.
-        passes: how many.
-        launch: see measurement.Launch.
+        counts: Numbers of micro-batches.
+        stages: Number of pipeline stages, of four dense layers each.
+        width: Width of the layers.
+        batch_size: Number of examples per step.
+        passes: Number of passes.
+        launch: See `measurement.Launch`.
 
     Raises:
-        EngineError: a measurement failed.
+        EngineError: If a measurement failed.
     """
     options = {
         "counts": list(counts),
@@ -62,14 +63,14 @@ def measure_bubble(
 
 
 def theory(micro_batches: int, stages: int) -> float:
-    """The ratio for stages of equal work between which messages take no time."""
+    """Return the ratio of measured to ideal time, for stages of equal work and instant messages."""
     return (micro_batches + stages - 1) / micro_batches
 
 
 def time_stage(
     counts: Sequence[int], layers: int, width: int, batch_size: int
 ) -> dict[str, list[list[float]]] | None:
-    """Time the steps of one stage; rank 0 returns the seconds of each round, for each number of micro-batches."""
+    """Time the steps of one stage; rank 0 returns the seconds per step of each round, for each of `counts`."""
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.rank_variables import size_of
     from hvdtrain.runtime import init, load_horovod
@@ -117,7 +118,7 @@ def _step(stages: int, count: int, layers: int, width: int, batch_size: int) -> 
 
 
 def _time(step: Callable[[], Any], hvd: Any) -> list[float]:
-    """Warm up, then return the seconds of a step in each round; all ranks take the same steps."""
+    """Warm up, then return the seconds per step of each round; all ranks run the same number of steps."""
     import tensorflow as tf
 
     step()
@@ -131,7 +132,7 @@ def _time(step: Callable[[], Any], hvd: Any) -> list[float]:
         for _ in range(count):
             step()
         found.append((time.perf_counter() - begin) / count)
-    # The last stage is done first, and takes Horovod with it when it ends.
+    # Wait for all stages: the first to exit would shut Horovod down.
     hvd.allreduce(tf.constant(0.0), name="bench_end")
     return found
 

@@ -1,17 +1,17 @@
-"""Scaling: N ranks of one core each against plain Keras on one core, in turn, in one run.
+"""Measures scaling: N ranks of one core each against plain Keras on one core, in turn.
 
-These machines are shared and their speed drifts, so all are timed one after the other in each pass, the
-ratios are taken within a pass, and the median of the passes counts. Scaling is
-(examples a second of N ranks) / (N x examples a second of one plain process): 1 is perfect.
+The speed of shared machines varies, so each pass measures all of them one after the other, the ratios are taken within
+a pass, and the result is the median over the passes. Scaling is (examples per second of N ranks) / (N x examples per
+second of one plain process): 1 is perfect.
 
-Two figures of the machine stand beside it. Cores share memory, so N plain processes at once, which know nothing
-of each other, do not reach 1 ("apart"). And synchronous training waits in each step for the slowest: had those
-processes waited for each other, a step would have taken the longest of their times for it ("in step"). No
-synchronous training can be quicker than that; what is lost below it is ours.
+Two bounds are measured, too. Cores share memory, so N independent plain processes at once do not reach 1 ("apart"). And
+synchronous training waits in each step for the slowest rank: if those processes had waited for each other, each step
+would have taken the longest of their times ("in step"). No synchronous training can be faster than that; any further
+loss is hvdtrain's.
 
-A process trains in one of four ways: `plain` is Keras alone, without Horovod in the process; `bare` calls
-hvd.allreduce on each gradient and nothing more; `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own
-training step; `trainer` is the Trainer's step with its data path.
+A process trains in one of four ways. `plain` is Keras alone, without Horovod in the process. `bare` only calls
+hvd.allreduce on each gradient. `keras` is hvdtrain.keras.DistributedOptimizer in Keras's own training step. `trainer`
+is the Trainer's step with its data path.
 """
 
 from __future__ import annotations
@@ -31,17 +31,21 @@ from hvdtrain.launch.running.timed_command import end_all
 
 ROUNDS = 5
 SECONDS = 2.0
-"""Aim of one timed round."""
+"""Target duration of one timed round."""
 EPOCH = 20
-"""Batches in an epoch of the Trainer."""
+"""Number of batches in an epoch of the Trainer."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Examples a second in one pass.
+    """Examples per second in one pass.
 
-    plain: of plain Keras on one core; apart: of `size` plain processes at once, together; in_step: of the same if
-    each step took as long as the slowest of them needed; ranks: of all ranks together.
+    Attributes:
+        plain: Rate of plain Keras on one core.
+        apart: Rate of `size` independent plain processes at once, together.
+        in_step: Rate of these processes if each step took as long as the slowest of them needed.
+        ranks: Rate of all ranks together.
+        size: Number of ranks.
     """
 
     plain: float
@@ -51,38 +55,43 @@ class Pass:
     size: int
 
     def scaling(self, rate: float) -> float:
-        """Part of the perfect speed-up that `rate` is."""
+        """Return `rate` as a fraction of the perfect speed-up."""
         return rate / (self.size * self.plain)
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each step of each round, and the examples of a step."""
+    """The times of a process's steps.
+
+    Attributes:
+        rounds: Seconds of each step, for each round.
+        examples: Number of examples per step.
+    """
 
     rounds: list[list[float]]
     examples: int
 
     @property
     def rate(self) -> float:
-        """Examples a second, the median of the rounds."""
+        """Median over the rounds of the examples per second."""
         return statistics.median(self.examples * len(steps) / sum(steps) for steps in self.rounds)
 
 
 def measure(
     model: str, batch_size: int, way: str, passes: int, size: int, launch: Launch
 ) -> Iterator[Pass]:
-    """Yield `passes` passes: plain Keras once, as often as there are ranks, and the ranks.
+    """Yield the rates of each pass: one plain process, `size` plain processes at once, and `size` ranks.
 
     Args:
-        model: name of a network in bench.models.
-        batch_size: examples per rank.
+        model: Name of a network in bench.networks.
+        batch_size: Number of examples per rank.
         way: "keras", "trainer" or "bare".
-        passes: how many.
-        size: ranks.
-        launch: see measurement.Launch.
+        passes: Number of passes.
+        size: Number of ranks.
+        launch: See `measurement.Launch`.
 
     Raises:
-        EngineError: a measurement failed.
+        EngineError: If a measurement failed.
     """
     options = {"name": model, "batch_size": batch_size, "rounds": ROUNDS}
 
@@ -98,7 +107,7 @@ def measure(
             try:
                 apart = list(pool.map(lambda core: time_ranks(1, "plain", core), range(size)))
             except BaseException:
-                end_all()  # The pool waits for what runs.
+                end_all()  # Otherwise the pool waits for running measurements.
                 raise
         yield Pass(
             plain=alone.rate,
@@ -110,7 +119,7 @@ def measure(
 
 
 def in_step(apart: Sequence[Timing]) -> Timing:
-    """Return the timing of processes that would have waited for the slowest of them in each step."""
+    """Return the times of processes that would have waited for the slowest of them in each step."""
     rounds = [
         [max(times) for times in zip(*steps, strict=False)]
         for steps in zip(*(one.rounds for one in apart), strict=True)
@@ -121,7 +130,11 @@ def in_step(apart: Sequence[Timing]) -> Timing:
 def time_training(
     way: str, name: str, batch_size: int, rounds: int, core: int = 0
 ) -> dict[str, Any] | None:
-    """Time a rank, or a plain process on `core`; rank 0 returns step_seconds, examples of a step, and the loss."""
+    """Time a rank, or a plain process on the core `core`.
+
+    Returns:
+        On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.
+    """
     rank, size = _start(way, core)
     step = training_step(way, name, batch_size, rank, size)
     times, loss = time_rounds(step, rounds)
@@ -131,7 +144,7 @@ def time_training(
 
 
 def _start(way: str, core: int) -> tuple[int, int]:
-    """Pin this process to one core and one thread; return rank and size."""
+    """Start Horovod if `way` needs it, and pin this process to one core; return rank and size."""
     if way == "plain":
         rank, size, local_rank = 0, 1, core
     elif way == "bare":
@@ -154,11 +167,11 @@ def training_step(
     """Return a function that trains one step and returns the loss.
 
     Args:
-        way: see above.
-        name: of a network in bench.networks.
-        batch_size: examples per rank.
-        rank: of this process.
-        size: number of ranks.
+        way: "plain", "bare", "keras" or "trainer"; see the module.
+        name: Name of a network in bench.networks.
+        batch_size: Number of examples per rank.
+        rank: Rank of this process.
+        size: Number of ranks.
     """
     import keras
     import tensorflow as tf
@@ -167,7 +180,7 @@ def training_step(
 
     keras.utils.set_random_seed(1)
     model = MODELS[name]()
-    # The Trainer is given the examples of all ranks, the same on each.
+    # The Trainer gets the examples of all ranks, the same on each rank.
     seed, copies = (0, size) if way == "trainer" else (rank, 1)
     x, y = examples(model, batch_size * copies, seed)
     optimizer = keras.optimizers.SGD(0.01, momentum=0.9)
@@ -186,7 +199,7 @@ def training_step(
 
 
 def _bare(plain: type) -> type:
-    """The least that reduces gradients on Keras 3, to compare with."""
+    """Return an optimizer class that only averages gradients: the least that data parallelism needs on Keras 3."""
     import horovod.tensorflow as hvd
 
     class Bare(plain):
@@ -199,7 +212,7 @@ def _bare(plain: type) -> type:
 
 
 def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Callable[[], float]:
-    """Train through the Trainer's own epochs of `EPOCH` batches, read ahead by its thread."""
+    """Return a function that trains a step of the Trainer, on epochs of `EPOCH` batches that its thread prefetches."""
     import numpy as np
 
     import hvdtrain
@@ -219,11 +232,11 @@ def _trainer_step(model: Any, optimizer: Any, loss: Any, x: Any, y: Any) -> Call
 
 
 def time_rounds(step: Callable[[], float], rounds: int) -> tuple[list[list[float]], float]:
-    """Warm up, then time each step of `rounds` rounds of equally many; the ranks do the same number.
+    """Warm up, then time each step of `rounds` rounds; all rounds and all ranks have the same number of steps.
 
     Args:
-        step: trains one step and returns the loss.
-        rounds: how many.
+        step: Function that trains one step and returns the loss.
+        rounds: Number of rounds.
 
     Returns:
         The seconds of each step of each round, and the last loss.

@@ -1,6 +1,6 @@
-"""Start-up: from the command to the first line of rank 0, `hvdtrain run` against bare horovodrun.
+"""Times start-up, from the command to the first line of rank 0: `hvdtrain run` against plain horovodrun.
 
-The script imports nothing: what is timed is the launchers' own.
+The script imports nothing, so only the launchers are timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ SCRIPT = f"print('{LINE}', flush=True)\n"
 
 
 def measure_startup(np: int, controller: str, passes: int) -> Iterator[Comparison]:
-    """Yield seconds to the first line by horovodrun and by `hvdtrain run`, `passes` times. Raises EngineError."""
+    """Yield the seconds to the first line with horovodrun and with `hvdtrain run`, for each pass.
+
+    Args:
+        np: Number of ranks.
+        controller: "mpi" or "gloo".
+        passes: Number of passes.
+
+    Raises:
+        EngineError: If a launch failed.
+    """
     programs = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory(prefix="hvdtrain-") as folder:
@@ -38,7 +47,11 @@ def measure_startup(np: int, controller: str, passes: int) -> Iterator[Compariso
 
 
 def seconds_to_line(argv: Sequence[str], environment: Mapping[str, str]) -> float:
-    """Seconds until the command prints LINE; waits for its end. Raises EngineError if it fails."""
+    """Run a command to its end; return the seconds until it prints LINE.
+
+    Raises:
+        EngineError: If it fails, or does not print LINE.
+    """
     started = time.perf_counter()
     with start(argv, environment, stdin=subprocess.DEVNULL, merge=True) as process:
         assert process.stdout is not None
