@@ -77,7 +77,15 @@ def measure_checkpoint_cost(
 def time_both(
     name: str, batch_size: int, every: int, folder: str, saves_first: bool
 ) -> dict[str, Any] | None:
-    """Time both ways on one rank; rank 0 returns the fields of `CheckpointCost`."""
+    """Time both ways on one rank; rank 0 returns the fields of `CheckpointCost`.
+
+    Args:
+        name: Name of a network in bench.networks.
+        batch_size: Number of examples per rank.
+        every: Number of steps between two checkpoints.
+        folder: Folder for the checkpoints.
+        saves_first: Whether the first training is the one with checkpoints.
+    """
     import keras
     import numpy as np
 

@@ -101,7 +101,11 @@ def run_measurement(
 
 
 def report(measure: Callable[..., dict[str, Any] | None]) -> None:
-    """Run a script's measurement: write what `measure` returns; None, as on all ranks but the first, writes nothing."""
+    """Run the measurement of a script, and write its report.
+
+    Args:
+        measure: Function that returns the report, or None on all ranks but the first.
+    """
     options, file = sys.argv[1:]
     found = measure(**json.loads(options))
     if found is not None:

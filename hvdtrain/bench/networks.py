@@ -45,7 +45,7 @@ def resnet20(library: Any = keras) -> keras.Model:
 def mlp(library: Any = keras, depth: int = 6) -> keras.Model:
     """Return a network of `depth` dense layers of 2048; with six, 22,609,930 parameters.
 
-    Reducing its gradients takes long, compared with the computation.
+    Its gradients take long to reduce, compared with the computation.
     """
     layers = library.layers
     hidden = [layers.Dense(2048, activation="relu") for _ in range(depth)]

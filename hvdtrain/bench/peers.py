@@ -95,7 +95,14 @@ def _environment(name: str, way: Way, size: int) -> dict[str, str]:
 def time_peer(
     way: str, name: str, batch_size: int, rounds: int, cores: int = 1
 ) -> dict[str, Any] | None:
-    """Time a process on `cores` cores, or a rank.
+    """Time a process on several cores, or a rank.
+
+    Args:
+        way: Name of a way, in WAYS.
+        name: Name of a network in bench.networks.
+        batch_size: Number of examples per process.
+        rounds: Number of timed rounds.
+        cores: Number of cores of the process.
 
     Returns:
         On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.

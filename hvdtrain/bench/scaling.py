@@ -130,7 +130,14 @@ def in_step(apart: Sequence[Timing]) -> Timing:
 def time_training(
     way: str, name: str, batch_size: int, rounds: int, core: int = 0
 ) -> dict[str, Any] | None:
-    """Time a rank, or a plain process on the core `core`.
+    """Time a rank, or a plain process.
+
+    Args:
+        way: "plain", "bare", "keras" or "trainer"; see the module.
+        name: Name of a network in bench.networks.
+        batch_size: Number of examples per rank.
+        rounds: Number of timed rounds.
+        core: Index of the core of a plain process, among those that it may use.
 
     Returns:
         On rank 0: "step_seconds" of each round, "examples" per step, and the last "loss". None on other ranks.

@@ -21,7 +21,7 @@ from hvdtrain.collectives.encoding import encode
 from hvdtrain.errors import UsageError, warn_user
 
 NOT_STATE = {"params", "min_delta"}
-"""Attributes that Keras sets (params) or whose sign it sets (min_delta) anew in each process."""
+"""Attributes not to save: Keras sets params, and the sign of min_delta, in each process."""
 
 
 class CallbackStates:
@@ -54,7 +54,7 @@ class CallbackStates:
                 vars(callback).update(states[name])
 
     def exchange_averages(self, states: Mapping[str, Any]) -> None:
-        """Make a restored model hold averaged weights (SwapEMAWeights) if and only if it did before it was restored.
+        """Make a restored model hold averaged weights (SwapEMAWeights) if and only if it held them before.
 
         SwapEMAWeights swaps the weights and their averages at the ends of epochs.
 
@@ -190,5 +190,5 @@ def _speaks(callback: Any) -> bool:
 
 
 def _is_known(callback: Any) -> bool:
-    """Whether the callback is Keras's or hvdtrain's: their other attributes are set anew in each epoch."""
+    """Whether the callback is Keras's or hvdtrain's: their unsaved attributes are set again in each epoch."""
     return type(callback).__module__.partition(".")[0] in ("keras", "hvdtrain")

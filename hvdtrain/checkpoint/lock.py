@@ -70,7 +70,7 @@ def _keep_from_forks(descriptor: int) -> None:
 
 
 def lock_kept(folder: Path, name: str, descriptor: int | None) -> int | None:
-    """Return the descriptor of a lock held on the folder; lock it anew if it was moved or removed in the meantime.
+    """Return the descriptor of a lock held on the folder; lock it again if it was moved or removed.
 
     Args:
         folder: Folder that was locked; created again if it is missing.

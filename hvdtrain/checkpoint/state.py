@@ -142,7 +142,11 @@ class TrainingState:
         return own["process"]
 
     def give_variables(self, arrays: State | None, ranks: list[Own] | None, alike: bool) -> Own:
-        """Restore as `give` does, but no state of the process; return the own state of this rank, or of rank 0."""
+        """Restore as `give` does, except the state of the process.
+
+        Returns:
+            The own state of this rank as saved; that of rank 0 if the ranks are not alike.
+        """
         scatter(self._pieces(), arrays, self._ranks)
         everyone: list[Own] = self._ranks.exchange(ranks, "own_state")[0]
         if alike:
@@ -153,7 +157,7 @@ class TrainingState:
         return everyone[0]
 
     def _give_others(self, everyone: Sequence[Own]) -> None:
-        """Restore on other ranks what one process would have of the ranks' own states."""
+        """Restore the ranks' own states on other ranks: merged, as one process would have them."""
         model, index = self._model, self._strategy.part.index
         fold_rank_into_seeds(model, index)
         _assign(untracked_variables(model), everyone[0]["untracked"])

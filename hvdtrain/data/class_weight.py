@@ -55,10 +55,16 @@ def weighted(element: Any, class_weight: Mapping[int, float] | None, dtype: str)
 def sample_weights(
     labels: Any, class_weight: Mapping[int, float], dtype: str, where: str
 ) -> np.ndarray:
-    """Return the weight of each label's class, shape (n,).
+    """Return the weight of each label's class, of shape (n,) and dtype `dtype`.
+
+    Args:
+        labels: Labels, as in `apply_class_weight`.
+        class_weight: Class number -> weight.
+        dtype: Dtype of the weights.
+        where: Name of the data in messages.
 
     Raises:
-        UsageError: If there are several outputs, or labels of another kind than in `apply_class_weight`.
+        UsageError: If there are several outputs, or labels of another kind.
     """
     if is_in_rows(labels):
         labels = np.asarray(labels)

@@ -130,7 +130,7 @@ class Source(Protocol):
 
 
 def split(examples: int, rank: int, size: int) -> tuple[int, int]:
-    """Return begin and end of a rank's contiguous part of `examples`; the lengths of parts differ by at most one."""
+    """Return (begin, end) of a rank's contiguous part of `examples`; the lengths of parts differ by at most one."""
     return rank * examples // size, (rank + 1) * examples // size
 
 
@@ -153,7 +153,13 @@ def warn_of_too_few(steps: int, found: int) -> None:
 
 
 def warn_of_joining(name: str, found: int, global_batch_size: int) -> None:
-    """Warn that the user's batches, the first of which has `found` examples, are not used as global batches."""
+    """Warn that the user's batches are joined and cut to global batches.
+
+    Args:
+        name: Kind of the data.
+        found: Number of examples in the first batch.
+        global_batch_size: Number of examples per step, over all workers.
+    """
     warn_user(
         f"The first batch of the {name} has {found} examples, so its batches are joined and cut to global_batch_size "
         f"{global_batch_size}: plain Keras would train on them as they come."

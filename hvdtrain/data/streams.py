@@ -350,10 +350,15 @@ def as_data(batch: Any, where: str) -> tuple:
 
 
 def common_element(batches: Iterable[Any], name: str, float_dtype: str) -> Any:
-    """Return the signature of an example (see `Stream.element`) from the first LOOKED_AT of `batches`.
+    """Return the signature of an example (see `Stream.element`) from the first LOOKED_AT batches.
+
+    Args:
+        batches: Batches of the stream.
+        name: Kind of the data, for messages.
+        float_dtype: Dtype to which floating-point data will be cast.
 
     Raises:
-        UsageError: If there is no batch.
+        UsageError: If there is no batch, or one is no tuple of arrays.
     """
     specs = []
     for batch in itertools.islice(batches, LOOKED_AT):

@@ -325,7 +325,16 @@ def loss_watch(
     model: keras.Model,
     saved: SavedFit | None,
 ) -> LossWatch | None:
-    """Return the LossWatch of a fit of `model` on `source`; None for the policy "warn"."""
+    """Return the LossWatch of a fit; None for the policy "warn".
+
+    Args:
+        policy: "warn", "stop", "skip" or "rewind".
+        source: Training data.
+        part: Share of each global batch that this rank reads.
+        run_dir: Folder of the run, if any.
+        model: Compiled model.
+        saved: Checkpoints of the fit, if any.
+    """
     if policy == "warn":
         return None
     rewind = None if saved is None else partial(saved.rewind, model)

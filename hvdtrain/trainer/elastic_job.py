@@ -1,7 +1,7 @@
 """The Trainer in an elastic job: when workers join or leave, every remaining worker restarts its script.
 
-Traced steps, shares and communicators all depend on the number of workers, so they are made anew. The restarted script
-resumes from the newest checkpoint, exactly as a killed run does.
+Traced steps, shares and communicators all depend on the number of workers, so all of them must be created again. The
+restarted script resumes from the newest checkpoint, exactly as a killed run does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdtrain.worker.elastic_place import place_in_job
 STARTED_AGAIN = "HVDTRAIN_STARTED_AGAIN"
 """Variable that holds the number of saved steps, and how often the script has restarted since they were saved."""
 MOST_STARTS = 3
-"""Maximum number of restarts without a new checkpoint: one more would not mend what fails each time."""
+"""Maximum number of restarts without a new checkpoint: what fails this often would fail again."""
 
 
 class WorkersChanged(HvdtrainError):

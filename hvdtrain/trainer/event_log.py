@@ -92,7 +92,7 @@ class EventLog:
             steps: Number of steps just trained.
             examples: Number of examples in them, over all workers.
             facts: Function that returns further fields; only called for an event, as it may wait for a device.
-            last: Whether no other step follows for now; writes what has been counted.
+            last: Whether no other step follows for now; if so, write what has been counted.
         """
         if not self._is_open:
             return

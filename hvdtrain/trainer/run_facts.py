@@ -87,7 +87,16 @@ def facts_of(
 
 
 def refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
-    """Raise UsageError, with the path of the run_dir, for the first fact that has changed."""
+    """Check that the facts about a run have not changed.
+
+    Args:
+        before: Facts in the checkpoint.
+        now: Facts of the present run.
+        path: Path of the run_dir, for the message.
+
+    Raises:
+        UsageError: If a fact has changed; names the first one.
+    """
     for name in {**before, **now}:
         if _same(before.get(name), now.get(name)):
             continue

@@ -3,10 +3,10 @@
 A step ends on all ranks together, when its gradients are reduced. The time that one rank spends between two steps
 beyond that of the others (on its data, in a callback, on a slow disk) is lost to all of them.
 
-A rank that is slow within the step itself is not found. That would take the time at which its local gradients are
-ready, before the first collective. But a GPU runs asynchronously, so the host would have to wait for it in every step
-to know that time. Horovod's timeline shows it: with `hvdtrain run --timeline-filename FILE`, each tensor's NEGOTIATE
-has a mark when a rank is ready.
+A rank that is slow within the step itself is not found: for that, one would have to know when its local gradients are
+ready, before the first collective. But a GPU runs asynchronously, so the host would have to wait for it in every step.
+Horovod's timeline shows that time: with `hvdtrain run --timeline-filename FILE`, each tensor's NEGOTIATE has a mark
+when a rank is ready.
 """
 
 from __future__ import annotations

@@ -452,7 +452,7 @@ class Trainer:
         return OwnSource(source, steps) if sharded else source
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
-        """Compare what the ranks are about to do, before one of them waits for another in vain."""
+        """Compare what the ranks are about to do, before a collective could wait for a rank that does not come."""
         if keeps_rows(self.model):
             inputs = self.strategy.inputs(self.model)
             check_fixed_batch(inputs, source, self.global_batch_size, self.strategy.workers)
