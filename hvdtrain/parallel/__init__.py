@@ -1,6 +1,6 @@
-"""Models and optimizer states that are divided over the ranks, by Horovod's process sets.
+"""Models and optimizer state divided over ranks, by means of Horovod's process sets.
 
-`ShardedOptimizer`, `gathered_state` and `scatter_state` are imported when they are first used.
+`ShardedOptimizer`, `gathered_state` and `scatter_state` are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The whole state of a training: gathered from the ranks that hold it, and scattered to them.
+"""Gather the whole training state from the ranks that hold it, and scatter it to them.
 
-State is an ordered mapping {name -> NumPy array}: the model's variables in the unsplit model's order, then the
-optimizer's (iterations and learning rate, then its state for each variable), each in the shape that it has where
-nothing is divided, under the path that plain Keras gives it, "optimizer" standing for the optimizer's name.
-So the state of one layout fits any other.
+The state is an ordered mapping {name -> NumPy array}: the model's variables in the order of the unsplit model, then the
+optimizer's (iterations and learning rate, then the slots of each variable). Each array has the shape of the undivided
+variable; its name is the variable's path in plain Keras, with "optimizer" in place of the optimizer's name. So a state
+saved under one layout loads under any other.
 
-`gather` and `scatter` know no layout, only what pieces a rank has (see state_layout.py). A variable travels from the
-ranks that have its parts in blocks, and rank 0 alone holds more of it than one block beside its own.
+`gather` and `scatter` know nothing of layouts, only which pieces a rank holds (see state_layout.py). Variables travel
+in blocks, so that in `gather` no rank but rank 0 holds more of a variable than its own piece and one block.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from hvdtrain.errors import EngineError, UsageError
 
 State = dict[str, np.ndarray]
 BLOCK_BYTES = 64 * 2**20
-"""What travels at once. MPI counts no further than 2^31, and every rank receives it."""
+"""Largest message, in bytes: every rank receives it, and MPI counts to 2^31 at most."""
 
 Place = tuple[int, int, int]
-"""The position of a variable in the state: kind, number of the variable, number of its slot."""
+"""Position of a variable in the state: its kind (see state_layout.py), its number, the number of its slot."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of one variable of the unsplit training.
+    """The part of one variable of the unsplit model or optimizer that this rank holds.
 
-    Args:
-        place: in the state; the same on all ranks.
-        name: the variable's path.
-        shape, dtype: of the whole variable.
-        sends: whether the piece goes into the gathered state; a variable's pieces that do follow each other
-            along `axis` in the order of ranks, and make it up. Other ranks may hold copies of them.
-        elements: of the piece.
-        read: returns the piece, which may be TensorFlow's own memory: who changes the variable makes a copy while
-            somebody has that.
-        write: takes the whole variable and keeps the piece of it.
-        axis: along which the variable is divided, if it is.
-        together: whether every rank that holds one reads it, in the order of places, as it is a collective of them.
+    Attributes:
+        place: Position of the variable in the state; the same on all ranks.
+        name: Path of the variable.
+        shape, dtype: Shape and dtype of the whole variable.
+        sends: Whether the piece goes into the gathered state. The pieces that do make up the variable, joined along
+            `axis` in rank order; other ranks may hold copies of them.
+        elements: Number of elements of the piece.
+        read: Returns the piece. The array may share TensorFlow's memory; an update of the variable copies it first.
+        write: Takes the whole variable and stores this rank's piece of it.
+        axis: Dimension along which the variable is divided, if it is.
+        together: Whether `read` is a collective of the ranks that hold a piece, so that all of them call it, in the
+            order of places.
     """
 
     place: Place
@@ -64,7 +64,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One variable of the state, as all ranks know it; `senders`: (rank, elements) in the order of ranks."""
+    """One variable of the state, as all ranks know it; `senders` are (rank, elements) pairs in rank order."""
 
     place: Place
     name: str
@@ -80,13 +80,20 @@ def gather(
     entries: Sequence[Entry] | None = None,
     memory: State | None = None,
 ) -> State:
-    """Return the whole state on the first rank, and an empty mapping on the others. A collective of all ranks.
+    """Gather the whole state on rank 0. A collective of all ranks.
 
     Args:
-        pieces: what this rank holds.
-        ranks: all ranks.
-        entries: what `agree` has returned for such pieces; None: ask the ranks.
-        memory: arrays that the result has copies in; those that are missing are made. None: what `Piece.read` returns.
+        pieces: Pieces that this rank holds.
+        ranks: Communicator of all ranks.
+        entries: Result of `agree` for these pieces; None calls it.
+        memory: Arrays into which the result is copied, by name; missing ones are added. None: the result may share
+            the memory of the arrays that `Piece.read` returns.
+
+    Returns:
+        The state on rank 0, an empty mapping on the other ranks.
+
+    Raises:
+        EngineError: The ranks' pieces do not fit together.
     """
     own = {piece.place: piece for piece in pieces}
     state: State = {}
@@ -118,10 +125,17 @@ def scatter(
     state: Mapping[str, np.ndarray] | None,
     ranks: Communicator = ALL_RANKS,
 ) -> None:
-    """Give every rank its pieces of rank 0's `state`; the other ranks' is not looked at. A collective.
+    """Write each rank's pieces of the state that rank 0 holds. A collective of all ranks.
+
+    Args:
+        pieces: Pieces that this rank holds.
+        state: Whole state; ignored on the other ranks.
+        ranks: Communicator of all ranks.
 
     Raises:
-        UsageError: on all ranks, if the state does not fit: it names the first variable and both shapes.
+        EngineError: The ranks' pieces do not fit together.
+        UsageError: On all ranks, if the state does not fit the model or optimizer; names the first variable that
+            differs and its shapes.
     """
     own = {piece.place: piece for piece in pieces}
     entries = agree(own.values(), ranks)
@@ -144,13 +158,13 @@ def scatter(
 
 
 def local_state(pieces: Iterable[Piece]) -> State:
-    """Return the state of a training of which this process has all."""
+    """Return the state of a training that this process holds as a whole."""
     own = {piece.place: piece for piece in pieces}
     return {entry.name: own[entry.place].read() for entry in merged([facts(own.values())])}
 
 
 def keep_state(pieces: Iterable[Piece], state: State) -> None:
-    """Give a training of which this process has all its state; `state` is empty then, to save memory."""
+    """Write `state` into a training that this process holds as a whole; empties `state` on the way, to save memory."""
     for piece in sorted(pieces, key=lambda piece: piece.place):
         value = state.pop(next(iter(state)))
         assert value.shape == piece.shape, (piece, value.shape)
@@ -159,7 +173,7 @@ def keep_state(pieces: Iterable[Piece], state: State) -> None:
 
 
 def misfit(entries: Sequence[Entry], state: Mapping[str, np.ndarray]) -> str | None:
-    """Return what is wrong with `state` for this training, None if it fits."""
+    """Return a description of the first mismatch between `entries` and `state`, or None if they fit."""
     for entry in entries:
         here = f"shape {list(entry.shape)} here"
         if entry.name not in state:
@@ -176,12 +190,12 @@ def misfit(entries: Sequence[Entry], state: Mapping[str, np.ndarray]) -> str | N
 
 
 def agree(pieces: Iterable[Piece], ranks: Communicator = ALL_RANKS) -> list[Entry]:
-    """Return all variables of the state, from what each rank says of the pieces that it sends. A collective."""
+    """Return all variables of the state, from the pieces that each rank sends. A collective of all ranks."""
     return merged(ranks.exchange(facts(pieces), "state"))
 
 
 def facts(pieces: Iterable[Piece]) -> list[list[Any]]:
-    """Return what a rank announces to the others about the pieces that it sends."""
+    """Describe the pieces that this rank sends, for the other ranks' `merged`."""
     return [
         [list(p.place), p.name, list(p.shape), p.dtype, p.axis, p.elements]
         for p in pieces
@@ -190,10 +204,10 @@ def facts(pieces: Iterable[Piece]) -> list[list[Any]]:
 
 
 def merged(everyone: Sequence[Sequence[Sequence[Any]]]) -> list[Entry]:
-    """Return the variables of the state in their order, each name once, from the `facts` of each rank.
+    """Return the variables of the state in order and with unique names, from the `facts` of each rank.
 
     Raises:
-        EngineError: the ranks' pieces do not fit together; names the variable.
+        EngineError: The ranks' pieces do not fit together; names the variable.
     """
     found: dict[Place, Entry] = {}
     for rank, mine in enumerate(everyone):
@@ -203,7 +217,7 @@ def merged(everyone: Sequence[Sequence[Sequence[Any]]]) -> list[Entry]:
             if known is None:
                 found[entry.place] = entry
                 continue
-            # An automatic name may count what one rank made alone.
+            # Keras numbers automatic names per process, and one rank may have made more objects than another.
             if known != replace(entry, name=known.name, senders=known.senders):
                 raise EngineError(
                     f"The ranks disagree on a variable of the state: {known}, {entry}"
@@ -217,7 +231,7 @@ def merged(everyone: Sequence[Sequence[Sequence[Any]]]) -> list[Entry]:
 
 
 def _named_once(entries: Sequence[Entry]) -> list[Entry]:
-    """Models in a model may have the same paths: the second one is called path#2."""
+    """Make names unique: nested models may repeat a path, and the second one becomes path#2."""
     seen: Counter[str] = Counter()
     named = []
     for entry in entries:
@@ -228,7 +242,7 @@ def _named_once(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def whole_of(parts: Sequence[Any], entry: Entry) -> np.ndarray:
-    """Return the variable whose parts are `parts`, flat with its axis first, or as they lie in the variable."""
+    """Join the parts of a variable, each either flat with the split axis first, or in the variable's own layout."""
     if len(parts) == 1:
         return np.reshape(parts[0], entry.shape)
     axis, shape = entry.axis, entry.shape
@@ -238,7 +252,7 @@ def whole_of(parts: Sequence[Any], entry: Entry) -> np.ndarray:
 
 
 def _flat(value: np.ndarray, axis: int) -> np.ndarray:
-    """Return the elements with `axis` first: so the parts along it follow each other."""
+    """Return the elements as a flat array, `axis` outermost, so that parts along it are contiguous."""
     return np.ascontiguousarray(np.moveaxis(value, axis, 0) if axis else value).reshape(-1)
 
 
@@ -251,7 +265,7 @@ def _travel(
     name: str,
     ranks: Communicator,
 ) -> np.ndarray:
-    """Return rank `sender`'s `flat`, of so many elements, on the ranks that keep it. A collective of all."""
+    """Broadcast `flat` from rank `sender` in blocks; return it where `keep` is set. A collective of all ranks."""
     kind = _dtype(dtype)
     if ranks.size() == 1:
         assert flat is not None
@@ -261,7 +275,7 @@ def _travel(
     for begin in range(0, elements, block):
         end = min(begin + block, elements)
         values = np.empty(end - begin, kind) if flat is None else flat[begin:end]
-        # Not on an accelerator, which need not have room for it.
+        # On the CPU: an accelerator may have no room for it.
         with tf.device("CPU:0"):
             received = ranks.broadcast(values, sender, f"hvdtrain_state_{name}")
         if keep:
@@ -270,5 +284,5 @@ def _travel(
 
 
 def _dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of a TensorFlow dtype's name; NumPy alone knows neither bfloat16 nor float8."""
+    """Return the NumPy dtype of a TensorFlow dtype's name; NumPy alone knows neither bfloat16 nor float8."""
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -1,8 +1,9 @@
 """Differentiable communication between the ranks that split a layer (Megatron-LM, Shoeybi et al. 2019).
 
-Every rank of a group computes the same loss from the same activations; what a rank holds alone is marked
-"part". Backward each of these is the transpose of its forward pass under that rule, so the gradient of a
-whole activation is whole and equal on all ranks, and that of a part is the part's:
+Every rank of a group computes the same loss from the same activations. A "part" is a tensor that differs between the
+ranks: a slice, or a term of a sum. The backward pass of each function is the
+transpose of its forward pass, so the gradient of a whole activation is whole and equal on all ranks, and the gradient
+of a part belongs to that part alone:
 
     function          forward                    backward
     copy_to_parts     the same tensor            sum over the ranks            (Megatron's f)
@@ -10,8 +11,7 @@ whole activation is whole and equal on all ranks, and that of a part is the part
     gather_parts      parts side by side         this rank's part
     take_part         this rank's part           parts side by side
 
-Horovod's own gradients are none of these: they are named after the local tensor and scaled by the number of
-ranks here and there.
+Horovod's own gradients do not fit: their names depend on the local tensor, and some are scaled by the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdtrain.collectives.communicator import Communicator
 
 
 def copy_to_parts(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
-    """Return `tensor`, equal on all ranks, for use by what is split; its gradients are summed over the ranks."""
+    """Return `tensor`, which is equal on all ranks, as input to split layers; sums its gradients over the ranks."""
     return _pair(tensor, group, _same, _summed, f"{name}_copy")
 
 
@@ -35,12 +35,12 @@ def sum_parts(tensor: tf.Tensor, group: Communicator, name: str) -> tf.Tensor:
 
 
 def gather_parts(tensor: tf.Tensor, group: Communicator, name: str, axis: int = -1) -> tf.Tensor:
-    """Return the ranks' tensors side by side along `axis`, equal on all ranks."""
+    """Return the ranks' parts concatenated along `axis`, equal on all ranks."""
     return _pair(tensor, group, _gather_along(axis), _take_along(axis), f"{name}_gather")
 
 
 def take_part(tensor: tf.Tensor, group: Communicator, name: str, axis: int = -1) -> tf.Tensor:
-    """Return this rank's part, along `axis`, of a tensor that is equal on all ranks."""
+    """Return this rank's part along `axis` of a tensor that is equal on all ranks."""
     return _pair(tensor, group, _take_along(axis), _gather_along(axis), f"{name}_take")
 
 
@@ -50,14 +50,14 @@ Communicate = Callable[[tf.Tensor, Communicator, str], tf.Tensor]
 def _pair(
     tensor: tf.Tensor, group: Communicator, forward: Communicate, backward: Communicate, name: str
 ) -> tf.Tensor:
-    """`forward`, whose gradient is `backward`."""
+    """Apply `forward`, with `backward` as its gradient."""
     if group.size() == 1:
         return tensor
 
     @tf.custom_gradient
     def function(x: tf.Tensor) -> Any:
         def gradient(upstream: tf.Tensor) -> tf.Tensor:
-            # A lookup in the result gives slices.
+            # The gradient of a lookup arrives as tf.IndexedSlices.
             whole = tf.convert_to_tensor(upstream)
             return backward(whole, group, f"{name}_gradient")
 

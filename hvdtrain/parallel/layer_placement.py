@@ -1,7 +1,7 @@
-"""Places the layers of one process on several devices.
+"""Place the layers of one process on several devices.
 
-For a process with several GPUs whose model does not fit on one of them. The variables and the computation of a layer
-are on the device that the plan gives. There are no micro-batches, so one device computes while the others wait; where
+For a process with several GPUs whose model does not fit on one of them. A layer's variables and computation are placed
+on the device that the plan names. There are no micro-batches, so one device computes while the others wait; where
 that matters, use pipeline stages with one rank per GPU.
 """
 
@@ -29,13 +29,16 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
     process sees all of them, and place the layers before you create a `Trainer`.
 
     Args:
-        model: a built or unbuilt model that has not been trained.
-        plan: maps regular expressions to devices, such as "GPU:1". An expression, such as "block_[01]/.*", must match
-            the whole path of a layer: the names of the layers that contain it, then its own.
+        model: A built or unbuilt model that has not been trained.
+        plan: Mapping from regular expressions to devices, such as "GPU:1". An expression, such as "block_[01]/.*",
+            must match the whole path of a layer: the names of the layers that contain it, then its own.
+
+    Returns:
+        The same model.
 
     Raises:
-        UsageError: a pattern matches no layer, or contradicts another one; a device does not exist; the optimizer
-            already has state.
+        UsageError: A pattern is not a regular expression, matches no layer, or contradicts another one; a device does
+            not exist; the optimizer already has state.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
@@ -50,14 +53,14 @@ def place(model: keras.Model, plan: Mapping[str, str]) -> keras.Model:
                     f"place: layer {layers.paths[identity][0]!r} is placed on {found[identity]} and on "
                     f"{device}: only one pattern may match it"
                 )
-    # Outer layers first, so that the inner ones' word is the last.
+    # Outer layers first, so that patterns for inner layers take precedence.
     for identity in sorted(found, key=lambda i: layers.paths[i][0].count("/")):
         _put(layers.by_id[identity], found[identity])
     return model
 
 
 def _devices(plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the plan with TensorFlow's names of its devices."""
+    """Return the plan with TensorFlow's full device names."""
     known = {
         f"{device.device_type}:{device.name.rsplit(':', 1)[1]}": device.name
         for device in tf.config.list_logical_devices()
@@ -96,7 +99,7 @@ def _named(layers: Layers, pattern: str) -> list[int]:
 
 
 def _put(layer: keras.layers.Layer, device: str) -> None:
-    """Move a layer's variables to a device; make it build and work there."""
+    """Move a layer's variables to `device`, and build and call the layer there."""
     with tf.device(device):
         for variable in layer.variables:
             graph_internals.make_again(variable)

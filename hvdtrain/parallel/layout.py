@@ -1,4 +1,4 @@
-"""Layout: which mesh of ranks, which layers are split how, and which layers are on which stage."""
+"""Layout: the mesh of ranks, the layers that are split, and the layers at which pipeline stages begin."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from hvdtrain.collectives.mesh import Mesh
 from hvdtrain.errors import UsageError, require_integer
 
 WAYS = ("column", "row", "heads", "vocabulary")
-"""How a layer's weights are split; see hvdtrain.parallel.tensor."""
+"""Ways to split a layer's weights; see hvdtrain.parallel.tensor."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """How a model is divided over the ranks of a job.
 
-    Args:
-        mesh: the ranks.
-        split: for mesh.tensor > 1: maps regular expressions to the ways in which matching layers are split: "column" or
-            "row" (Dense), "heads" (attention), "vocabulary" or "column" (Embedding). An expression, such as
-            "block_.*/mlp/up", must match the whole path of a layer: the names of the layers that contain it, then its
-            own.
-        stages: for mesh.pipeline > 1: names of the layers at which the second and later stages begin. None: balanced
-            by cost.
-        micro_batches: for mesh.pipeline > 1: number of parts into which a rank's share of the batch is cut, to pass
-            through the stages one after another. If the loss is divided by a mask or by sample weights, all of them
+    Attributes:
+        mesh: Mesh of ranks.
+        split: Mapping from regular expressions to the ways in which matching layers are split, for mesh.tensor > 1:
+            "column" or "row" (Dense), "heads" (attention), "vocabulary" or "column" (Embedding). An expression, such
+            as "block_.*/mlp/up", must match the whole path of a layer: the names of the layers that contain it, then
+            its own.
+        stages: Names of the layers, or regular expressions for them, at which the second and later stages begin, for
+            mesh.pipeline > 1. None: stages of about equal cost.
+        micro_batches: Number of parts into which a rank's share of the batch is cut, to pass through the stages one
+            after another, for mesh.pipeline > 1. If the loss is divided by a mask or by sample weights, all of them
             are in memory at once; otherwise at most as many as there are stages.
+
+    Raises:
+        UsageError: An attribute has the wrong type or value, or does not fit the mesh.
     """
 
     mesh: Mesh
@@ -75,7 +78,7 @@ class Layout:
 
 
 def as_layout(given: Layout | Mesh) -> Layout:
-    """Return what a user gives as a layout, or a mesh alone; UsageError for anything else."""
+    """Return a user's `layout` argument, a Layout or only a Mesh, as a Layout; raise UsageError for other types."""
     layout = Layout(given) if isinstance(given, Mesh) else given
     if not isinstance(layout, Layout):
         raise UsageError(

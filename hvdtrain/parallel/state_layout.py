@@ -1,4 +1,4 @@
-"""Which pieces of a training's state a rank holds: whole variables, parts of split ones, its part of sharded slots."""
+"""The pieces of a training's state that a rank holds: whole variables, parts of split variables, sharded slots."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from hvdtrain.keras_internals.variables import tf_variable, value_where_it_lies,
 from hvdtrain.parallel.gather_scatter import Piece, Place
 
 WEIGHTS, COMMON, SLOTS = range(3)
-"""Kinds of variables, in the order of the state. Common is what an optimizer has once, such as iterations."""
+"""Kinds of variables, in the order of the state. COMMON are those that an optimizer has once, such as iterations."""
 
 
 @dataclass(frozen=True)
 class Sender:
-    """What of a rank's pieces goes into the gathered state; the defaults are those of a single process.
+    """Which of its pieces a rank sends into the gathered state; by default all, as in a single process.
 
     Attributes:
-        whole: variables that are not split, with their slots. One of the ranks that hold them sends them.
-        shards: parts of split variables, with their slots.
-        common: the optimizer's iterations and the like.
+        whole: Variables that are not split, with their slots. One of the ranks that hold them sends them.
+        shards: Parts of split variables, with their slots.
+        common: The optimizer's variables that belong to no model variable, such as iterations.
     """
 
     whole: bool = True
@@ -46,23 +46,24 @@ class Sender:
     common: bool = True
 
     def of(self, shard: Shard | None) -> bool:
-        """Whether a variable is sent of which this rank holds `shard`, or all."""
+        """Return whether this rank sends a variable of which it holds `shard` (None: all of it)."""
         return self.whole if shard is None else self.shards
 
 
 def pieces_of(
     variables: Sequence[Any], optimizer: Any = None, sender: Sender = Sender()
 ) -> list[Piece]:
-    """Return what this rank holds of a model and its optimizer.
+    """Return the pieces of a model and its optimizer that this rank holds.
 
     Args:
-        variables: the Keras variables of the unsplit model in its order, each whole, a shard (see
-            keras_internals.shards), or without a value, if only other ranks have it.
-        optimizer: see `optimizer_pieces`. None: no optimizer.
-        sender: which of the pieces are sent.
+        variables: Keras variables of the unsplit model in its order. Each is whole, a shard (see
+            keras_internals.shards), or without a value if only other ranks hold it.
+        optimizer: Optimizer, as for `optimizer_pieces`; None: no optimizer.
+        sender: Which of the pieces this rank sends.
 
     Raises:
-        UsageError: an optimizer's state of which it is not known how it is divided.
+        UsageError: A slot of a split variable has another shape than the variable, so that it is not known how to
+            divide it.
     """
     found = [
         _variable_piece(
@@ -79,12 +80,15 @@ def pieces_of(
 def optimizer_pieces(
     optimizer: Any, variables: Sequence[Any] | None = None, sender: Sender = Sender()
 ) -> list[Piece]:
-    """Return what this rank holds of each of the optimizer's `variables`, in their order.
+    """Return the pieces of each of the optimizer's `variables` that this rank holds, in their order.
 
     Args:
-        optimizer: built; plain, or one that reduces gradients or shards its state.
-        variables: of the unsplit model; None: those that the optimizer trains, as this rank holds them.
-        sender: which of the pieces are sent.
+        optimizer: Built optimizer; plain, or one that reduces gradients or shards its state.
+        variables: Variables of the unsplit model. None: those that the optimizer trains, as this rank holds them.
+        sender: Which of the pieces this rank sends.
+
+    Raises:
+        UsageError: As for `pieces_of`.
     """
     slots = optimizer_slots(optimizer)
     trained = [v for v, _ in slots] if variables is None else variables
@@ -129,7 +133,7 @@ def _piece(
     write: Callable[[np.ndarray], Any],
     together: bool = True,
 ) -> Piece:
-    """A piece of `shape`, the whole variable's `shard`; `write` takes that piece."""
+    """Return a piece of `shape`, which is `shard` of the whole variable; `write` takes an array of `shape`."""
     return Piece(
         place=place,
         name=name,
@@ -163,7 +167,7 @@ def _sharded_piece(
     variable: Any,
     optimizer: Any,
 ) -> Piece:
-    """A slot that is divided over the ranks which hold its variable; reading it is their collective."""
+    """Return the piece of a sharded slot; reading it is a collective of the ranks that hold its variable."""
     reducer = inner_of(optimizer).hvdtrain_reducer
     partition = reducer.partition(variable)
 
@@ -181,7 +185,7 @@ def _sharded_piece(
 def _accumulator_piece(
     place: Place, name: str, slot: Any, shard: Shard | None, sends: bool, optimizer: Any
 ) -> Piece:
-    """Gradients that wait for an update: each rank has its own, one process would have their sum or mean."""
+    """Return the piece of an accumulator: each rank holds its own, and reading combines them over the ranks."""
     reduction = reducer_of(optimizer).reduction
 
     def read() -> np.ndarray:
@@ -195,7 +199,7 @@ def _accumulator_piece(
 
 def name_of_state(optimizer: Any, variable: Any) -> str | None:
     """Return the path of one of an optimizer's variables without the optimizer's own name, which Keras numbers
-    (adam_1); None if it is not in the optimizer's name scope.
+    (adam_1); None if it is outside the optimizer's name scope.
     """
     path = variable_name(variable)
     for scope in (f"{optimizer.name}/", f"{inner_of(optimizer).name}/"):
@@ -205,13 +209,13 @@ def name_of_state(optimizer: Any, variable: Any) -> str | None:
 
 
 def _name_in_state(optimizer: Any, variable: Any) -> str:
-    """The same however many optimizers a process made before."""
+    """Return a name that does not depend on how many optimizers the process made before."""
     own = name_of_state(optimizer, variable)
     return variable_name(variable) if own is None else f"optimizer/{own}"
 
 
 def _slot_shard(variable: Any, slot: Any, optimizer: Any) -> Shard | None:
-    """How an optimizer's slot for `variable` is divided: as the variable, if it has its shape."""
+    """Return the shard of a slot for `variable`: that of the variable if their shapes agree, None for a scalar."""
     shard = shard_of(variable)
     if shard is None or not _shape(slot):
         return None

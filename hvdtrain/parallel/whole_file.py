@@ -1,4 +1,4 @@
-"""Save and load a training whose state is divided over the ranks, as one file of the whole model."""
+"""Save and load a training whose state is divided over ranks, as one file of the whole model."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hvdtrain.strategies.model_file import read_model, write_model
 
 
 class DividedState:
-    """State that lies in parts on several ranks: of the optimizer, or also of the model.
+    """State of which each rank holds a part: the optimizer's, or the model's as well.
 
     Args:
-        position: of this rank.
+        position: Position of this rank in the mesh.
     """
 
     together: ClassVar[bool] = True
@@ -43,13 +43,13 @@ class DividedState:
         scatter(_in_file(self.pieces(model), has_state), state, everyone)
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
-        return nullcontext()  # Callbacks save by `save`.
+        return nullcontext()  # Callbacks save with `save`.
 
     def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
-        return nullcontext()  # No callback that restores is let in.
+        return nullcontext()  # Callbacks that restore weights are refused.
 
     def pieces(self, model: keras.Model) -> list[Piece]:
-        """Return what this rank holds of the training's state: see parallel.state."""
+        """Return the pieces of the training's state that this rank holds; see parallel.gather_scatter."""
         variables = whole_variables(model)
         optimizer = model.optimizer if model.optimizer.built else None
         return pieces_of(variables, optimizer, self._sender())
@@ -65,7 +65,7 @@ class DividedState:
 
 
 def whole_variables(model: keras.Model) -> Sequence[Any]:
-    """Return the variables of the unsplit model, those that only other ranks have included."""
+    """Return the variables of the unsplit model, including those that only other ranks hold."""
     unsplit = unsplit_of(model)
     return model.variables if unsplit is None else unsplit.variables
 
@@ -78,7 +78,7 @@ def _write(model: keras.Model, path: Path, state: State) -> None:
 
 
 def _read(model: keras.Model, path: Path, state: State) -> bool:
-    """Put what a file holds into `state`; return whether there is an optimizer's."""
+    """Read a file into `state`; return whether it holds the optimizer's state."""
     with _whole(model) as whole:
         has_state = read_model(whole, path)
         pieces = pieces_of(whole.variables, whole.optimizer)
@@ -87,13 +87,13 @@ def _read(model: keras.Model, path: Path, state: State) -> bool:
 
 
 def _whole(model: keras.Model) -> AbstractContextManager[keras.Model]:
-    """A model with all variables and a plain optimizer, in this process alone."""
+    """Return a context with the whole model and a plain optimizer, in this process alone."""
     unsplit = unsplit_of(model)
     return _with_plain_optimizer(model) if unsplit is None else unsplit.whole(model)
 
 
 def _in_file(pieces: Iterable[Piece], has_state: bool) -> list[Piece]:
-    """The pieces whose variables are in a .keras file: no random seeds, and the optimizer's if it was saved."""
+    """Return the pieces that a .keras file holds: no random seeds; the optimizer's only if it was saved."""
     return [
         p
         for p in pieces

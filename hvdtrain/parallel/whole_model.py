@@ -1,7 +1,7 @@
-"""A model as it was before it was divided over ranks: what its file says of it, and where its variables are now.
+"""The whole of a model that is divided over ranks: its configuration for the file, and its variables here.
 
-It is kept as a copy without values, made of the model's configuration: layers have the same names there. The copy has
-values only while a file is written or read, on rank 0 and in the memory of its host.
+It is kept as a copy without values, made from the model's configuration, so layers have the same names. The copy has
+values only while a file is written or read, on rank 0 and in host memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from hvdtrain.keras_internals.variables import variable_name
 
 
 def make_part(part: keras.Model, whole: keras.Model) -> None:
-    """Let `part`, which one rank has of `whole`, know what it is of; nobody takes it for all.
+    """Mark `part` as this rank's part of `whole`, and make its own methods for saving and loading raise.
 
     Args:
-        part: the model itself, with split layers, or one stage of it.
-        whole: see `Unsplit`.
+        part: The model itself, with split layers, or one stage of it.
+        whole: The whole model; see `Unsplit`.
 
     Raises:
-        UsageError: from the methods of `part` that save or load: only a part is there.
+        UsageError: See `Unsplit`. Later calls of `save`, `save_weights`, `export` and `load_weights` of `part` raise
+            it as well.
     """
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -38,14 +39,14 @@ def make_part(part: keras.Model, whole: keras.Model) -> None:
             "with run_dir, or with Keras's ModelCheckpoint"
         )
 
-    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    # Not through Keras's __setattr__, which would track (and save) the values.
     object.__setattr__(part, "hvdtrain_unsplit", Unsplit(whole))
     for method in ("save", "save_weights", "export", "load_weights"):
         object.__setattr__(part, method, refuse)
 
 
 def unsplit_of(model: keras.Model) -> Unsplit | None:
-    """Return what `model` is a part of; None: it is whole."""
+    """Return the whole model of which `model` is a part, or None if `model` is whole."""
     return getattr(model, "hvdtrain_unsplit", None)
 
 
@@ -53,14 +54,14 @@ class Unsplit:
     """The whole of a model that is divided, or about to be.
 
     Args:
-        model: before it is cut into stages; its layers may be split (they say what they were). Built; its
-            variables need no values.
+        model: Built model, before it is cut into stages. Its layers may be split, since they know their whole sizes;
+            its variables need no values.
 
     Attributes:
-        variables: those of the model, in its order. The model's parts on this rank keep these objects.
+        variables: The model's variables in order. The parts on this rank keep these objects.
 
     Raises:
-        UsageError: a model that cannot be recreated from its configuration, so that no file of it would load.
+        UsageError: The model cannot be recreated from its configuration, so that no file of it would load.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -69,7 +70,7 @@ class Unsplit:
             config, custom = model_files.model_config(model)
             with waiting_variables():
                 self._copy = model_files.model_again(config, custom)
-        except Exception as error:  # Whatever a user's get_config and from_config may raise.
+        except Exception as error:  # A user's get_config and from_config may raise anything.
             raise UsageError(
                 f"Model {model.name!r} cannot be recreated from its configuration, which saving a "
                 "model that is divided over ranks requires: give your own layers a get_config "
@@ -90,9 +91,9 @@ class Unsplit:
 
     @contextmanager
     def whole(self, model: keras.Model) -> Iterator[keras.Model]:
-        """Yield the whole model, compiled as `model` but with a plain optimizer; all values are zero.
+        """Yield the whole model in host memory, compiled like `model` but with a plain optimizer; all values are zero.
 
-        It lives in the memory of the host, until the block ends.
+        Its memory is released when the block ends.
         """
         copy = self._copy
         with tf.device("CPU:0"):

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: a model cut into stages, which work on micro-batches one behind the other."""
+"""Pipeline parallelism: a model is cut into stages, through which micro-batches pass one after another."""

@@ -1,4 +1,4 @@
-"""Micro-batches: the parts of a share that go through the stages one behind the other."""
+"""Micro-batches: the parts of a rank's share of the batch that pass through the stages one after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvdtrain.data.share import split
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A part of a share.
+    """One part of a share.
 
     Attributes:
-        data: x, y and sample weight, the last two None where there are none.
-        examples: in it; 1, which counts nothing, on an idle rank.
-        weight: examples / examples of the global batch.
-        size: what decides on all shapes.
+        data: (x, y, sample weight); the last two are None where there are none.
+        examples: Number of examples; 1 on an idle rank, whose filler example has weight 0.
+        weight: Number of examples divided by that of the global batch.
+        size: Key that is equal for micro-batches of equal shapes.
     """
 
     data: tuple[Any, Any, Any]
@@ -31,7 +31,7 @@ class MicroBatch:
 
 
 def micro_batches(share: Share, count: int) -> list[MicroBatch]:
-    """Return `share` in at most `count` parts, whose sizes differ by at most one example."""
+    """Split `share` into at most `count` parts, whose sizes differ by at most one example."""
     examples = max(share.examples, 1)
     count = min(count, examples)
     ends = [split(examples, part, count) for part in range(count)]

@@ -1,9 +1,9 @@
-"""Losses that are divided by what the whole global batch holds: unmasked entries, sample weights.
+"""Losses whose divisor depends on the whole global batch: the number of unmasked entries, the sum of sample weights.
 
-What they divide by is known only when all micro-batches of all copies of the model went forward. So a forward pass
-leaves the model's outputs and what each loss counts in them; the counts are added up over the micro-batches, and
-by one allreduce over the ranks of the last stage; then each micro-batch's loss is computed and goes backwards.
-It costs the 1F1B schedule's small memory: all micro-batches of a step wait at once.
+The divisor is known only when all micro-batches of all copies of the model have been forward. So the forward pass keeps
+the model's outputs and each loss's divisor for the micro-batch; the divisors are summed over the micro-batches, and by
+one allreduce over the ranks of the last stage; then the losses are computed and differentiated micro-batch by
+micro-batch. This gives up the small memory of the 1F1B schedule: all micro-batches of a step are in memory at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hvdtrain.parallel.pipeline.stages import Stage
 
 
 class Made(NamedTuple):
-    """What the forward pass of a micro-batch leaves for its loss, a structure of tensors.
+    """What the forward pass of a micro-batch keeps for the computation of its loss; a structure of tensors.
 
     Attributes:
-        outputs: the model's, flat.
-        masks: of padding, of those outputs that have one: what a tf.function returns carries none.
-        own: what the layers of the stage add to the loss, in parts.
-        counts: (losses,) what each divides by in this micro-batch.
+        outputs: The model's outputs, flat.
+        masks: Padding masks of the outputs that have one, since the results of a tf.function carry none.
+        own: Losses that the layers of the stage add (regularizers, add_loss).
+        counts: Divisor of each loss for this micro-batch, of shape (losses,).
     """
 
     outputs: list[Any]
@@ -37,12 +37,12 @@ class Made(NamedTuple):
 
 
 def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -> bool:
-    """Whether a compiled model has losses to be computed late.
+    """Return whether a compiled model has losses that can only be computed late.
 
     Args:
-        model: the last stage's, its losses built.
-        outputs: the whole model's, symbolic, with their masks.
-        batch: symbolic predictions, labels and sample weights.
+        model: Model of the last stage, with its losses built.
+        outputs: Symbolic outputs of the whole model, with their masks.
+        batch: Symbolic predictions, labels and sample weights.
     """
     losses = compiled_losses(model)
     return bool(losses) and (
@@ -53,11 +53,11 @@ def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -
 
 
 class LateLosses:
-    """The losses of the last stage, in two phases: `count` in the forward pass, `loss` after `settle`.
+    """The losses of the last stage in two phases: `count` in the forward pass, `loss` after `settle`.
 
     Args:
-        stage: the last; its model is compiled.
-        ranks: that hold the stage.
+        stage: Last stage, with a compiled model.
+        ranks: Ranks that hold the stage.
     """
 
     def __init__(self, stage: Stage, ranks: Communicator) -> None:
@@ -67,7 +67,7 @@ class LateLosses:
         self._masked = [
             graph_internals.mask_of(tensor) is not None for tensor in stage.whole.outputs
         ]
-        # Of the function that is traced: what was counted so far, or the totals not yet asked for.
+        # State while a function is traced: the divisors counted so far, or the totals not yet used.
         self._counted: list[tf.Tensor] = []
         self._totals: list[tf.Tensor] | None = None
 
@@ -81,7 +81,7 @@ class LateLosses:
         ]
         self._counted, self._totals = [], None
         graph_internals.compiled_loss(self._model, y, outputs, weight, track=False)
-        # A function that returns its own argument has no gradient of it.
+        # TensorFlow gives no gradient for an argument that a function returns unchanged.
         return Made(
             [tf.identity(tensor) for tensor in flat],
             [tf.identity(mask) for mask in masks],
@@ -90,16 +90,16 @@ class LateLosses:
         )
 
     def settle(self, made: Sequence[Made]) -> tf.Tensor:
-        """Return (losses,) what each divides by in the global batch. A collective of the ranks of the stage.
+        """Return the divisor of each loss for the global batch, of shape (losses,). A collective of the stage's ranks.
 
         Args:
-            made: of all micro-batches of this rank, of which there may be more or fewer than another's.
+            made: Results of `count` for all micro-batches of this rank; their number may differ between ranks.
         """
         mine = tf.add_n([one.counts for one in made])
         return self._ranks.allreduce(mine, "hvdtrain_pipeline_divisors") if mine.shape[0] else mine
 
     def loss(self, made: Made, totals: tf.Tensor, y: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the outputs as the model returned them, with their masks, and the loss."""
+        """Return the model's outputs, in its own structure and with masks, and the loss of a micro-batch."""
         masks = iter(made.masks)
         flat = [tf.identity(tensor) for tensor in made.outputs]
         for tensor, masked in zip(flat, self._masked, strict=True):
@@ -112,7 +112,7 @@ class LateLosses:
         return outputs, tf.add_n([loss, *(tf.cast(own, loss.dtype) for own in made.own)])
 
     def total(self, divisor: tf.Tensor) -> tf.Tensor:
-        """Count `divisor`, or return the total of the one that was counted at this place.
+        """Record `divisor` in the first phase; return the total that belongs to it in the second.
 
         Both phases compute the losses in the same order.
         """

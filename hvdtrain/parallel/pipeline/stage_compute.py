@@ -1,7 +1,7 @@
-"""What one stage computes for one micro-batch: its layers, and the loss and metrics or its part of them.
+"""The computation of one stage for one micro-batch: its layers, and its share of the loss and metrics.
 
-Each pass is one compiled function for each size of micro-batch. A function returns no masks of padding,
-so those travel as tensors of their own, to the next stage or to the losses of the same one.
+Each pass is one compiled function per size of micro-batch. A tf.function returns no padding masks, so masks are
+passed as separate tensors, to the next stage or to the losses of the same one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hvdtrain.strategies.step_metrics import StepMetrics
 
 
 class Passes:
-    """The forward passes of a stage; of the last one with the losses, or later the losses alone.
+    """The forward passes of a stage; on the last one with the losses, or with separate functions for late losses.
 
     Args:
-        stage: this rank's; its model is compiled.
-        names: of the losses and metrics, which the last stage computes.
-        late: on the last stage, if its losses cannot be computed in the forward pass.
-        metrics: of the stage's model.
+        stage: Stage of this rank, with a compiled model.
+        names: Names of the losses and metrics, which the last stage computes.
+        late: Late losses of the last stage, if its losses cannot be computed in the forward pass.
+        metrics: Metrics of the stage's model.
     """
 
     def __init__(
@@ -40,34 +40,36 @@ class Passes:
         self._functions: dict[Hashable, Callable[..., Any]] = {}
 
     def train(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """Return what is sent to the next stage, [the loss] or [], and what the last stage found.
+        """Run the forward pass of a micro-batch in training mode.
 
-        That is the running logs, or what `late_train` takes.
+        Returns:
+            The tensors to send to the next stage; the scaled loss as a list of at most one element; and on the last
+            stage the running logs, or the argument of `late_train`.
         """
         return self._call(self._train_pass, received, part)
 
     def test(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """As `train`, in inference mode and without a loss to differentiate."""
+        """Like `train`, in inference mode and without a loss to differentiate."""
         return self._call(self._test_pass, received, part)
 
     def predict(self, received: list[Any], part: MicroBatch) -> tuple[list[Any], list[Any], Any]:
-        """As `test`; the last stage finds the model's outputs."""
+        """Like `test`, but the last stage returns the model's outputs instead of logs."""
         return self._call(self._predict_pass, received, part)
 
     def late_train(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
-        """Return the loss of a micro-batch whose forward pass made `made`, and the running logs."""
+        """Return the loss of a micro-batch from the result `made` of its forward pass, and the running logs."""
         return self._call_late(self._late_train_pass, made, totals, part)
 
     def late_test(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
-        """As `late_train`, without a loss to differentiate."""
+        """Like `late_train`, without a loss to differentiate."""
         return self._call_late(self._late_test_pass, made, totals, part)
 
     def apply(self, gradients: list[Any], runs: Mapping[int, Run]) -> None:
-        """Reduce a step's gradients, None where a variable has none, and update the weights.
+        """Reduce a step's gradients and update the weights.
 
         Args:
-            gradients: one for each of the model's trainable variables.
-            runs: the indices of those that are slices of the same rows on all ranks, by their place.
+            gradients: One for each of the model's trainable variables; None where there is none.
+            runs: Runs of rows of the sparse gradients whose rows are the same on all ranks, by index in `gradients`.
         """
         variables = self._stage.model.trainable_variables
         present = tuple(place for place, g in enumerate(gradients) if g is not None)
@@ -83,8 +85,8 @@ class Passes:
 
     def _call(self, run: Callable[..., Any], received: list[Any], part: MicroBatch) -> Any:
         x, y, weight = part.data
-        # A function for each size: Keras weighs the losses of several outputs by the number of
-        # examples only if it is known while tracing.
+        # One function for each size: Keras weights the losses of several outputs by the number of examples
+        # only if that is known while tracing.
         function = self._function((run.__name__, part.size), run)
         if not self._stage.is_last:
             y = weight = None
@@ -130,7 +132,7 @@ class Passes:
     def _losses(
         self, outputs: Any, y: Any, weight: Any, examples: int, training: bool
     ) -> tuple[list[Any], Any]:
-        """Return this stage's part of the loss, [] if it has none yet, and what the last stage found."""
+        """Return this stage's part of the loss ([] if there is none yet), and the last stage's logs or `Made`."""
         model = self._stage.model
         if not self._stage.is_last:
             own = [tf.cast(loss, tf.float32) for loss in graph_internals.own_losses(model)]
@@ -143,7 +145,7 @@ class Passes:
         return [loss], self._logs(loss, outputs, y, weight, examples)
 
     def _logs(self, loss: Any, outputs: Any, y: Any, weight: Any, examples: int) -> list[Any]:
-        """Count a micro-batch in the loss and metrics; return their values so far."""
+        """Update the loss and metrics with a micro-batch; return their running values."""
         model = self._stage.model
         graph_internals.track_loss(model, loss, examples)
         logs, _ = self._metrics.count(
@@ -153,7 +155,7 @@ class Passes:
         return [logs[name] for name in self._names]
 
     def _run(self, received: list[Any], x: Any, training: bool) -> tuple[Any, list[Any]]:
-        """Return the whole model's outputs on the last stage, and what the others send."""
+        """Return the whole model's outputs on the last stage, and the tensors to send on the others."""
         stage = self._stage
         arrived = _with_masks(tensors_of(stage.received), received)
         inputs = []
@@ -167,7 +169,7 @@ class Passes:
             return graph_internals.like_outputs(stage.whole, outputs), []
         sent = []
         for crossing, tensor in zip(stage.sent, outputs, strict=True):
-            # A function that returns its own argument has no gradient of it.
+            # TensorFlow gives no gradient for an argument that a function returns unchanged.
             sent.append(tf.identity(tensor))
             if crossing.masked:
                 sent.append(tf.identity(graph_internals.mask_of(tensor)))
@@ -186,7 +188,7 @@ class Passes:
 
 
 def _with_run(gradient: Any, run: Run | None) -> Any:
-    """Return slices whose rows do not come from outside of the function, as far as these are known."""
+    """Return sparse gradients with static row indices, if these are known, instead of indices passed as arguments."""
     if run is None:
         return gradient
     first, count = run
@@ -196,7 +198,7 @@ def _with_run(gradient: Any, run: Run | None) -> Any:
 
 
 def _with_masks(places: list[Any], received: list[Any]) -> list[Any]:
-    """Return the tensors among what was received, each with its mask."""
+    """Return the tensors among what was received, each with its mask attached."""
     tensors: list[Any] = []
     for (_, mask), value in zip(places, received, strict=True):
         if mask:

@@ -1,7 +1,7 @@
-"""What one stage hands to its neighbours for a micro-batch, as messages of a transport.
+"""The tensors that a stage exchanges with its neighbours for a micro-batch, as messages of a transport.
 
-Forward: each tensor that crosses the cut, behind it its mask of padding if it has one. Backward: the gradient of
-each of them that has one. Shapes are sent ahead once for each size of micro-batch; dtypes are those of the
+Forward: each tensor that crosses the cut, followed by its padding mask if it has one. Backward: the gradient of each
+of the differentiable ones. Shapes are sent once, ahead of the first micro-batch of each size; dtypes are those of the
 symbolic model.
 """
 
@@ -21,12 +21,12 @@ Tensors = list[Any]
 
 
 class Exchange:
-    """The messages of one stage of one copy of the model.
+    """The messages of one stage, within one copy of the model.
 
     Args:
-        stage: this rank's.
-        ranks: of all stages of this copy.
-        transport: carries the messages.
+        stage: Stage of this rank.
+        ranks: Ranks of all stages of this copy, in order.
+        transport: Transport that carries the messages.
     """
 
     def __init__(self, stage: Stage, ranks: Sequence[int], transport: Transport) -> None:
@@ -37,11 +37,14 @@ class Exchange:
         self._behind: dict[Hashable, list[Spec]] = {}
 
     def receive_forward(self, micro_batch: int, size: Hashable) -> Tensors:
-        """Return what the stage before made of a micro-batch; [] on the first stage.
+        """Return the previous stage's tensors for a micro-batch; [] on the first stage.
 
         Args:
-            micro_batch: its number, for messages.
-            size: whatever decides on the shapes; the same on all stages.
+            micro_batch: Number of the micro-batch, for error messages.
+            size: Key that is equal for micro-batches of equal shapes; the same on all stages.
+
+        Raises:
+            EngineError: The message did not come in time, or has another size than expected.
         """
         if not self._stage.index:
             return []
@@ -60,10 +63,10 @@ class Exchange:
         return [tf.convert_to_tensor(array) for array in arrays]
 
     def send_forward(self, tensors: Sequence[Any], size: Hashable) -> None:
-        """Send what the next stage takes of a micro-batch.
+        """Send the next stage its tensors for a micro-batch.
 
         Raises:
-            EngineError: the outputs have other dtypes than the model says.
+            EngineError: The tensors have other dtypes than the model declares.
         """
         rank = self._ranks[self._stage.index + 1]
         arrays = [tensor.numpy() for tensor in tensors]
@@ -82,7 +85,7 @@ class Exchange:
     def receive_backward(
         self, micro_batch: int, size: Hashable, values: int
     ) -> tuple[Tensors, np.ndarray]:
-        """Return the gradients of what was sent forward, and `values` numbers that came with them."""
+        """Return the gradients of the tensors sent forward, and the `values` float64 numbers sent along with them."""
         rank = self._ranks[self._stage.index + 1]
         what = f"the gradients of micro-batch {micro_batch} (stage {self._stage.index + 1})"
         specs = [
@@ -98,18 +101,18 @@ class Exchange:
         return gradients, arrays[-1] if values else np.zeros(0)
 
     def send_backward(self, gradients: Sequence[Any], values: np.ndarray) -> None:
-        """Send the gradients of what came from the stage before, and some numbers, to it."""
+        """Send the previous stage the gradients of its tensors, and `values`."""
         rank = self._ranks[self._stage.index - 1]
         arrays = [gradient.numpy() for gradient in gradients]
         self._transport.send(rank, [*arrays, values] if values.size else arrays)
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
         self._transport.flush()
 
 
 def tensors_of(crossings: Sequence[Crossing]) -> list[tuple[Crossing, bool]]:
-    """Return what travels for `crossings`, in order: each with whether it is the mask."""
+    """Return the tensors that are sent for `crossings`, in order, as (crossing, whether it is the mask) pairs."""
     return [
         (crossing, mask)
         for crossing in crossings

@@ -1,9 +1,9 @@
 """StageRunner: a model that is cut into stages, on a mesh of data x pipeline x tensor.
 
-`Trainer.model` is this rank's stage: a Keras model of its layers, under their names, with its own compiled optimizer.
-So callbacks that look at the logs (EarlyStopping, ReduceLROnPlateau, also restoring weights) work as
-ever, on every rank alike; the first stage's `model.summary()` shows the first stage. Losses and metrics live on the
-last stage, and all ranks are told their values. `strategy.runner.stage.whole` is the whole graph, of which only this
+`Trainer.model` is this rank's stage: a Keras model of its layers, with their names and a compiled optimizer of its
+own. So callbacks that read the logs (EarlyStopping, ReduceLROnPlateau, also with restored weights) work as usual, and
+alike on every rank; `model.summary()` on rank 0 shows the first stage only. The last stage holds the losses and
+metrics, and all ranks receive their values. `strategy.runner.stage.whole` is the whole graph, of which only this
 stage's variables have values.
 """
 
@@ -42,11 +42,11 @@ from hvdtrain.strategies.strategy import Logs, ModelSource
 
 
 class StageRunner(Runner):
-    """The rank holds one stage of the model, and of layers that are split as well its part.
+    """Runner on a rank that holds one stage of the model, and only its part of the layers that are also split.
 
     Args:
-        layout: the mesh, where to cut, into how many micro-batches, and which layers are split how.
-        position: of this rank.
+        layout: Mesh, cuts, number of micro-batches, and the layers to split.
+        position: Position of this rank in the mesh.
     """
 
     stage: Stage
@@ -56,7 +56,11 @@ class StageRunner(Runner):
         self._layout = layout
 
     def build(self, model: ModelSource) -> keras.Model:
-        """Return the model of this rank's stage; of the others only the shapes stay."""
+        """Return the model of this rank's stage; the variables of the other stages are released.
+
+        Raises:
+            UsageError: The model cannot be cut or split as the layout says, or be recreated from its configuration.
+        """
         with waiting_variables():
             whole = super().build(model)
         place = self.position
@@ -72,11 +76,11 @@ class StageRunner(Runner):
         return self.stage.model
 
     def inputs(self, model: keras.Model) -> list[Any]:
-        del model  # A stage takes what the one before it makes; data is for the whole.
+        del model  # A stage's inputs are activations; data is for the whole model.
         return list(self.stage.whole.inputs)
 
     def _plan_of_stage(self, whole: keras.Model) -> dict[str, str]:
-        """Return the part of the layout's plan that names layers of this stage, or nothing in the model."""
+        """Return the entries of the layout's plan that match layers of this stage, or no layer of the model."""
 
         def named(pattern: str, model: keras.Model) -> bool:
             paths = [path for paths in Layers(model).paths.values() for path in paths]
@@ -100,7 +104,7 @@ class StageRunner(Runner):
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         facts = {
-            # Without the numbers that Keras gives: a rank may have made another model before this one.
+            # Without the numbers that Keras appends: a rank may have made another model before this one.
             "the layers of the stages": [
                 [re.sub(r"_\d+$", "", name) for name in names] for names in self.stage.names
             ],
@@ -109,7 +113,7 @@ class StageRunner(Runner):
         require_equal(facts, what, "model")
 
     def build_to_predict(self, model: keras.Model, inputs: Any) -> None:
-        del model, inputs  # A stage has its variables.
+        del model, inputs  # A stage's variables exist already.
 
     def steps(self, model: keras.Model, data: Any = None) -> PipelineSteps:
         place = self.position
@@ -130,7 +134,7 @@ class StageRunner(Runner):
         merge_state(model.metrics, self.position.data_set, step_logs.rules)
         results = model.get_metrics_result()
         found = {name: np.asarray(value).tolist() for name, value in results.items()}
-        # What the stages add to the loss, penalties of their weights, belongs to it; the rest is the last one's.
+        # The loss includes what the earlier stages add (weight penalties); all other values come from the last stage.
         everyone = self.position.everyone.exchange(found, "pipeline_logs")
         ranks = map(self.position.rank_of_stage, range(self.stage.count))
         stages = [everyone[rank] for rank in ranks]
@@ -148,7 +152,7 @@ class StageRunner(Runner):
         return graph_internals.like_outputs(whole, self._from_last_stage(flat))
 
     def _from_last_stage(self, arrays: list[np.ndarray]) -> list[np.ndarray]:
-        """Give all stages the arrays of the last one. A collective of the ranks of one copy."""
+        """Broadcast the last stage's arrays to all stages. A collective of all ranks."""
         pipeline = self.position.pipeline_set
         facts = self.position.everyone.exchange(
             [[list(a.shape), a.dtype.name] for a in arrays], "pipeline_outputs"
@@ -163,14 +167,14 @@ class StageRunner(Runner):
         return result
 
     def _symbolic_batch(self, data: Any) -> list[Any]:
-        """Return what the model predicts, labels and sample weights, for any number of examples."""
+        """Return symbolic predictions, labels and sample weights, for any number of examples."""
         _, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         whole = self.stage.whole
         outputs = graph_internals.like_outputs(whole, whole.outputs)
         return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]
 
     def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
-        """Return what the last stage alone knows of the losses and metrics. A collective."""
+        """Return what only the last stage knows about the losses and metrics. A collective of all ranks."""
         mine: dict[str, Any] = {"names": metric_names(model)}
         divided = self.position.mesh.data * self._layout.micro_batches > 1
         if self.stage.is_last:
@@ -190,7 +194,7 @@ class StageRunner(Runner):
 
 
 def _any_batch(data: Any) -> Any:
-    """`data` with any number of examples, as the model's own symbolic tensors have."""
+    """Return symbolic tensors like `data`, for any number of examples."""
     if data is None:
         return None
     return tf.nest.map_structure(

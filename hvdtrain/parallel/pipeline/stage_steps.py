@@ -1,9 +1,9 @@
-"""The steps of one stage: micro-batches one behind the other, forwards and backwards by a schedule.
+"""The steps of one stage: forward and backward passes of micro-batches, in the order of a schedule.
 
-A micro-batch's forward pass is one compiled function under a tape of its own, which keeps what the
-backward pass needs (also the masks of dropout) until it comes. Losses are weighted by examples /
-global examples, so the gradients of all micro-batches of all ranks add up to the global batch's; they are reduced
-and applied once. What a stage adds to the loss (penalties of its weights, add_loss) it differentiates itself.
+A micro-batch's forward pass is one compiled function under a tape of its own, which keeps what the backward pass needs
+(including dropout masks) until then. Losses are weighted by examples / global examples, so the gradients of all
+micro-batches of all ranks add up to that of the global batch; they are reduced and applied once. A stage differentiates
+its own additions to the loss (weight penalties, add_loss) itself.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ from hvdtrain.strategies.strategy import Logs
 
 @dataclass(frozen=True)
 class Measured:
-    """What the last stage computes, as all stages know it.
+    """What all stages know about the losses and metrics of the last one.
 
     Attributes:
-        names: of the losses and metrics.
-        late: a loss is divided by what all micro-batches hold, so none can go backwards before all went forward.
+        names: Names of the losses and metrics.
+        late: Whether a loss is divided by a count over all micro-batches, so that no backward pass can begin before
+            all forward passes are done.
     """
 
     names: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Open:
-    """A forward pass that waits for its backward pass; on the last stage `found` is what it found."""
+    """A forward pass that waits for its backward pass; `found` is the last stage's logs, or `Made`."""
 
     tape: tf.GradientTape
     sources: list[Any]
@@ -74,11 +75,11 @@ class PipelineSteps:
     """Runs shares through one stage of a built and compiled model.
 
     Args:
-        stage: this rank's; its model is compiled.
-        exchange: with its neighbours.
-        ranks: that hold the same stage.
-        count: micro-batches of a share.
-        measured: by the last stage.
+        stage: Stage of this rank, with a compiled model.
+        exchange: Messages to and from the neighbouring stages.
+        ranks: Ranks that hold the same stage.
+        count: Number of micro-batches of a share.
+        measured: Losses and metrics of the last stage.
     """
 
     def __init__(
@@ -104,20 +105,20 @@ class PipelineSteps:
         self._step = Step(self._share, total, share_in_loss=True, half=half)
         if stage.is_last:
             make_exact(stage.model)
-        # "last" would be of the last micro-batch.
+        # A metric merged by "last" would keep the value of the last micro-batch only.
         rules = [rule for rule in RULES if rule != LAST]
         self._metrics = StepMetrics(metrics_of(stage.model), self._share, self._warn, rules)
         self._passes = Passes(stage, self._names, self._late, self._metrics)
 
     def train(self, shares: Sequence[Share]) -> Logs:
-        """Train on `shares`, one after the other; return the running logs of this copy, on its first stage."""
+        """Train on `shares` in order; return the running logs of this copy on its first stage, {} on the others."""
         logs: Logs = {}
         for share in shares:
             logs = self._train(share)
         return self._metrics.logs(logs, {})
 
     def test(self, share: Share) -> Logs:
-        """Update the metrics from `share`; the last stage holds them."""
+        """Update the metrics, which the last stage holds, with `share`."""
         parts = micro_batches(share, self._count)
         with self._weighing(share):
             found = self._forward(parts, self._passes.test)
@@ -130,7 +131,7 @@ class PipelineSteps:
         return self._metrics.logs({}, {})
 
     def predict(self, share: Share) -> Any:
-        """Return the model's output for the examples of `share` on the last stage, None on the others."""
+        """Return the model's outputs for the examples of `share` on the last stage, None on the others."""
         outputs = self._forward(micro_batches(share, self._count), self._passes.predict)
         self._exchange.flush()
         if not self._stage.is_last:
@@ -140,14 +141,14 @@ class PipelineSteps:
         return tf.nest.pack_sequence_as(outputs[0], joined)
 
     def finish(self) -> None:
-        """Nothing is in flight: each step returns when it is done."""
+        """Do nothing: no step is in flight after `train` returns."""
 
     def _warn(self, text: str) -> None:
         if self._ranks.rank() == 0:
             warn_user(text)
 
     def _forward(self, parts: Sequence[MicroBatch], run: Callable[..., Any]) -> list[Any]:
-        """Take part in forward passes without backward passes; return what the last stage found."""
+        """Run forward passes that have no backward passes; return the last stage's results."""
         everything = []
         for number, part in enumerate(parts):
             received = self._exchange.receive_forward(number, part.size)
@@ -180,7 +181,7 @@ class PipelineSteps:
                 if self._late is not None:
                     opened = self._with_late_loss(opened, totals, parts[number])
                 if stage.is_last and number == last:
-                    # While an epoch runs, a number each; its end brings arrays, too.
+                    # Scalars during an epoch, for the message; its end collects array metrics as well.
                     logs = np.array([float(np.mean(value)) for value in opened.found])
                 gradients, logs = self._train_backward(
                     number, parts[number], opened, logs, number == last
@@ -189,7 +190,7 @@ class PipelineSteps:
                     total = gradients
                 else:
                     _add(total, gradients)
-                # They would stay while the next micro-batch makes its own.
+                # Free the memory before the next micro-batch allocates its own.
                 del gradients, opened
             self._apply(total or [])
         self._exchange.flush()
@@ -210,7 +211,7 @@ class PipelineSteps:
         return _Open(tape, sources, kept, losses, found)
 
     def _with_late_loss(self, opened: _Open, totals: Any, part: MicroBatch) -> _Open:
-        """Compute the loss of a micro-batch that went forward, under its own tape."""
+        """Compute the loss of a micro-batch after its forward pass, under the same tape."""
         self._share.assign(part.weight)
         with opened.tape:
             loss, found = self._passes.late_train(opened.found, totals, part)
@@ -243,7 +244,7 @@ class PipelineSteps:
         return found_gradients[len(sources) :], logs
 
     def _apply(self, gradients: list[Any]) -> None:
-        """Update the weights; rows that were looked up by position are added up over the ranks."""
+        """Update the weights; sparse gradients with the same rows on all ranks are summed without a gather."""
         sparse = {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
         runs = runs_of_all(sparse, self._ranks)
         variables = self._stage.model.trainable_variables
@@ -252,7 +253,7 @@ class PipelineSteps:
             self._passes.apply(gradients, runs)
 
     def _own_logs(self) -> np.ndarray:
-        """What this stage, not the last, adds to the logs: its penalties belong to the loss."""
+        """Return what a stage before the last adds to the logs: its weight penalties, which are part of the loss."""
         logs = np.zeros(len(self._names))
         logs[self._names.index("loss")] = float(self._stage.model.get_metrics_result()["loss"])
         return logs
@@ -267,7 +268,7 @@ class PipelineSteps:
 
     @contextlib.contextmanager
     def _weighing(self, share: Share) -> Iterator[None]:
-        """Weigh losses by the share; let an idle rank's filler leave no trace in this rank's state."""
+        """Weight losses by the share; restore the metrics of an idle rank, whose filler must not count."""
         metrics = self._stage.model.metrics
         counted = read_state(metrics)
         with in_step(self._step):
@@ -276,7 +277,7 @@ class PipelineSteps:
             write_state(metrics, counted)
 
     def _take_over(self, share: Share) -> None:
-        """Give an idle rank the state of the same stage elsewhere."""
+        """Copy to an idle rank the non-trainable state of a rank that holds the same stage."""
         if share.global_examples < self._ranks.size():
             model = self._stage.model
             own = [*state_variables(model.metrics), *seed_variables(model)]
@@ -288,7 +289,7 @@ def _none_asked(divisor: tf.Tensor) -> tf.Tensor:
 
 
 def _add(total: list[Any], gradients: list[Any]) -> None:
-    """Add `gradients` to `total` and empty them, one by one: memory for one sum more is all it takes."""
+    """Add `gradients` to `total`, releasing them one by one to save memory."""
     for place, gradient in enumerate(gradients):
         gradients[place] = None
         if isinstance(gradient, tf.IndexedSlices):

@@ -1,8 +1,8 @@
 """Cut a Sequential or functional model into stages.
 
-The calls of the model's graph stand in one order (see keras_internals.graph.calls_of); a stage is a run of them,
-so data only flows towards later stages. What is made in one stage and used in a later one crosses all the cuts
-between them: skip connections travel through. What the user feeds in travels nowhere, for every rank reads it.
+The calls of the model's graph are in one order (see keras_internals.graph.calls_of), and a stage is a run of them, so
+data flows only towards later stages. A tensor made in one stage and used in a later one crosses all cuts between them,
+so skip connections pass through. Model inputs are not sent, since every rank reads them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hvdtrain.keras_internals.graph import Call
 from hvdtrain.keras_internals.models import overridden
 
 _METHODS = ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
-"""Of a model, which need all of it in one process."""
+"""Methods of a model that need all of it in one process."""
 
 SLACK = 1.05
-"""Cuts may make the largest stage this much larger than it need be, if less has to cross them."""
+"""Factor by which cuts may make the largest stage larger than necessary, if that reduces what crosses them."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Crossing:
     """A tensor that crosses a cut.
 
     Attributes:
-        tensor: the symbolic tensor.
-        mask: its symbolic mask of padding, or None.
+        tensor: Symbolic tensor.
+        mask: Symbolic padding mask of it, or None.
     """
 
     tensor: Any
@@ -43,12 +43,12 @@ class Crossing:
 
     @property
     def masked(self) -> bool:
-        """Whether a mask of padding travels with it."""
+        """Whether a padding mask is sent with the tensor."""
         return self.mask is not None
 
     @property
     def differentiable(self) -> bool:
-        """Whether a gradient comes back for it."""
+        """Whether a gradient is sent back for the tensor."""
         return "float" in str(self.tensor.dtype)
 
 
@@ -57,17 +57,17 @@ class Stage:
     """One stage of a model.
 
     Attributes:
-        index, count: which of how many.
-        model: of the stage's layers; called on the model's own inputs that it uses, then on `used`.
-        own_inputs: places of the whole model's flat inputs that the stage takes.
-        received: what crosses the cut before the stage.
-        used: places in `received` of what the stage's model takes.
-        sent: what crosses the cut behind it.
-        passed: for each of `sent`, or of the whole model's outputs on the last stage, its place in
-            `received`, or None for what the stage makes: its model's outputs, in their order.
-        others: the variables of the other stages.
-        whole: the whole model's graph.
-        names: of the layers of each stage.
+        index, count: Index of the stage, from 0, and number of stages.
+        model: Model of the stage's layers. Its inputs are the whole model's inputs that it uses, then `used`.
+        own_inputs: Indices of the whole model's flat inputs that the stage uses.
+        received: Tensors that cross the cut before the stage.
+        used: Indices in `received` of the tensors that the stage's model takes.
+        sent: Tensors that cross the cut after the stage.
+        passed: For each of `sent`, or on the last stage for each of the whole model's outputs: its index in
+            `received`, or None for an output of the stage's model, in order.
+        others: Variables of the other stages.
+        whole: Graph of the whole model.
+        names: Names of the layers of each stage.
     """
 
     index: int
@@ -84,20 +84,23 @@ class Stage:
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends in the model's outputs."""
+        """Whether this is the last stage, which returns the model's outputs."""
         return self.index == self.count - 1
 
 
 def cut(model: keras.Model, index: int, count: int, begins: Sequence[str] | None = None) -> Stage:
-    """Return stage `index` of `count` of a model.
+    """Return stage `index` of the `count` stages of a model.
 
     Args:
-        model: functional or a built Sequential; may be without values (see keras_internals.deferred_variables).
-        begins: names, or regular expressions for the whole names, of the layers that begin the stages
-            behind the first; None: stages of about equal cost.
+        model: Functional or built Sequential model; may be without values (see keras_internals.deferred_variables).
+        index: Index of the stage, from 0.
+        count: Number of stages.
+        begins: Names, or regular expressions for whole names, of the layers that begin the second and later stages;
+            None: stages of about equal cost.
 
     Raises:
-        UsageError: a model without a graph, patterns that fit no cut, a layer in several stages.
+        UsageError: The model has no graph, a pattern fits no cut, a layer's weights are used in several stages, or a
+            stage has no trainable weights.
     """
     functional = require_graph(model)
     calls = graph_internals.calls_of(functional)
@@ -118,26 +121,26 @@ def balanced(
     weights: Sequence[float] | None = None,
     forbidden: AbstractSet[int] = frozenset(),
 ) -> list[int]:
-    """Return the places at which the second and later stages begin.
+    """Return the indices at which the second and later stages begin.
 
-    The largest stage's cost is the smallest possible within SLACK; among such cuts the one over which least
-    crosses. Dynamic programming over the places, O(stages * places^2).
+    The cost of the largest stage is the smallest possible, within SLACK; among such divisions the one is returned
+    whose cuts have the smallest sum of weights. Dynamic programming, O(stages * len(costs)^2).
 
     Args:
-        costs: of each place, in order.
-        stages: at most as many as places.
-        weights: what crosses a cut before each place.
-        forbidden: places at which no stage may begin.
+        costs: Cost of each call, in order.
+        stages: Number of stages, at most len(costs).
+        weights: For each call, the cost of a cut before it; None: 0.
+        forbidden: Indices at which no stage may begin.
 
     Raises:
-        ValueError: fewer places to cut at than cuts.
+        ValueError: There are fewer possible cuts than `stages - 1`.
     """
     weights = [0.0] * len(costs) if weights is None else weights
     sums = [0.0, *accumulate(costs)]
     places = [p for p in range(1, len(costs)) if p not in forbidden]
     if len(places) < stages - 1:
         raise ValueError(f"{len(places)} places to cut at, {stages - 1} cuts")
-    # Largest stage of the best division of costs[:end] into the stages so far.
+    # Cost of the largest stage in the best division of costs[:end] into the stages so far.
     ends = [*places, len(costs)]
     largest = {end: sums[end] for end in ends}
     for _ in range(stages - 1):
@@ -168,7 +171,7 @@ def balanced(
 
 
 def require_graph(model: keras.Model) -> Any:
-    """Return the graph of a model that can be cut, or raise UsageError."""
+    """Return the graph of a model that can be cut; raise UsageError for other models."""
     functional = graph_internals.functional_of(model)
     if functional is None:
         what = (
@@ -200,7 +203,7 @@ def _balanced_starts(functional: Any, calls: Sequence[Call], count: int) -> list
         for variables in _places_of_variables(calls).values()
         for place in range(min(variables) + 1, max(variables) + 1)
     }
-    # A stage without anything to train has no gradients to reduce (see _check_trained).
+    # A stage without trainable weights has no gradients to reduce (see _check_trained).
     trained = [place for place, call in enumerate(calls) if _trains([call])] or [0]
     forbidden |= {*range(1, trained[0] + 1), *range(trained[-1] + 1, len(calls))}
     weights = [
@@ -217,7 +220,7 @@ def _balanced_starts(functional: Any, calls: Sequence[Call], count: int) -> list
 
 
 def _cost(call: Call, before: Sequence[Call]) -> float:
-    """Weights, which cost memory and work, and activations for an example, which are kept."""
+    """Return the number of weights (memory and work) plus activations per example (kept for the backward pass)."""
     if any(call.operation is other.operation for other in before):
         weights = 0
     else:
@@ -226,12 +229,12 @@ def _cost(call: Call, before: Sequence[Call]) -> float:
 
 
 def _elements(tensor: Any) -> int:
-    """Elements for one example; a dimension that is not known counts as 1."""
+    """Return the number of elements per example; an unknown dimension counts as 1."""
     return math.prod(d or 1 for d in tensor.shape[1:])
 
 
 def _crossing(functional: Any, calls: Sequence[Call], place: int) -> list[Any]:
-    """What calls[:place] make and calls[place:] or the user take."""
+    """Return the tensors that calls[:place] make and that calls[place:] or the model's outputs use."""
     made = {id(t): t for call in calls[:place] for t in call.outputs}
     taken = {id(t) for call in calls[place:] for t in call.inputs}
     taken |= {id(t) for t in functional.outputs}
@@ -327,7 +330,7 @@ def _stage(
     ]
     model = graph_internals.part_of(whole, inputs, made, f"{functional.name}_stage_{index}")
     if is_last:
-        # Metrics of several outputs are named after them.
+        # Keras names the metrics of several outputs after them.
         model.output_names = list(functional.output_names)
     return Stage(
         index=index,

@@ -1,11 +1,11 @@
-"""Activations and gradients on their way between neighbouring stages.
+"""Transports that carry activations and gradients between neighbouring stages.
 
-Horovod's TensorFlow binding cannot send from one rank to another. Under MPI mpi4py can; elsewhere a message
-is an alltoall in the process set of the two ranks, to which one of them brings nothing. Sending returns
-at once in both (with a blocking send two stages that send to each other would wait forever), and messages
-between two ranks in one direction arrive in the order in which they were sent, so they need no numbers.
+Horovod's TensorFlow binding has no send from one rank to another. Under MPI, mpi4py has one; elsewhere a message is an
+alltoall in the process set of the two ranks, in which the receiver contributes nothing. Sending returns at once in
+both (with blocking sends, two stages that send to each other would deadlock), and messages between two ranks in
+one direction arrive in the order in which they were sent, so they need no numbers.
 
-One way between two processes of a machine, ms (4 B / 64 KB / 4 MB): mpi4py 0.4 / 0.6 / 2.5, alltoall over MPI
+Latency in ms between two processes of one machine (4 B / 64 KB / 4 MB): mpi4py 0.4 / 0.6 / 2.5, alltoall over MPI
 1.1 / 1.5 / 19, over Gloo 2.3 / 1.3 / 12.
 """
 
@@ -31,20 +31,20 @@ from hvdtrain.environment import STALL_SHUTDOWN_SECONDS
 from hvdtrain.errors import EngineError
 
 _BUSY_SECONDS = 0.002
-"""A wait spins this long, giving way to other processes, before it sleeps between looks."""
+"""Seconds for which a wait polls and yields to other processes, before it sleeps between polls."""
 _PAUSE_SECONDS = 0.0002
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The shape and NumPy dtype of an array that will come."""
+    """Shape and NumPy dtype of an array to receive."""
 
     shape: tuple[int, ...]
     dtype: Any
 
     @property
     def bytes(self) -> int:
-        """Size of the array."""
+        """Size of the array in bytes."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
 
@@ -52,27 +52,32 @@ class Transport(Protocol):
     """Messages, each a list of arrays, between this rank and its neighbours in the pipeline."""
 
     def send(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
-        """Send `arrays` to `rank`, and return without waiting; they must not be changed after."""
+        """Send `arrays` to `rank` and return without waiting; the arrays must not be changed afterwards."""
 
     def receive(self, rank: int, specs: Sequence[Spec], what: str) -> list[np.ndarray]:
-        """Return the next message of `rank`, of the shapes and dtypes that it has.
+        """Return the next message from `rank`.
 
         Args:
-            what: is expected, for an error's message.
+            rank: Rank of the sender.
+            specs: Shape and dtype of each array of the message.
+            what: Description of the message, for errors.
 
         Raises:
-            EngineError: it did not come in time.
+            EngineError: The message did not come in time, or has another size.
         """
 
     def flush(self) -> None:
-        """Wait until all that was sent has left."""
+        """Wait until all messages have left."""
 
 
 def make_transport(pairs: Mapping[int, Communicator]) -> Transport:
-    """Return the fastest transport that works here. A collective over all ranks.
+    """Return the fastest transport available. A collective of all ranks.
 
     Args:
-        pairs: rank of each neighbour -> the process set of it and this rank.
+        pairs: For the rank of each neighbour, the process set of it and this rank.
+
+    Raises:
+        EngineError: MPI numbers the ranks differently from Horovod, or runs without thread support.
     """
     limit = stall_limit(os.environ)
     if hvd.mpi_enabled() and importlib.util.find_spec("mpi4py") is not None:
@@ -81,7 +86,7 @@ def make_transport(pairs: Mapping[int, Communicator]) -> Transport:
 
 
 def stall_limit(environ: Mapping[str, str]) -> float:
-    """Return the seconds that a rank waits for another, as Horovod's own waits do; inf: forever."""
+    """Return Horovod's limit, in seconds, on waiting for another rank; inf: no limit."""
     text = environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "")
     try:
         seconds = float(text)
@@ -92,13 +97,13 @@ def stall_limit(environ: Mapping[str, str]) -> float:
 
 
 class MpiTransport:
-    """mpi4py's Isend and Irecv in a communicator of its own.
+    """Transport with mpi4py's Isend and Irecv, in an MPI communicator of its own.
 
-    Horovod has started MPI for several threads, and its own thread goes on using it. Nothing here blocks
-    inside MPI: waits look again and again, so they can end.
+    Horovod has initialized MPI for several threads and keeps using it from its own. Nothing here blocks inside
+    MPI: waits poll, so they can end at the limit.
 
     Args:
-        limit: seconds that a message may take.
+        limit: Longest wait for a message, in seconds.
     """
 
     def __init__(self, limit: float) -> None:
@@ -154,15 +159,15 @@ class MpiTransport:
 
 
 class AlltoallTransport:
-    """Horovod's alltoall in sets of two ranks: Horovod's stall check ends its waits.
+    """Transport with Horovod's alltoall in process sets of two ranks; Horovod's stall check ends its waits.
 
     Args:
-        pairs: rank of each neighbour -> the process set of it and this rank.
+        pairs: For the rank of each neighbour, the process set of it and this rank.
     """
 
     def __init__(self, pairs: Mapping[int, Communicator]) -> None:
         self._pairs = pairs
-        # One thread for each neighbour: what was sent to it leaves in order.
+        # One thread for each neighbour, to keep its messages in order.
         self._threads = {rank: ThreadPoolExecutor(1, "hvdtrain-pipeline") for rank in pairs}
         self._leaving: list[Future[Any]] = []
         self._functions = {
@@ -199,7 +204,7 @@ class AlltoallTransport:
         self._leaving.clear()
 
     def _exchange(self, sender: int, other: int, data: tf.Tensor) -> tf.Tensor:
-        """Take part in the alltoall that carries the message of rank `sender`."""
+        """Take part in the alltoall that carries a message of rank `sender`."""
         splits = [0, 0]
         splits[1 - self._pairs[other].rank()] = int(data.shape[0])
         return self._functions[sender, other](data, tf.constant(splits))
@@ -211,9 +216,9 @@ class AlltoallTransport:
 
 
 def _alltoall(sender: int, pair: Communicator) -> Any:
-    """The alltoall that carries what rank `sender` sends to the other of the pair.
+    """Return the alltoall that carries messages of rank `sender` to the other rank of the pair.
 
-    In a graph: run eagerly, all of Horovod's alltoalls have one name, and two threads may not use it at once.
+    A graph function: in eager mode all of Horovod's alltoalls share a name, which two threads may not use at once.
     """
 
     @tf.function(

@@ -1,8 +1,8 @@
 """Tensor parallelism: layers whose weights are split over ranks that compute the same examples together.
 
-Megatron-LM (Shoeybi et al. 2019). By a plan: `Trainer(layout=Layout(Mesh(tensor=2), split={...}))`, or `convert`; by
-hand: the layers here, whose `group` is `position(mesh).tensor_set`.
+Megatron-LM (Shoeybi et al. 2019). To split a model by a plan, use `Trainer(layout=Layout(Mesh(tensor=2), split={...}))`
+or `convert`; to write split layers by hand, use the layers here with `group=position(mesh).tensor_set`.
 
-A column layer (its outputs split) followed by elementwise layers and a row layer (its inputs split) costs one sum
-over the ranks forward and one backward; so do attention split by heads and an Embedding split by words.
+A column layer (outputs split), elementwise layers and a row layer (inputs split) in sequence cost one sum over the
+ranks forward and one backward; the same holds for attention split by heads and an Embedding split by words.
 """

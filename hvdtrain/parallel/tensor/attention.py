@@ -1,4 +1,4 @@
-"""Attention split by heads: each rank projects to, attends with, and projects back from its own heads."""
+"""Attention split by heads: each rank computes the projections and the attention of its own heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 
 class _HeadsParallel(SplitLayer):
-    """Lays the split over an attention layer that projects with `_query_dense` and so on."""
+    """Mixin that splits an attention layer with projections `_query_dense` and so on."""
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
         with waiting_variables(least=0) as waiting:
@@ -27,7 +27,7 @@ class _HeadsParallel(SplitLayer):
 
     def split(self) -> None:
         layer: Any = self
-        # Each of Keras's attention layers keeps it under a name of its own.
+        # Keras's attention layers store it under different names.
         if getattr(layer, "_activity_regularizer", None) or layer.activity_regularizer:
             raise UsageError(
                 f"Layer {layer.name!r} cannot be split by heads: its activity_regularizer looks at all heads. "
@@ -44,7 +44,7 @@ class _HeadsParallel(SplitLayer):
         dropout = layer._dropout_layer
         dropout.__class__ = PartDropout
         dropout.join(self.group)
-        # Scores are (batch dimensions, heads, query's dimensions, key's dimensions).
+        # Scores have the shape (batch dimensions, heads, query dimensions, key dimensions).
         dropout.split_axis = self._scores_axis
 
     def _cut_projection(self, projection: Any, name: str) -> None:
@@ -78,7 +78,7 @@ class _HeadsParallel(SplitLayer):
         copies: dict[int, tuple[Any, Any]] = {}
 
         def copied(tensor: Any, name: str) -> Any:
-            # Once for each tensor: in self-attention query, key and value are one.
+            # One copy per tensor: in self-attention query, key and value are the same.
             if tensor is None:
                 return None
             if id(tensor) not in copies:
@@ -100,7 +100,7 @@ class _HeadsParallel(SplitLayer):
             use_causal_mask=use_causal_mask,
         )
         for tensor, copy in copies.values():
-            give_mask(tensor, mask_of(copy))  # Keras takes away the masks that it has used.
+            give_mask(tensor, mask_of(copy))  # Keras removes masks that it has used.
         if not return_attention_scores:
             return outputs
         output, scores = outputs
@@ -108,13 +108,13 @@ class _HeadsParallel(SplitLayer):
 
 
 class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
-    """MultiHeadAttention whose rank i of n computes the i-th n-th of the heads.
+    """MultiHeadAttention split by heads: rank i of n computes the i-th of n equal groups of heads.
 
     Args:
-        num_heads: of the whole layer; a multiple of the group's size.
-        key_dim: of a head.
-        group: the ranks that split it.
-        kwargs: as in keras.layers.MultiHeadAttention.
+        num_heads: Number of heads of the whole layer; a multiple of the group's size.
+        key_dim: Size of each head for query and key.
+        group: Ranks that split the layer.
+        kwargs: Arguments of keras.layers.MultiHeadAttention.
     """
 
     def __init__(self, num_heads: int, key_dim: int, *, group: Communicator, **kwargs: Any) -> None:
@@ -123,14 +123,14 @@ class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
 
 
 class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAttention):
-    """GroupedQueryAttention whose rank i of n computes the i-th n-th of the query heads and of the key heads.
+    """GroupQueryAttention split by heads: rank i of n computes the i-th of n equal groups of query and key heads.
 
     Args:
-        head_dim: of a head.
-        num_query_heads: a multiple of the group's size.
-        num_key_value_heads: a multiple of the group's size.
-        group: the ranks that split it.
-        kwargs: as in keras.layers.GroupQueryAttention.
+        head_dim: Size of each head.
+        num_query_heads: Number of query heads; a multiple of the group's size.
+        num_key_value_heads: Number of key and value heads; a multiple of the group's size.
+        group: Ranks that split the layer.
+        kwargs: Arguments of keras.layers.GroupQueryAttention.
     """
 
     def __init__(

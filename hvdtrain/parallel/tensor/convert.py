@@ -1,4 +1,4 @@
-"""Split the layers of a Keras model by a plan."""
+"""Split the layers of a Keras model according to a plan."""
 
 from __future__ import annotations
 
@@ -46,19 +46,23 @@ def convert(
 ) -> keras.Model:
     """Split the layers that `plan` names over the ranks of `position.tensor_set`; return the model.
 
-    The model is changed in place: named layers become split ones, with this rank's parts of their
-    variables (and of their optimizer state, if there is some). A model that comes as a function is
-    built without memory for what this rank does not keep, one variable at a time. Nothing is sent:
-    ranks that draw the same initial values hold parts of the same model.
+    The model is changed in place: the layers become split layers, which hold this rank's parts of their variables (and
+    of their optimizer state, if there is any). A model given as a function is built one variable at a time, without
+    memory for the parts that this rank does not keep. Nothing is sent: ranks that draw the same initial values hold
+    parts of the same model.
 
     Args:
-        model: built (it knows its input shapes), or a function that makes such a model.
-        plan: regular expression for the whole path of layers -> "column", "row", "heads" or "vocabulary".
-        position: of this rank.
+        model: Built model (one that knows its input shapes), or a function that makes one.
+        plan: Mapping from regular expressions for the whole paths of layers to "column", "row", "heads" or
+            "vocabulary".
+        position: Position of this rank in the mesh.
+
+    Returns:
+        The model, or the one that the function made.
 
     Raises:
-        UsageError: a pattern that names no layer, a layer that cannot be split that way, or sizes that the
-            number of ranks does not divide.
+        UsageError: The model is not built, a pattern matches no layer, a layer cannot be split that way, or a size
+            is not a multiple of the number of ranks.
     """
     with waiting_variables() as waiting:
         made = model if isinstance(model, keras.Model) else model()
@@ -114,11 +118,11 @@ def split_model(model: keras.Model, plan: Mapping[str, str], group: Communicator
 
 
 def split_optimizer(optimizer: Any, whole_shapes: Mapping[int, tuple[int, ...]]) -> None:
-    """Split the state that an optimizer has already for variables that were split.
+    """Split the state that an optimizer already has for variables that were split.
 
     Args:
-        optimizer: built or not, or None.
-        whole_shapes: the shapes that the variables had, by id.
+        optimizer: Built or unbuilt optimizer, or None.
+        whole_shapes: Shapes of the variables before they were split, by id.
     """
     if optimizer is None or not optimizer.built:
         return
@@ -135,10 +139,10 @@ class Layers:
     """The layers in a model, at any depth.
 
     Attributes:
-        by_id: the layers.
-        paths: by id, the names by which a layer can be reached: its own behind those that it is in.
-        graphs: those of the model and of the models in it, where they run one.
-        in_code: ids of layers that are called by code, where it cannot be seen with what.
+        by_id: Layers by id.
+        paths: For each id, the paths of the layer: the names of the layers that contain it, then its own.
+        graphs: Graphs of the model and of the models in it, where they run one.
+        in_code: Ids of layers that are called by a `call` method, whose inputs are unknown.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -168,7 +172,7 @@ class Layers:
 
 
 def _ways(layers: Layers, plan: Mapping[str, str]) -> dict[int, str]:
-    """Return how each layer is split that the plan names, by id, in the model's order."""
+    """Return the way to split each layer that the plan names, by id, in the model's order."""
     found: dict[int, str] = {}
     by_pattern: dict[int, str] = {}
     for pattern, way in plan.items():

@@ -1,4 +1,4 @@
-"""Dense layers split over ranks: by columns (its outputs) or by rows (its inputs) of the kernel."""
+"""Dense layers split over ranks: by the columns (outputs) or by the rows (inputs) of the kernel."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 
 class ColumnParallelDense(SplitLayer, keras.layers.Dense):
-    """Dense whose rank i of n computes the i-th n-th of the units.
+    """Dense split by columns: rank i of n computes the i-th of n equal groups of units.
 
     Args:
-        units: of the whole layer; a multiple of the group's size.
-        group: the ranks that split it.
-        gather_output: return all units on every rank; False: this rank's, for elementwise layers and a
-            RowParallelDense behind them.
-        kwargs: as in keras.layers.Dense.
+        units: Number of units of the whole layer; a multiple of the group's size.
+        group: Ranks that split the layer.
+        gather_output: Whether to return all units on every rank. False returns this rank's units, for elementwise
+            layers and a RowParallelDense after them.
+        kwargs: Arguments of keras.layers.Dense.
     """
 
     gather_output = True
@@ -67,14 +67,14 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
 
 
 class RowParallelDense(SplitLayer, keras.layers.Dense):
-    """Dense whose rank i of n computes with the i-th n-th of the inputs; the ranks' sums are added up.
+    """Dense split by rows: rank i of n multiplies the i-th of n equal groups of inputs; the products are summed.
 
     Args:
-        units: of the layer.
-        group: the ranks that split it.
-        input_is_split: the input holds this rank's part only, from a ColumnParallelDense without
-            gather_output; False: the input is whole, and each rank takes its part.
-        kwargs: as in keras.layers.Dense.
+        units: Number of units.
+        group: Ranks that split the layer.
+        input_is_split: Whether the input holds only this rank's part, from a ColumnParallelDense without
+            gather_output. False: the input is whole, and each rank takes its part.
+        kwargs: Arguments of keras.layers.Dense.
     """
 
     input_is_split = False
@@ -94,7 +94,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
         self.accept_input()
 
     def accept_input(self) -> None:
-        """Expect the input that `input_is_split` says."""
+        """Set the input spec that belongs to `input_is_split`."""
         parts = 1 if self.input_is_split else self.group.size()
         size = int(self._kernel.shape[0]) * parts
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: size})
@@ -111,7 +111,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
 
 
 class RowParallelEinsumDense(SplitLayer, keras.layers.EinsumDense):
-    """EinsumDense that sums over the split first dimension of its kernel; its input is split (attention's output)."""
+    """EinsumDense, split by the first dimension of its kernel, over which it sums: attention's output projection."""
 
     def split(self) -> None:
         self._cut(self._kernel, 0)

@@ -1,4 +1,4 @@
-"""Dropout on a split activation: this rank's part of the mask that the whole activation would get."""
+"""Dropout on a split activation: this rank's part of the mask of the whole activation."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.parallel.tensor.split import SplitLayer
 class PartDropout(SplitLayer, keras.layers.Dropout):
     """Dropout whose input is one part, along `split_axis`, of a larger activation.
 
-    Every rank draws the whole mask from the same seed, and uses its part: the numbers are those of the whole
-    model, and ranks do not drop the same places of their parts.
+    Every rank draws the whole mask from the same seed and uses its part, so that the mask equals that of the unsplit
+    model and differs between the parts.
     """
 
     split_axis = -1
 
     def split(self) -> None:
-        """Dropout has no weights; its seed is whole."""
+        """Do nothing: dropout has no weights, and its seed is not split."""
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         if not training or self.rate == 0:

@@ -1,6 +1,6 @@
-"""What may stand between a column-split and a row-split layer: calls that treat each element alone.
+"""Elementwise calls: those that may stand between a column-split and a row-split layer.
 
-Anything else (softmax, normalization, reshaping) would see one rank's part and take it for the whole.
+Any other call (softmax, normalization, reshaping) would treat one rank's part as the whole activation.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ _OPERATIONS = frozenset(
 
 
 def is_elementwise_activation(activation: Any) -> bool:
-    """Whether `activation`, of a layer, is one of Keras's that treat each element alone."""
+    """Return whether a layer's `activation` is one of Keras's elementwise ones."""
     if type(activation) in _LAYERS:
         return True
     return any(activation is getattr(keras.activations, name) for name in _ACTIVATIONS)
 
 
 def is_elementwise(operation: Any) -> bool:
-    """Whether a call of `operation` in a model's graph computes each element of its output alone.
+    """Return whether a call of `operation` in a model's graph is elementwise.
 
-    Its inputs, if there are several, are of one shape.
+    If it has several inputs, they must also have the same shape, which the caller checks.
     """
     if not isinstance(operation, keras.layers.Layer):
         kind = type(operation)

@@ -16,7 +16,7 @@ from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
 
 
 class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
-    """An Embedding whose table is cut along `_axis`."""
+    """Embedding whose table is split along `_axis`."""
 
     _axis: int
 
@@ -37,7 +37,7 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
         self._cut(self._embeddings, self._axis)
 
     def _words(self, inputs: Any) -> tf.Tensor:
-        """Return the numbers of the words; those of an unknown word are an error, as in a whole table on a CPU."""
+        """Return the word indices, negative ones counted from the end; an unknown index is an error, as on a CPU."""
         if not isinstance(inputs, tf.Tensor):
             raise UsageError(
                 f"Layer {self.name!r}: a split Embedding accepts only dense tensors, not "
@@ -57,13 +57,13 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
 
 
 class VocabularyParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose rank i of n holds the i-th n-th of the words; each rank's vectors, or zeros, are added up.
+    """Embedding split by words: rank i of n holds the i-th of n equal groups; vectors, or zeros, are summed.
 
     Args:
-        input_dim: number of words; a multiple of the group's size.
-        output_dim: features of a word.
-        group: the ranks that split it.
-        kwargs: as in keras.layers.Embedding.
+        input_dim: Number of words; a multiple of the group's size.
+        output_dim: Number of features of a word.
+        group: Ranks that split the layer.
+        kwargs: Arguments of keras.layers.Embedding.
     """
 
     _axis = 0
@@ -77,19 +77,19 @@ class VocabularyParallelEmbedding(_ParallelEmbedding):
             tf.where(mine, local, tf.zeros_like(local)),
         )
         vectors = tf.where(mine[..., tf.newaxis], vectors, tf.zeros_like(vectors))
-        # Cast before the sum: all but one of its terms are 0.
+        # Cast before the sum, which is exact because all but one of its terms are 0.
         vectors = keras.ops.cast(vectors, self.compute_dtype)
         return sum_parts(vectors, self.group, self.collective)
 
 
 class ColumnParallelEmbedding(_ParallelEmbedding):
-    """Embedding whose rank i of n holds the i-th n-th of the features of all words; they are gathered.
+    """Embedding split by features: rank i of n holds the i-th of n equal groups of all words' features.
 
     Args:
-        input_dim: number of words.
-        output_dim: features of a word; a multiple of the group's size.
-        group: the ranks that split it.
-        kwargs: as in keras.layers.Embedding.
+        input_dim: Number of words.
+        output_dim: Number of features of a word; a multiple of the group's size.
+        group: Ranks that split the layer.
+        kwargs: Arguments of keras.layers.Embedding.
     """
 
     _axis = 1

@@ -1,9 +1,9 @@
-"""Where activations may stay split: from column layers through elementwise calls into row layers.
+"""Find where activations may stay split: from column layers through elementwise calls into row layers.
 
-A column layer that keeps its output split saves two collectives, and the memory of the whole activation. It
-is right only if nothing takes the part for the whole, so that is what is looked for in the model's graphs: a
-column layer whose output reaches anything else but elementwise calls and row layers gathers it. In code
-(a layer's or a model's own `call`) nothing can be seen, so layers called there gather.
+A column layer that leaves its output split saves two collectives, and the memory of the whole activation. That is
+correct only if nothing treats the part as the whole, so the model's graphs are searched: a column layer whose output
+reaches anything but elementwise calls and row layers gathers it. Calls in code (the `call` method of a layer or model)
+cannot be analysed, so layers called there gather as well.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hvdtrain.parallel.tensor.elementwise_calls import is_elementwise
 
 @dataclass(frozen=True)
 class Graph:
-    """The calls of a functional or Sequential model, each behind those whose outputs it takes, and its outputs."""
+    """The calls of a functional or Sequential model, in topological order, and the model's outputs."""
 
     calls: tuple[Call, ...]
     outputs: tuple[Any, ...]
 
 
 def graph_of(model: Any) -> Graph | None:
-    """Return the graph that `model` runs; None for a layer, and for a model whose `call` is code of its own."""
+    """Return the graph that `model` runs; None for a layer, and for a model with a `call` method of its own."""
     functional = functional_of(model) if isinstance(model, keras.Model) else None
     if functional is None:
         return None
@@ -38,12 +38,12 @@ def graph_of(model: Any) -> Graph | None:
 
 @dataclass(frozen=True)
 class Flow:
-    """By the id of layers, what split activations touch.
+    """The layers that split activations pass through, by id.
 
     Attributes:
-        open_columns: column layers that do not gather their output.
-        split_rows: row layers whose input is split.
-        between: elementwise layers whose input and output are split.
+        open_columns: Column layers that do not gather their output.
+        split_rows: Row layers whose input is split.
+        between: Elementwise layers whose input and output are split.
     """
 
     open_columns: frozenset[int]
@@ -57,13 +57,13 @@ def find_flow(
     rows: Mapping[int, Any],
     in_code: Set[int] = frozenset(),
 ) -> Flow:
-    """Return the largest flow of split activations that is right.
+    """Return the largest correct flow of split activations.
 
     Args:
-        graphs: of the model and of the models in it.
-        columns: by id, column layers whose output may stay split, called in these graphs only.
-        rows: by id, row layers, called in these graphs only.
-        in_code: ids of layers that are called elsewhere as well.
+        graphs: Graphs of the model and of the models in it.
+        columns: Column layers whose output may stay split, by id; called in these graphs only.
+        rows: Row layers, by id; called in these graphs only.
+        in_code: Ids of layers that are also called elsewhere.
     """
     open_columns = set(columns)
     while True:
@@ -84,7 +84,7 @@ def _trace(
 ) -> tuple[dict[int, frozenset[int]], set[int], set[int]]:
     """Return the column layers behind each split tensor, and the layers called with split and with whole tensors.
 
-    All by id.
+    All are given by id.
     """
     sources: dict[int, frozenset[int]] = {}
     touched: set[int] = set()
@@ -112,10 +112,10 @@ def _wrong(
     mixed: Set[int],
     rows: Mapping[int, Any],
 ) -> set[int]:
-    """Return the column layers whose parts would be taken for the whole somewhere.
+    """Return the column layers whose parts would be treated as the whole somewhere.
 
     Args:
-        mixed: ids of layers that get parts here and, or so it may be, wholes there.
+        mixed: Ids of layers that take parts in one call and wholes, perhaps, in another.
     """
     wrong: set[int] = set()
     for graph in graphs:

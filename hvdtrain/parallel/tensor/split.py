@@ -1,8 +1,8 @@
-"""What the split layers share: their group, the names of their collectives, and variables cut into parts.
+"""Base of the split layers: their group of ranks, the names of their collectives, and the split of their variables.
 
-A layer of Keras becomes a split one by a change of its class, in place: its name, its place in the model, its
-variables with their paths, and what it draws as initial values stay what they are in the whole model.
-Files name the layer's own class and its whole size, so they load where nothing is split.
+A Keras layer becomes a split layer in place, by a change of its class: its name, its place in the model, the paths of
+its variables and its initial values remain those of the whole model. Files record the plain layer's class and its
+whole size, so they load where nothing is split.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _numbers = itertools.count()
 
 
 class SplitLayer:
-    """Comes before a Keras layer class in the bases of a split layer."""
+    """Base of split layers, listed before the Keras layer class."""
 
-    # Horovod's operations have no XLA kernel.
+    # Horovod's operations have no XLA kernels.
     supports_jit = False
     group: Communicator
     _collective: str | None = None
 
     @property
     def collective(self) -> str:
-        """The first part of the names of this layer's collectives: numbered by first use, alike on all ranks."""
+        """Prefix of the names of this layer's collectives: numbered by first use, the same on all ranks."""
         if self._collective is None:
             object.__setattr__(self, "_collective", f"hvdtrain_tensor_{next(_numbers)}")
         assert self._collective is not None
         return self._collective
 
     def join(self, group: Communicator) -> None:
-        """Say with whom this layer is split."""
+        """Set the group of ranks that split this layer."""
         object.__setattr__(self, "group", group)
         self.supports_jit = False
 
     def split(self) -> None:
-        """Keep this rank's parts of the layer's variables, of a layer that is built."""
+        """Keep only this rank's parts of the variables of a built layer."""
         raise NotImplementedError
 
     def save_own_variables(self, store: Any) -> None:
-        """Refuse: a file of one rank's parts would pass for the whole model.
+        """Raise an error: a file of one rank's parts would pass for the whole model.
 
         Raises:
-            UsageError: always.
+            UsageError: Always.
         """
         del store
         raise UsageError(
@@ -61,12 +61,12 @@ class SplitLayer:
 
     @property
     def kernel(self) -> Any:
-        """Refuse: code that reads a layer's weights (to tie them to another layer's) means all of them."""
+        """Raise UsageError: code that reads a layer's weights (to tie them to another layer's) needs all of them."""
         raise self._only_a_part()
 
     @property
     def embeddings(self) -> Any:
-        """Refuse, as `kernel`."""
+        """Raise UsageError, like `kernel`."""
         raise self._only_a_part()
 
     def _only_a_part(self) -> UsageError:
@@ -77,24 +77,24 @@ class SplitLayer:
         )
 
     def _cut(self, variable: Any, axis: int) -> None:
-        """Keep this rank's part of `variable` along `axis`; None is left alone."""
+        """Keep this rank's part of `variable` along `axis`; does nothing for None."""
         if variable is not None:
             split_variable(variable, axis, self.group, self.collective)
 
 
 def split_and_initialize(layer: Any, waiting: list[Any]) -> None:
-    """Split a layer that was just built by hand, its variables waiting."""
+    """Split a layer that was just built by hand, then initialize its variables, which were created without values."""
     layer.split()
     for variable in waiting:
         initialize(variable)
 
 
 def split_variable(variable: Any, axis: int, group: Communicator, name: str) -> None:
-    """Keep this rank's part of a Keras variable, with penalties and constraints that mean what they meant.
+    """Keep this rank's part of a Keras variable; its regularizer and constraint still apply to the whole variable.
 
     Raises:
-        UsageError: a size that the number of ranks does not divide, a regularizer or a constraint that needs
-            the whole variable.
+        UsageError: The size is not a multiple of the number of ranks, or the variable has a regularizer or constraint
+            that needs the whole variable.
     """
     size, parts = int(variable.shape[axis]), group.size()
     if size % parts:
@@ -110,7 +110,7 @@ def split_variable(variable: Any, axis: int, group: Communicator, name: str) -> 
 
 
 class SummedPenalty(keras.regularizers.Regularizer):
-    """A penalty on a variable that is split: that of the parts, added up over the ranks."""
+    """Regularizer of a split variable: the penalties of its parts, summed over the ranks."""
 
     def __init__(self, variable: Any, group: Communicator, name: str) -> None:
         plain = variable.regularizer

@@ -1,7 +1,7 @@
 """SplitRunner: a model whose layers are split over ranks, on a mesh of data x tensor.
 
-The ranks of a tensor set compute the same examples: they read the same share, draw the same dropout masks, hold the
-same unsplit variables. `Trainer.model` is the model with split layers; what it returns is whole.
+The ranks of a tensor set compute the same examples: they read the same share, draw the same dropout masks and hold the
+same unsplit variables. `Trainer.model` is the model with split layers; its outputs are whole.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvdtrain.strategies.strategy import ModelSource
 
 
 class SplitRunner(Runner):
-    """The rank holds its parts of the layers that the layout names, and all of the others.
+    """Runner on a rank that holds its parts of the layers that the layout names, and all other layers whole.
 
     Args:
-        layout: the mesh, and which layers are split how.
-        position: of this rank.
+        layout: Mesh, and the layers to split.
+        position: Position of this rank in the mesh.
     """
 
     def __init__(self, layout: Layout, position: Position) -> None:

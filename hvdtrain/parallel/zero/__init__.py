@@ -1,4 +1,4 @@
-"""ZeRO stage 1: the optimizer's state in parts, one on each rank that holds the same variables."""
+"""ZeRO stage 1: optimizer state divided over the ranks that hold the same variables."""
 
 from hvdtrain.parallel.zero.plain_state import gathered_state, scatter_state, state_names
 from hvdtrain.parallel.zero.sharded_optimizer import ShardedOptimizer

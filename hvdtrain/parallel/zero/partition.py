@@ -1,7 +1,7 @@
-"""Which elements of a variable are whose: the flat variable in contiguous parts, one per rank.
+"""The division of a variable over ranks: the flat variable, cut into one contiguous part per rank.
 
-The parts differ by at most one element, the first ranks having the longer ones, which is how Horovod's
-reducescatter divides a tensor: nothing is padded. A variable of fewer elements than ranks has empty parts.
+The sizes of the parts differ by at most one element, and the first ranks have the longer ones, as in Horovod's
+reducescatter, so nothing is padded. A variable with fewer elements than there are ranks has empty parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ class Partition:
     """The part of one variable that rank `index` of `count` updates.
 
     Attributes:
-        shape: of the variable.
+        shape: Shape of the variable.
+        index: Number of the rank, from 0.
+        count: Number of ranks.
     """
 
     shape: tuple[int, ...]
@@ -36,18 +38,18 @@ class Partition:
 
     @property
     def begin(self) -> int:
-        """Place of the part's first element in the flat variable."""
+        """Index of the part's first element in the flat variable."""
         return self.index * (self.elements // self.count) + min(
             self.index, self.elements % self.count
         )
 
     def of(self, flat: Any) -> Any:
-        """Return the part of `flat`, an array or tensor of (elements,)."""
+        """Return the part of `flat`, an array or tensor of shape (elements,)."""
         return flat[self.begin : self.begin + self.size]
 
 
 def bounded_groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the places of `sizes` in order, in groups whose sums stay within `limit` where one alone does."""
+    """Group the indices of `sizes`, in order, so that each group's sum is at most `limit` or it has one member."""
     groups: list[list[int]] = []
     total = 0
     for place, size in enumerate(sizes):

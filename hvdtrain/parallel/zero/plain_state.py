@@ -1,7 +1,7 @@
-"""The state of a sharded optimizer as whole arrays, under the names and in the order of the plain optimizer.
+"""The state of a sharded optimizer as whole arrays, with the names and order of the plain optimizer.
 
-Save with `gathered_state` on all ranks; load with `scatter_state` into any number of ranks, or into the plain
-optimizer: both functions take plain, distributed and sharded optimizers.
+Save with `gathered_state` on all ranks. Load with `scatter_state`, on any number of ranks, or into a plain optimizer:
+both functions accept plain, distributed and sharded optimizers.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvdtrain.parallel.state_layout import name_of_state, optimizer_pieces
 
 
 def state_names(optimizer: Any) -> list[str]:
-    """Return a name for each of optimizer.variables: its path without the optimizer's own name, such as
+    """Return a unique name for each of optimizer.variables: its path without the optimizer's own name, such as
     "dense_kernel_momentum".
 
-    The same for plain and sharded optimizers built on the same model, however many optimizers a process
-    made before. A variable outside of the optimizer's name scope is called by its place ("variable_14").
+    The names are the same for plain and sharded optimizers built on the same model, however many optimizers the
+    process made before. A variable outside the optimizer's name scope is named by its index ("variable_14").
     """
     seen: Counter[str] = Counter()
     names = []
@@ -33,27 +33,30 @@ def state_names(optimizer: Any) -> list[str]:
 
 
 def gathered_state(optimizer: Any) -> dict[str, np.ndarray]:
-    """Return {name: whole array in the shape of its variable}, in the order of optimizer.variables.
+    """Return the optimizer's state as whole arrays.
 
-    A collective of the optimizer's process set if it is sharded, or accumulates gradients: what waits for an update
-    is combined over the ranks, as one process would have it.
+    A collective of the optimizer's process set if the optimizer is sharded or accumulates gradients; accumulated
+    gradients are combined over the ranks into what a single process would hold.
 
     Args:
-        optimizer: built; plain, distributed or sharded, or a LossScaleOptimizer around one.
+        optimizer: Built optimizer; plain, distributed or sharded, or a LossScaleOptimizer around one.
+
+    Returns:
+        {name: array of the variable's whole shape}, in the order of optimizer.variables.
     """
     pieces = optimizer_pieces(optimizer)
     return {n: piece.read() for n, piece in zip(state_names(optimizer), pieces, strict=True)}
 
 
 def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Give `optimizer` the state that `gathered_state` returned. No communication: every rank has `state`.
+    """Set the state of `optimizer` to what `gathered_state` returned. No communication: every rank has `state`.
 
     Args:
-        optimizer: built on the same variables; plain, distributed or sharded on any number of ranks.
-        state: at least the names of `state_names(optimizer)`, each with its whole array.
+        optimizer: Optimizer built on the same variables; plain, distributed or sharded over any number of ranks.
+        state: Whole arrays by name, at least those of `state_names(optimizer)`.
 
     Raises:
-        UsageError: a name is missing, or an array has another number of elements than its variable.
+        UsageError: A name is missing, or an array has another shape than its variable.
     """
     names = state_names(optimizer)
     missing = [name for name in names if name not in state]

@@ -1,8 +1,8 @@
-"""Reduce-scatter of gradients and all-gather of weights, between the ranks that share out an optimizer.
+"""Reduce-scatter of gradients and all-gather of weights, for optimizers with sharded state.
 
-Each variable has its own two collectives, which Horovod's fusion buffer packs, so that a gradient travels
-as soon as the backward pass has made it. The rules of collectives.reduction hold: names of our own, outputs
-that the update needs.
+Each variable has two collectives of its own, which Horovod packs in its fusion buffer, so a gradient is sent as soon
+as the backward pass has computed it. As in collectives.reduction, the collectives have explicit names, and the update
+depends on their outputs.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hvdtrain.parallel.zero.partition import Partition
 
 
 class ShardedReducer(OptimizerReducer):
-    """Gives each rank its parts of the reduced gradients.
+    """Reduces gradients, and returns to each rank only its parts of them.
 
     A variable is divided over the ranks that hold the same one: those of the reduction, or its `holders`.
 
     Attributes:
-        own_state: optimizer state that this rank holds for its parts; no other rank has the same.
+        own_state: Optimizer state of this rank's parts, which no other rank holds.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -38,11 +38,11 @@ class ShardedReducer(OptimizerReducer):
 
     @property
     def local_variables(self) -> list[Any]:
-        """The variables of `register_local`, and the state: what no other rank holds."""
+        """The variables given to `register_local`, and the optimizer state: what no other rank holds."""
         return [*super().local_variables, *self.own_state]
 
     def partition(self, variable: Any) -> Partition:
-        """Return which part of `variable` this rank updates; a local variable is not divided."""
+        """Return the part of `variable` that this rank updates; a local variable is not divided."""
         shape = tuple(int(size) for size in variable.shape)
         if self.is_local(variable):
             return Partition(shape, 0, 1)
@@ -56,7 +56,7 @@ class ShardedReducer(OptimizerReducer):
         positions: Sequence[int] | None = None,
         weighted: bool = False,
     ) -> list[Gradient]:
-        """Return this rank's parts, of (size,), of `gradients` combined over the ranks, in the same order."""
+        """Return this rank's parts, each of shape (size,), of the reduced gradients, in the same order."""
         assert positions is not None
         prefix = self._prefix(variables)
         parts = []
@@ -80,9 +80,9 @@ class ShardedReducer(OptimizerReducer):
     def _part_of_slices(
         self, slices: tf.IndexedSlices, variable: Any, name: str, weighted: bool
     ) -> tf.IndexedSlices:
-        """Return the elements of the slices of all ranks that are in this rank's part.
+        """Return the elements of all ranks' slices that belong to this rank's part.
 
-        A row that occurs twice stays two slices: plain Keras also squares and clips slices one by one.
+        A row that occurs twice remains two slices, since plain Keras also squares and clips slices one by one.
         """
         if self.is_local(variable):
             reduced = self._keep_local(slices, self.reduction.process_set.size())
@@ -91,7 +91,7 @@ class ShardedReducer(OptimizerReducer):
         return elements_of(reduced, self.partition(variable))
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
-        """Return the parts of the gradients of `pending`, clipped by the norms of the whole ones."""
+        """Return the parts of the gradients of `pending`, clipped by the norms of the whole gradients."""
         position = self.reduction.position
 
         def parts(variable: Any) -> list[Communicator]:
@@ -107,12 +107,12 @@ class ShardedReducer(OptimizerReducer):
     def whole(
         self, parts: Sequence[Any], variables: Sequence[Any], names: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Return the flat tensors, of (elements,), whose parts the ranks hold.
+        """Gather the flat tensors, each of shape (elements,), of which each rank holds a part.
 
         Args:
-            parts: this rank's, of (size,).
-            variables: for each, the variable that is divided as it is.
-            names: the last piece of each collective's name.
+            parts: This rank's parts, each of shape (size,).
+            variables: For each part, the variable that is divided in the same way.
+            names: For each part, the last piece of its collective's name.
         """
         prefix = f"{self._prefix(())}_whole"
         found = []
@@ -129,7 +129,7 @@ class ShardedReducer(OptimizerReducer):
 
 
 def elements_of(slices: tf.IndexedSlices, partition: Partition) -> tf.IndexedSlices:
-    """Return the elements of `slices` that are in the part, as slices of the flat part of (size,)."""
+    """Return the elements of `slices` that are in the part, as slices of the flat part of shape (size,)."""
     width = partition.elements // partition.shape[0]
     first = tf.cast(slices.indices, tf.int64) * width - partition.begin
     places = tf.reshape(first[:, tf.newaxis] + tf.range(width, dtype=tf.int64), [-1])

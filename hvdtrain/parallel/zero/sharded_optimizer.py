@@ -1,17 +1,17 @@
-"""ShardedOptimizer: each rank keeps the optimizer state of its part of every variable (ZeRO stage 1).
+"""ShardedOptimizer: each rank keeps the optimizer state for its part of every variable (ZeRO stage 1).
 
-Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1. In a step gradients are reduce-scattered, each rank
-updates its part of the weights, and the new weights are all-gathered. Per rank, for n elements of 4
-bytes and Adam on N ranks: weights 4n, gradients 4n, state 8n/N, where DistributedOptimizer holds 8n; the traffic is
-that of an allreduce.
+Rajbhandari et al. 2020 (arXiv:1910.02054), section 5.1. In a step, gradients are reduce-scattered, each rank updates
+its part of the weights, and the new weights are all-gathered. For n float32 elements and Adam on N ranks, each rank
+holds 4n bytes of weights, 4n of gradients and 8n/N of state, where DistributedOptimizer holds 8n of state; the traffic
+is that of an allreduce.
 
-Why this design. The wrapped Keras optimizer does the update: it is given, for each variable, a flat tf.Variable
-that holds this rank's part while the step needs it and nothing else, so its state is as large as the part. The
-hooks are DistributedOptimizer's (see keras.optimizer): `_clip_gradients` gets whole gradients
-and returns parts; `_backend_update_step` updates the parts and gathers the weights. All that Keras does by
-variable (exclusion from weight decay, clipping, averages, accumulation) stays by variable.
+The wrapped Keras optimizer computes the update. For each variable it is given a flat tf.Variable that holds this
+rank's part, and only during the step, so its state is as large as the part. The hooks are those of DistributedOptimizer
+(see keras.optimizer): `_clip_gradients` takes whole gradients and returns parts; `_backend_update_step` updates the
+parts and gathers the weights. What Keras does per variable (exclusion from weight decay, clipping, averages,
+accumulation) remains per variable.
 
-Gradient accumulation (gradient_accumulation_steps) keeps whole sums on each rank: 4n more, as without sharding.
+Gradient accumulation (gradient_accumulation_steps) keeps whole sums on each rank: 4n bytes more, as without sharding.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hvdtrain.parallel.zero.partition import bounded_groups
 from hvdtrain.parallel.zero.reducer import ShardedReducer
 
 _ACCUMULATOR = "gradient_accumulator"
-"""Keras's name of a sum of gradients."""
+"""Keras's name for the accumulated gradient of a variable."""
 
 GATHERED_BYTES = 32 * 2**20
-"""Whole weights that arrive at a time: enough for full speed, little beside a model worth sharding."""
+"""Size of the groups in which weights are gathered: enough for full speed, little compared with the model."""
 
 
 class _Sharded(_Distributed):
-    """Methods that ShardedOptimizer lays over the wrapped optimizer's class."""
+    """Mixin of methods that ShardedOptimizer puts before those of the wrapped optimizer's class."""
 
     hvdtrain_reducer: ShardedReducer
     hvdtrain_parts: dict[int, tf.Variable]
@@ -72,7 +72,7 @@ class _Sharded(_Distributed):
             )
         super().register_local_var(var)
 
-    # Building: state as large as the parts.
+    # Building: state of the size of the parts.
 
     def build(self, variables: Any) -> None:
         if self.built:  # type: ignore[attr-defined]
@@ -111,14 +111,14 @@ class _Sharded(_Distributed):
     # A step.
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-        # Parts are empty between the steps, and XLA knows no variable that changes its shape.
+        # Parts are empty between steps, and XLA has no variables of changing shape.
         with outside_clusters():
             super()._backend_apply_gradients(grads, trainable_variables)
 
     def _clip_gradients(self, grads: Any) -> Any:
         clipped = super()._clip_gradients(grads)
         for gradient, variable in zip(clipped, self.hvdtrain_reducer.pending, strict=True):
-            # Not before the gradient is here: a graph would take all parts at its beginning.
+            # Only after the gradient is there: otherwise a graph would read all parts at its beginning.
             with tf.control_dependencies([gradient]):
                 self._part(variable).assign(self._part_of(variable))
         return clipped
@@ -145,7 +145,7 @@ class _Sharded(_Distributed):
             super()._update_model_variables_moving_average(parts)  # type: ignore[misc]
 
     def _overwrite_model_variables_with_average_value(self, trainable_variables: Any) -> None:
-        # A collective, also at the end of training: finalize_variable_values.
+        # A collective, also at the end of training (finalize_variable_values).
         averages = self._model_variables_moving_average  # type: ignore[attr-defined]
         pairs = [
             (v, averages[self._get_variable_index(v)])  # type: ignore[attr-defined]
@@ -155,16 +155,16 @@ class _Sharded(_Distributed):
         self._set_whole([v for v, _ in held], [average for _, average in held], "averages")
 
     def _part(self, variable: Any) -> tf.Variable:
-        """The flat tf.Variable for this rank's part of `variable`."""
+        """Return the flat tf.Variable for this rank's part of `variable`."""
         return self.hvdtrain_parts[id(tf_variable(variable))]
 
     def _part_of(self, variable: Any) -> tf.Tensor:
-        """This rank's part of the value of `variable`."""
+        """Return this rank's part of the value of `variable`."""
         flat = tf.reshape(tf_variable(variable).read_value(), [-1])
         return self.hvdtrain_reducer.partition(variable).of(flat)
 
     def _set_whole(self, variables: Sequence[Any], parts: Sequence[tf.Tensor], what: str) -> None:
-        """Give `variables` the values whose parts the ranks hold."""
+        """Gather `parts` over the ranks and assign the whole values to `variables`."""
         reducer = self.hvdtrain_reducer
         for variable, part in zip(variables, parts, strict=True):
             part.set_shape([reducer.partition(variable).size])
@@ -173,7 +173,7 @@ class _Sharded(_Distributed):
         for group in bounded_groups([_bytes_of(v) for v in variables], GATHERED_BYTES):
             held = [pairs[place] for place in group]
             names = [f"{what}_{self._get_variable_index(v)}" for v, _ in held]  # type: ignore[attr-defined]
-            # Not all at once: beside the weights there is room for one group.
+            # One group at a time, to bound the memory needed beside the weights.
             with tf.control_dependencies(arrived):
                 whole = reducer.whole([part for _, part in held], [v for v, _ in held], names)
                 arrived = [
@@ -185,11 +185,11 @@ class _Sharded(_Distributed):
 
     @contextmanager
     def whole_state(self) -> Iterator[None]:
-        """In this block rank 0 of the process set can save the optimizer. A collective at its beginning."""
+        """Allow rank 0 of the process set to save the optimizer inside the block. Entering it is a collective."""
         keeps = self.process_set.rank() == 0
         whole: list[np.ndarray] = []
         for piece in optimizer_pieces(self):
-            value = piece.read()  # The other ranks hold one array at a time.
+            value = piece.read()  # Ranks other than 0 hold one array at a time.
             if keeps:
                 whole.append(value)
         object.__setattr__(self, "hvdtrain_whole", whole if keeps else None)
@@ -199,7 +199,11 @@ class _Sharded(_Distributed):
             object.__setattr__(self, "hvdtrain_whole", None)
 
     def whole_values(self) -> list[np.ndarray]:
-        """Return the whole arrays of `variables`, inside `whole_state` on rank 0 of the process set."""
+        """Return the whole arrays of `variables`, on rank 0 of the process set inside `whole_state`.
+
+        Raises:
+            UsageError: Called on another rank or outside `whole_state`.
+        """
         if self.hvdtrain_whole is None:
             raise UsageError(
                 f"The state of this optimizer is spread over {self.process_set.size()} ranks, and "
@@ -209,23 +213,23 @@ class _Sharded(_Distributed):
         return self.hvdtrain_whole
 
     def set_whole_values(self, values: Sequence[Any]) -> None:
-        """Give each of `variables` its part of the whole array in `values`."""
+        """Assign to each of `variables` this rank's part of the whole array in `values`."""
         for piece, value in zip(optimizer_pieces(self), values, strict=True):
             piece.write(np.asarray(value))
 
     def load_whole_values(self, values: Sequence[Any]) -> None:
-        """Take whole arrays from a file, and keep them until `share_loaded`: one rank may load for all."""
+        """Load whole arrays from a file, and keep them until `share_loaded`, as only one rank may have loaded them."""
         values = [np.asarray(value) for value in values]
         self.set_whole_values(values)
         object.__setattr__(self, "hvdtrain_loaded", values)
 
     def share_loaded(self) -> None:
-        """Give all ranks what rank 0 has loaded from a file since the last call. A collective."""
+        """Broadcast the state that rank 0 has loaded from a file since the last call. A collective."""
         loaded = self.hvdtrain_loaded
         object.__setattr__(self, "hvdtrain_loaded", None)
         ranks = self.process_set
         if not ranks.are_all():
-            return  # Also a model in parts: its ranks load their own.
+            return  # Also for a divided model, whose ranks load their own state.
         did = ranks.broadcast(loaded is not None, 0, "hvdtrain_zero_loaded")
         if not did:
             return
@@ -247,8 +251,8 @@ class _Sharded(_Distributed):
 
 
 def _begin(optimizer: Any) -> None:
-    """Give `optimizer`, of a sharded class, what it needs."""
-    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    """Set the attributes that a sharded optimizer needs."""
+    # Not through Keras's __setattr__, which would track (and save) the values.
     reducer = ShardedReducer(optimizer.hvdtrain_reduction)
     for name, value in {
         "hvdtrain_reducer": reducer,
@@ -261,7 +265,7 @@ def _begin(optimizer: Any) -> None:
 
 
 def _empty_part(variable: Any) -> tf.Variable:
-    """Return a variable that holds no element, and a part of `variable` during steps."""
+    """Return an empty variable, which holds this rank's part of `variable` during steps."""
     dtype = tf.as_dtype(variable.dtype)
     with tf.init_scope():
         return tf.Variable(tf.zeros([0], dtype), shape=[None], trainable=False, dtype=dtype)
@@ -272,25 +276,28 @@ def ShardedOptimizer(
     process_set: hvd.ProcessSet | Communicator | None = None,
     name: str | None = None,
 ) -> Any:
-    """Make a Keras optimizer average its gradients and keep its state in parts, one on each rank.
+    """Wrap a Keras optimizer so that it averages gradients over ranks and shards its state (ZeRO stage 1).
 
-    The optimizer is changed in place and returned; it stays an instance of its class. With one rank it
-    is what DistributedOptimizer makes.
+    The optimizer is changed in place and returned; it remains an instance of its class. With one rank the result is
+    that of DistributedOptimizer.
 
     Args:
-        optimizer: a keras.optimizers.Optimizer that updates element by element (SGD, Adam and its
+        optimizer: A keras.optimizers.Optimizer that updates element by element (SGD, Adam and its
             relatives, Lion, Ftrl; not Lamb, Muon, Adafactor), or a LossScaleOptimizer around one.
-        process_set: the ranks that hold the same variables; default all.
-        name: part of the collectives' names; the same on every rank.
+        process_set: Ranks that hold the same variables; None: all ranks.
+        name: Prefix for the names of the collectives; the same on every rank.
+
+    Returns:
+        The same optimizer.
 
     Raises:
-        UsageError: an optimizer that needs whole variables, or that is distributed already.
+        UsageError: The optimizer needs whole variables, or is distributed already.
     """
     return shard(optimizer, Reduction(name=name, process_set=ranks_of(process_set)))
 
 
 def shard(optimizer: Any, reduction: Reduction) -> Any:
-    """Make a plain Keras optimizer keep its state in parts, over the ranks of `reduction`; return `optimizer`."""
+    """Shard the state of a plain Keras optimizer over the ranks of `reduction`; return `optimizer`."""
     inner = require_plain(optimizer)
     require_elementwise(inner, "cannot be sharded")
     if reduction.process_set.size() == 1:
@@ -305,7 +312,7 @@ def _bytes_of(variable: Any) -> int:
 
 
 def _shard(optimizer: Any, reduction: Reduction) -> None:
-    """Make `optimizer` an instance of a sharded subclass of its class; state that it has is divided."""
+    """Make `optimizer` an instance of a sharded subclass of its class, and divide the state that it has."""
     prepare_keras()
     correct_loss_scaling()
     prepare_saving()
