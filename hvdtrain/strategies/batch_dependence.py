@@ -1,8 +1,8 @@
-"""Layers and losses that treat a part of a batch differently from the whole batch, as far as a model shows.
+"""Find layers and losses that may treat a part of a batch differently from the whole batch.
 
-Two kinds of Keras's layers do so by nature: those that normalize by the statistics of a batch, and those that draw
-random numbers. No way of adding up gradients makes them those of one worker, so they are named before training starts,
-and are off while the probe judges the rest of the model.
+Two kinds of Keras layers do so by design: those that normalize by batch statistics, and those that draw random numbers.
+No sum of gradients can make them equal to one worker's, so they are named in a warning before training starts, and are
+switched off while the probe tests the rest of the model.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 import keras
 
 KNOWN = ("keras.", "hvdtrain.")
-"""Packages whose layers treat each example alone, except those named below."""
+"""Packages whose layers treat each example independently, except those named below."""
 RATES = ("rate", "stddev", "dropout", "recurrent_dropout")
-"""Attributes by which layers draw; at 0 they do not. Image augmentation has none of them, and always draws."""
+"""Attributes of layers that draw random numbers; at 0 they draw none. Image augmentation layers lack them and always
+draw."""
 
 
 def normalizes(layer: Any) -> bool:
-    """Whether it normalizes by the batch, on one worker or over all of them."""
+    """Return whether `layer` normalizes by batch statistics, on one worker or over all of them."""
     return isinstance(layer, keras.layers.BatchNormalization)
 
 
 def has_generator(layer: Any) -> bool:
-    """Whether it is a layer of Keras's that may draw random numbers in training."""
+    """Return whether `layer` is a Keras layer that may draw random numbers in training."""
     generators = (getattr(layer, name, None) for name in ("seed_generator", "generator"))
     return type(layer).__module__.startswith("keras.") and any(
         isinstance(one, keras.random.SeedGenerator) for one in generators
@@ -32,7 +33,7 @@ def has_generator(layer: Any) -> bool:
 
 
 def warning_by_nature(model: keras.Model) -> str | None:
-    """Return a warning if a built model's result depends on the number of workers; None if it does not."""
+    """Return a warning if a built model's result depends on the number of workers, or None."""
     layers = list(model._flatten_layers())
     own = [f"{layer.name!r}" for layer in layers if normalizes_by_share(layer)]
     random = [f"{layer.name!r}" for layer in layers if draws(layer)]
@@ -52,33 +53,33 @@ def warning_by_nature(model: keras.Model) -> str | None:
 
 
 def normalizes_by_share(layer: Any) -> bool:
-    """Whether it normalizes by a part of the batch where it is given one."""
+    """Return whether `layer` normalizes by the statistics of only that part of the batch which it is given."""
     synchronized = getattr(layer, "hvdtrain_synchronized", False)
     return normalizes(layer) and layer.trainable and not synchronized
 
 
 def draws(layer: Any) -> bool:
-    """Whether it is a layer of Keras's that draws random numbers in training."""
+    """Return whether `layer` is a Keras layer that draws random numbers in training."""
     rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
     return has_generator(layer) and (not rates or any(rates))
 
 
 def some(names: list[str]) -> str:
-    """Return the first three of `names`, and how many more there are."""
+    """Return the first three of `names`, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = ()) -> str | None:
-    """Return a warning if a built model may train differently on parts of a batch; None if not.
+    """Return a warning if a built model may train differently on parts of a batch, or None.
 
-    For ways of training in which no rank can try a step before the first one: pipeline stages, of which none has all of
-    the model, and the replicas of tf.distribute.
+    For strategies in which no rank can try a step beforehand: pipeline stages, as none holds the whole model, and the
+    replicas of tf.distribute.
 
     Args:
-        model: all of it.
-        part: what a part is called, such as "a micro-batch".
-        own_losses: names of compiled losses that are not Keras's.
+        model: Whole model.
+        part: Name of a part, such as "a micro-batch".
+        own_losses: Names of the compiled losses that are not Keras's.
     """
     layers = list(model._flatten_layers())
     found = {

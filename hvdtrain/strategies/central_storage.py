@@ -1,8 +1,8 @@
-"""CentralStorage: the variables on one device, replicas on the GPUs of one machine.
+"""CentralStorage: variables on one device, replicas on the GPUs of one machine.
 
-Each replica reads the variables from their device and computes its rows of the global batch; the gradients come
-together where the variables are, and the optimizer runs there, once. On one machine Horovod is usually faster:
-this is for models whose optimizer state (or embedding tables) fits the host's memory but no GPU's.
+Each replica reads the variables from their device and computes its rows of the global batch. The gradients are reduced
+on that device, where the optimizer runs once. On one machine Horovod is usually faster: this strategy is for models
+whose optimizer state (or embedding tables) fits in the host's memory but not in a GPU's.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ HINT = (
 
 
 class CentralStorage(ReplicaStrategy):
-    """Several replicas in one process, which share the variables on one device.
+    """Several replicas in one process that share variables on one device.
 
     Args:
-        compute_devices: such as ["GPU:0", "GPU:1"], a replica on each. Default: all GPUs; without GPUs
+        compute_devices: Devices such as ["GPU:0", "GPU:1"], with one replica on each. Default: all GPUs; without GPUs,
             as many logical CPU devices as HVDTRAIN_REPLICAS says.
-        parameter_device: of the variables; default "CPU:0".
+        parameter_device: Device of the variables.
     """
 
     name: ClassVar[str] = CENTRAL_STORAGE
@@ -102,5 +102,5 @@ class CentralStorage(ReplicaStrategy):
 
 
 def _short(device: str) -> str:
-    """`/device:GPU:0`, `gpu:0` -> `GPU:0`."""
+    """Shorten `/device:GPU:0` or `gpu:0` to `GPU:0`."""
     return ":".join(device.rsplit(":", 2)[-2:]).rsplit("/", 1)[-1].upper()

@@ -1,9 +1,9 @@
-"""Decisions: does a step choose between two ways by numbers of a worker's own examples?
+"""Find branches of a training step that depend on values of a worker's own examples.
 
-A step that leaves out a batch whose loss is large, or clips a gradient that is, may add up on the few examples that
-the probe tries, and not on those that come later: each worker decides by its own part of the batch. Such a choice
-stands in the step's graph, where it is looked for while the first step is traced: from the gradients back to the data.
-Choices that Keras's layers make are theirs to get right.
+A step that skips a batch with a large loss, or clips a large gradient, may add up on the few examples that the probe
+tries, but not on later ones: each worker decides by its own part of the batch. Such a decision is an operation in the
+step's graph; it is looked for while the first step is traced, from the gradients back to the data. Decisions inside
+Keras's layers are assumed to be correct.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BODIES = {
     "If": ("then_branch", "else_branch"),
     "StatelessIf": ("then_branch", "else_branch"),
 }
-"""Operations that run other graphs, and the attributes that name these."""
+"""Operations that run other graphs, and the attributes that name those."""
 BRANCHES = ("If", "StatelessIf")
-"""Those whose first input says which graph runs."""
+"""Of these, the ones whose first input selects the graph to run."""
 PRODUCTS = ("MatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
-"""Operations that sum over examples, though their inputs may have the shape of their result."""
+"""Operations that sum over examples, although their inputs may have the shape of their result."""
 
 _TENSORFLOW = Path(tf.__file__).parent
 _KERAS = Path(keras.__file__).parent
@@ -46,20 +46,20 @@ _OPERATIONS_OF_KERAS = tuple(_KERAS / "src" / name for name in ("ops", "backend"
 _OURS = Path(hvdtrain.__file__).parent
 
 Names = set[str]
-"""Of tensors of one graph."""
+"""Names of tensors of one graph."""
 
 
 def telling_decisions(
     model: keras.Model, step: Callable[[Any], Any], tell: Callable[[str], None]
 ) -> Callable[[Any], Any]:
-    """Return `step`, which calls `tell` with what is to be said of the first decision on the way to an update, if any.
+    """Wrap `step` so that tracing it passes a warning about its first decision, if any, to `tell`.
 
-    That is while it is traced, and once for each update. Only the first trace is looked at: in a later one a share
-    may have one example, whose numbers look like those of a whole batch.
+    `tell` is called once for each application of gradients that depends on a decision. Only the first trace is
+    examined: in a later one a share may have one example, whose values look like those of a whole batch.
 
     Raises:
-        UsageError: while it is traced: by such a decision the step applies gradients or not, and some workers would
-            wait for others.
+        UsageError: While tracing: the step applies gradients or not depending on such a decision, so that some workers
+            would wait for others.
     """
     traced = False
 
@@ -67,11 +67,11 @@ def telling_decisions(
         where = first_decision([g for g, _ in pairs if g is not None], _own_state(model))
         if where:
             tell(_text(model, where))
-        return False  # The optimizer goes on to apply them.
+        return False  # The optimizer applies them.
 
     def watched(data: Any) -> Any:
         nonlocal traced
-        if traced or tf.executing_eagerly():  # There is no graph.
+        if traced or tf.executing_eagerly():  # Eager execution has no graph.
             return step(data)
         with contextlib.ExitStack() as stack:
             for optimizer in optimizers_of(model):
@@ -86,17 +86,15 @@ def telling_decisions(
 
 
 def first_decision(gradients: Sequence[Any], own_state: Iterable[tf.Variable] = ()) -> str:
-    """Return the line of code where the first decision on the way to `gradients` is made: "train.py:41: the code".
-
-    Empty: there is none.
+    """Return the line of code of the first decision on the way to `gradients`, such as "train.py:41: the code", or "".
 
     Args:
-        gradients: tensors, IndexedSlices, or variables that hold some.
-        own_state: variables that each worker has for itself.
+        gradients: Tensors, IndexedSlices, or variables that hold gradients.
+        own_state: Variables whose values differ between workers.
     """
     known = _handles(own_state)
     dense = [g for g in gradients if tf.is_symbolic_tensor(g)]
-    # The slices of a lookup are those of single examples: nothing stands behind their sum.
+    # The slices of a lookup belong to single examples, so no sum over examples lies behind them.
     slices = [g.values for g in gradients if isinstance(g, tf.IndexedSlices)]
     waiting = [*dense, *(values for values in slices if tf.is_symbolic_tensor(values))]
     while waiting:
@@ -105,7 +103,7 @@ def first_decision(gradients: Sequence[Any], own_state: Iterable[tf.Variable] = 
         reduced = [gradient for gradient in dense if gradient.graph is graph]
         if line := _first(values, reduced, _own(graph, _fed(graph, known))):
             return line
-        # A branch that applies gradients takes them from outside.
+        # A branch that applies gradients captures them from the outer graph.
         outside = {n: t for n, t in _captured(graph).items() if tf.is_symbolic_tensor(t)}
         dense += [outside[name] for name in _behind(reduced) & outside.keys()]
         waiting = [value for value in waiting if value.graph is not graph]
@@ -114,7 +112,7 @@ def first_decision(gradients: Sequence[Any], own_state: Iterable[tf.Variable] = 
 
 
 def first_parting(graph: Any, own_state: Iterable[tf.Variable] = ()) -> str:
-    """Return the line of code where `graph` first communicates or not by numbers of a worker's own; "" if nowhere."""
+    """Return the line of code where `graph` first communicates depending on a worker's own values, or ""."""
     return _first_parting(graph, _own(graph, _fed(graph, _handles(own_state))))
 
 
@@ -146,13 +144,13 @@ def _handles(variables: Iterable[tf.Variable]) -> set[int]:
 
 
 def _captured(graph: Any) -> dict[str, Any]:
-    """Return what a graph takes from outside, by the name that it has inside."""
+    """Return the tensors that a graph captures, by their names inside it."""
     return {inside.name: outside for outside, inside in getattr(graph, "captures", ())}
 
 
 def _fed(graph: Any, known: set[int]) -> Names:
-    """Return what a graph is given that each worker has for itself: its arguments, and variables that are `known`."""
-    # What was computed before tracing is the same on all workers, and so are their variables.
+    """Return the inputs of a graph whose values differ between workers: its arguments, and variables in `known`."""
+    # Values computed before tracing, and all other variables, are the same on all workers.
     captured = _captured(graph)
     outer: dict[int, Names] = {}
     found: Names = set()
@@ -176,10 +174,10 @@ def _fed(graph: Any, known: set[int]) -> Names:
 
 
 def _own(graph: Any, fed: Names) -> Names:
-    """Return what depends on `fed`, and is not the same on all workers."""
+    """Return the tensors that depend on `fed` and so may differ between workers."""
     found = set(fed)
     for op in graph.get_operations():
-        # What Horovod returns, all workers have.
+        # The results of Horovod's operations are the same on all workers.
         if op.type in FORMS or op.type.startswith("Horovod"):
             continue
         if not any(tensor.name in found for tensor in op.inputs):
@@ -195,27 +193,27 @@ def _own(graph: Any, fed: Names) -> Names:
 
 
 def _bodies(op: tf.Operation) -> list[tuple[Any, Sequence[tf.Tensor]]]:
-    """Return the graphs that `op` runs, each with what it gives them."""
+    """Return the graphs that `op` runs, each with its inputs."""
     inputs = op.inputs[1:] if op.type in BRANCHES else op.inputs
     names = [op.get_attr(attribute).name for attribute in BODIES.get(op.type, ())]
-    # Those of a loaded model may not be known here.
+    # Functions of a loaded model may be unknown here.
     known = [function for name in names if (function := op.graph._get_function(name))]
     return [(function.graph, inputs) for function in known]
 
 
 def _passed(inputs: Sequence[tf.Tensor], body: Any, names: Names) -> Names:
-    """Return the names inside a body of those of its `inputs` that are among `names`."""
+    """Return the names inside `body` of those `inputs` whose names are in `names`."""
     pairs = zip(inputs, body.inputs, strict=False)
     return {inside.name for given, inside in pairs if given.name in names}
 
 
 def _first(values: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], own: Names) -> str:
-    """Return what `first_decision` does, of one graph.
+    """Return the line of the first decision within one graph; see `first_decision`.
 
     Args:
-        values: that lead to gradients.
-        reduced: those of them that are sums over the examples.
-        own: what each worker has for itself.
+        values: Tensors that lead to gradients.
+        reduced: Those of them that are sums over examples.
+        own: Tensors that differ between workers.
     """
     needed = _ancestors(values)
     behind = _behind(reduced)
@@ -236,8 +234,8 @@ def _first(values: Sequence[tf.Tensor], reduced: Sequence[tf.Tensor], own: Names
 
 def _decides(op: tf.Operation) -> bool:
     if op.type in LIMITS:
-        return op.outputs[0].dtype.is_floating  # Others are places and lengths.
-    # What is given to a body was decided outside.
+        return op.outputs[0].dtype.is_floating  # Integers are positions and lengths.
+    # The inputs of a body were decided outside it.
     return op.outputs[0].dtype == tf.bool and op.type != "Placeholder"
 
 
@@ -253,7 +251,7 @@ def _ancestors(values: Iterable[tf.Tensor]) -> Names:
 
 
 def _behind(reduced: Iterable[tf.Tensor]) -> Names:
-    """Return what lies between the sum over the examples and `reduced`."""
+    """Return the tensors between the sum over the examples and `reduced`."""
     found: Names = set()
     waiting = list(reduced)
     while waiting:
@@ -270,7 +268,7 @@ def _behind(reduced: Iterable[tf.Tensor]) -> Names:
 
 
 def _line_of_user(op: tf.Operation) -> str:
-    """Return where the code stands that made `op`; empty if it is Keras's or our own."""
+    """Return the line of code that made `op`, or "" if that is in Keras or hvdtrain."""
     for frame in reversed(op.traceback or ()):
         path = Path(frame.filename)
         if path.is_relative_to(_TENSORFLOW) or _is_under(path, _OPERATIONS_OF_KERAS):

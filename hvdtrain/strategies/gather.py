@@ -1,7 +1,7 @@
-"""Predictions of all ranks, put together in the order of the examples.
+"""Gather the predictions of all ranks in the order of the examples.
 
-What Keras's predict returns for the whole batches: one array for each output, a ragged tensor where
-the batches' outputs differ in an inner dimension, strings as an array of bytes.
+The result is that of Keras's predict on the whole batches: one array for each output, a ragged tensor where batches
+differ in an inner dimension, and arrays of bytes for strings.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hvdtrain.errors import UsageError
 def gather_predictions(
     outputs: Iterable[tuple[Share, Any]], ranks: Communicator = ALL_RANKS
 ) -> Any:
-    """Return the outputs for all examples of all the ranks. Two collectives for each output.
+    """Return the outputs for the examples of all ranks. A collective, with two operations per output.
 
     Args:
-        outputs: each step's share and this rank's output for it: a tensor, or a structure of them,
-            whose leading dimension is the share's examples (one filler on an idle rank).
-        ranks: those that hold the shares.
+        outputs: Share of each step, with this rank's output for it: a tensor, or a structure of tensors, whose leading
+            dimension is that of the share's data (one filler example on an idle rank).
+        ranks: Ranks that hold the shares.
 
     Returns:
-        NumPy arrays of (examples, ...) in the structure of the outputs; a tf.RaggedTensor for an output
+        NumPy arrays of shape (examples, ...) in the structure of the outputs; a tf.RaggedTensor for an output
         whose inner dimensions differ between batches.
 
     Raises:
-        UsageError: on all ranks: there are no batches.
+        UsageError: On all ranks: there are no batches.
     """
     steps: list[list[np.ndarray]] = []
     begins: list[int] = []
@@ -56,7 +56,7 @@ def gather_predictions(
 def _gathered(
     steps: Sequence[np.ndarray], begins: Sequence[int], name: str, ranks: Communicator
 ) -> list[np.ndarray]:
-    """Return every rank's part of every step, by the position at which it begins; idle ones are left out."""
+    """Return every rank's part of every step in the order of the examples, without those of idle ranks."""
     own = [(begin, *part.shape) for begin, part in zip(begins, steps, strict=True)]
     places = ranks.allgather(np.array(own), f"{name}_places").numpy()
     flat = _values(np.concatenate([part.reshape(-1) for part in steps]), name, ranks)
@@ -73,18 +73,18 @@ def _values(own: np.ndarray, name: str, ranks: Communicator) -> np.ndarray:
         return np.concatenate(
             [np.array(texts, object) for texts in ranks.exchange(own.tolist(), name)]
         )
-    # Not on an accelerator, which need not have room for it.
+    # On the CPU: an accelerator may have no room for it.
     with tf.device("CPU:0"):
         return ranks.allgather(own, name).numpy()
 
 
 def _join(parts: Sequence[np.ndarray]) -> Any:
-    """Return parts of (examples, ...) as one array, or as one ragged tensor."""
+    """Join parts of shape (examples, ...) into one array or one ragged tensor."""
     inner = np.array([part.shape[1:] for part in parts])
     constant = (inner == inner[0]).all(axis=0)
     if constant.all():
         return np.concatenate(parts)
-    # As Keras: ragged from the first inner dimension to the last that differs.
+    # As in Keras: ragged from the first inner dimension to the last one that differs.
     ragged = int(np.flatnonzero(~constant)[-1]) + 1
     return tf.concat(
         [tf.RaggedTensor.from_tensor(part, ragged_rank=ragged) for part in parts], axis=0

@@ -1,8 +1,8 @@
-"""HorovodStrategy: synchronous training, one process per worker. The default.
+"""HorovodStrategy: synchronous training with one process per worker. The default.
 
-It is composed of three parts, so that another way to divide a model over ranks brings a part of its own and leaves
-the others: the groups of ranks that hold the same (collectives.mesh), how a model is built and run (runner), and how
-its state goes to a file and comes back (state).
+It is composed of three parts, so that a new way to divide a model over ranks replaces only one of them: the process
+sets of the mesh (collectives.mesh), the way a model is built and run (runner), and the way its state is saved and
+loaded (training_state).
 """
 
 from __future__ import annotations
@@ -39,16 +39,18 @@ from hvdtrain.strategies.training_state import State, WholeState, broadcast, bro
 
 
 class HorovodStrategy(Strategy):
-    """Each rank computes its share of the global batch; the gradients are reduced by Horovod.
+    """Synchronous training: each rank computes its share of the global batch, and Horovod reduces the gradients.
 
     Args:
-        mesh: the ranks; None: each of them has the whole model.
-        runner: makes the part that builds and runs the model, at this rank's position.
-        state: makes the part that saves and loads.
-        wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state.
+        mesh: Mesh of ranks. None: each rank has the whole model.
+        runner: Makes the Runner that builds and runs the model, given this rank's position.
+        state: Makes the State that saves and loads, given this rank's position.
+        wrap: Makes a plain Keras optimizer reduce its gradients, and possibly shard its state.
 
     Attributes:
-        position: of this rank, once it has started.
+        position: Position of this rank in the mesh, after `start`.
+        runner: Builds and runs the model.
+        state: Saves and loads.
     """
 
     name: ClassVar[str] = "horovod"
@@ -75,7 +77,7 @@ class HorovodStrategy(Strategy):
         return rank
 
     def stand(self, here: Position) -> None:
-        """Take this rank's place among the others."""
+        """Set this rank's position, and all that depends on it."""
         self.position = here
         self.part = Part(here.data_index, here.mesh.data)
         self.workers = here.mesh.data
@@ -92,7 +94,7 @@ class HorovodStrategy(Strategy):
         return self.runner.inputs(model)
 
     def distribute(self, optimizer: Any) -> Any:
-        # Weighted by their shares before they are accumulated, the ranks' gradients add up.
+        # Gradients weighted by their shares before accumulation add up over the ranks.
         weighted = self.workers > 1
         if not is_distributed(optimizer):
             if self.position.mesh.tensor > 1:
@@ -132,7 +134,7 @@ class HorovodStrategy(Strategy):
         broadcast_state(model, self.position, without)
 
     def check_step(self, model: keras.Model, when: str) -> None:
-        # Statistics of a step differ by nature; they are averaged when the epoch ends.
+        # Statistics differ within an epoch; they are averaged at its end.
         self._compare(trained_variables(model), when)
 
     def check(self, model: keras.Model, when: str) -> None:
@@ -166,7 +168,7 @@ class HorovodStrategy(Strategy):
 
 
 def _check_reduction(reduction: Reduction) -> None:
-    """Raise UsageError for a distributed optimizer that does something else than the Trainer promises."""
+    """Raise UsageError unless a distributed optimizer averages gradients over all ranks."""
     if reduction.op != Average:
         raise UsageError(
             "Trainer averages the gradients exactly over all examples: pass an optimizer "

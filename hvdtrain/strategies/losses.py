@@ -1,17 +1,17 @@
-"""Losses that are exact over shares of a batch: of ranks, of micro-batches, of replicas in one process.
+"""Losses that are exact over parts of a batch: shares of ranks, micro-batches, rows of replicas.
 
-The Trainer weighs each part's loss by its share, examples / global examples, and adds the gradients up. For
-a mean over examples that is the mean over the global batch: sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n.
-Weight penalties, equal on all ranks, count once. Two kinds of losses need a factor more, c, so that
-sum_r (n_r / n) c_r L_r is what one worker gets:
+The Trainer weights the loss of each part by its share, examples / global examples, and sums the gradients. For a mean
+over examples that yields the mean over the global batch: sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n. Weight penalties,
+equal on all ranks, count once. Two kinds of losses need another factor, c, so that sum_r (n_r / n) c_r L_r is the
+loss on one worker:
 
 - a sum over examples: c_r = n / n_r;
-- a mean over the unmasked entries (padding, ignore_class), or over sample weights, whose divisor D_r differs
-  between the ranks by other than n_r: c_r = (D_r / D) / (n_r / n), D being the sum of the D_r: one small
-  allreduce a step, or what whoever computes the losses in parts knows.
+- a mean over unmasked entries (padding, ignore_class) or over sample weights, whose divisor D_r is not proportional to
+  n_r: c_r = (D_r / D) / (n_r / n), where D is the sum of the D_r. It comes from one small allreduce per step, or from
+  the code that computes the losses in parts.
 
-A loss becomes an instance of a subclass of its class, in place, as the optimizer does, and files name the
-original.
+A loss is changed in place into an instance of a subclass of its class, like the optimizer; files record the original
+class.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from hvdtrain.keras_internals.overlay import overlay
 
 @dataclass(frozen=True)
 class TotalOfRanks:
-    """Asks the other ranks, by an allreduce in the step that computes the loss.
+    """Sums a loss's divisor over the ranks, by an allreduce in the step that computes the loss.
 
     Attributes:
-        ranks: that compute the parts.
+        ranks: Ranks that compute the parts.
     """
 
     ranks: Communicator
@@ -46,10 +46,10 @@ class TotalOfRanks:
 
 
 class _ExactLoss:
-    """Lays the factor c over the __call__ of a keras.losses.Loss."""
+    """Mixin that multiplies the result of a keras.losses.Loss by the factor c."""
 
     hvdtrain_mask: Any = None
-    """Of what `call` has just found: entries that the loss itself leaves out."""
+    """Mask of the values that `call` has just computed: the entries that the loss itself ignores."""
     hvdtrain_warned = False
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
@@ -94,20 +94,20 @@ def _over_share(value: tf.Tensor, share: tf.Variable) -> tf.Tensor:
 
 
 def make_exact(model: keras.Model) -> None:
-    """Give the losses of a built, compiled model the factor that they need in a step; elsewhere they are Keras's."""
+    """Make the losses of a built, compiled model exact within a step; outside a step they remain Keras's."""
     for loss in compiled_losses(model):
         overlay(loss, _ExactLoss)
     object.__setattr__(model, "_compute_loss", functools.partial(_exact_total, model))
 
 
 def _exact_total(model: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    """What compute_loss returns, weighed so that over the ranks its gradient adds up, and its mean is theirs."""
+    """Return the result of compute_loss, weighted so that its gradients add up over ranks, and its mean is kept."""
     loss = type(model)._compute_loss(model, *args, **kwargs)
     step = current_step()
     if step is None:
         return loss
     if tf.is_tensor(loss) and loss.shape.rank != 0:
-        # A tape takes the gradient of its sum, and the logs show its mean.
+        # The tape differentiates the sum of the elements, and the logs show their mean.
         mean, total = tf.reduce_mean(loss), _over_share(tf.reduce_sum(loss), step.share)
         return tf.stop_gradient(mean - total) + total
     return _over_share(loss, step.share) if step.loss_is_sum else loss

@@ -1,6 +1,6 @@
-"""A model in a .keras file: written whole or not at all, and read into a model that exists already.
+"""Write a model to a .keras file, complete or not at all, and read such a file into an existing model.
 
-Reading takes nothing from the file but numbers: the model and its optimizer are the program's own.
+Only numbers are read from the file: the model and its optimizer are created by the program.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hvdtrain.keras_internals.variables import variable_name
 Places = Mapping[str, tuple[Any, tuple[int, ...]]]
 WEIGHTS_ALONE = ".weights.h5"
 NEW_OPTIMIZER = 2
-"""Iterations and learning rate: the state that an optimizer has before it is built."""
+"""Number of variables of an unbuilt optimizer: iterations and learning rate."""
 
 
 def write_model(model: keras.Model, path: Path) -> None:
     """Write a .keras or .weights.h5 file; see keras_internals.file_writes.
 
     Raises:
-        UsageError: the file cannot be written: its folder cannot be made, the disk is full, a folder has its name.
+        UsageError: The file cannot be written: its folder cannot be made, the disk is full, or a folder has its name.
     """
     prepare_saving()
     write = model.save_weights if path.name.endswith(WEIGHTS_ALONE) else model.save
@@ -41,13 +41,14 @@ def write_model(model: keras.Model, path: Path) -> None:
 
 
 def read_model(model: keras.Model, path: Path) -> bool:
-    """Give `model` the weights and statistics in a .keras file, and its built optimizer the state there.
+    """Load a .keras file into `model`: its weights, its statistics, and the state of its built optimizer.
 
     Returns:
-        Whether the file had an optimizer's state; if not, the model's is left as it is.
+        Whether the file holds an optimizer's state; if not, the optimizer of `model` is left unchanged.
 
     Raises:
-        UsageError: no such file, or one of another model or optimizer: names the first variable, both shapes.
+        UsageError: The model has no variables yet, the file does not exist or cannot be read, or it belongs to another
+            model or optimizer; the message names the first variable that differs, and both shapes.
     """
     require_built(model)
     try:
@@ -63,7 +64,7 @@ def read_model(model: keras.Model, path: Path) -> bool:
 
 
 def require_built(model: keras.Model) -> None:
-    """Raise UsageError if the model has no variables yet that could be loaded."""
+    """Raise UsageError if the model has no variables yet to load."""
     if not (model.built and is_built(model)):
         raise UsageError(
             "load: the model has no variables yet, because the shapes of its inputs are unknown: "
@@ -105,8 +106,8 @@ def _check_shape(
 def _check_optimizer(
     path: Path, stored: Mapping[str, tuple[int, ...]], config: dict[str, Any], optimizer: Any
 ) -> bool:
-    """Return whether the file has an optimizer's state; raise UsageError if it is another optimizer's."""
-    # Not what is inside a LossScaleOptimizer: its variables are among the outer one's, and stand there again.
+    """Return whether the file holds the state of this optimizer; raise UsageError if it is another optimizer's."""
+    # Not the optimizer inside a LossScaleOptimizer: its variables are also stored as the outer one's.
     theirs = [place for place in stored if place.startswith(model_files.OPTIMIZER_VALUES)]
     wanted = model_files.optimizer_places(optimizer)
     inner = inner_of(optimizer)

@@ -1,13 +1,13 @@
-"""Probe: is what a step does with a batch the sum of what it does with the batch's parts?
+"""Probe: test whether the step of a batch is the sum of the steps of its parts.
 
-Training on several workers rests on that: each computes the gradients of its share, and they are added up. It holds
-for losses that are means over examples, and for what losses.py makes exact. It does not for a loss that compares
-examples with each other, a sum in a train_step, a layer that mixes the examples of a batch. Rather than know all of
-these by name, each rank tries: before the first step it runs the model's own train_step on a few of its examples,
-whole and in two uneven parts, and compares the gradients, which nothing applies. Whatever a run assigns is put back.
+Training on several workers relies on it: each computes the gradients of its share, and they are summed. It holds for
+losses that are means over examples, and for those that losses.py makes exact. It does not hold for a loss that compares
+examples with each other, a sum in a train_step, or a layer that mixes the examples of a batch. Instead of a list of
+such cases, each rank runs the model's own train_step on a few of its examples before the first step, whole and in
+two uneven parts, and compares the gradients without applying them. All assignments are undone.
 
-Normalization by the batch and dropout differ by nature (batch_dependence.py), and are off while the probe runs. A step
-that draws other random numbers each time cannot be judged.
+Batch normalization and dropout differ by design (batch_dependence.py) and are off during the probe. A step that draws
+other random numbers each time cannot be judged.
 """
 
 from __future__ import annotations
@@ -43,41 +43,41 @@ from hvdtrain.strategies import batch_dependence
 from hvdtrain.strategies.stateful_updates import Kinds, kinds_of_growth
 
 EXAMPLES = 5
-"""That the probe runs on: parts of 3 and 2, and with fewer examples of other uneven sizes."""
+"""Largest number of examples that the probe uses, in parts of 3 and 2."""
 
 TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
-"""Relative, by the dtype of the computation: 8 and 11 bits, some ten roundings deep. Others: 1e-3; a wrong rule is
-off by about the ratio of the parts' sizes, 0.2 and more."""
+"""Relative tolerance by compute dtype (8 and 11 significant bits, about ten roundings deep); 1e-3 for others. A wrong
+rule is off by about the ratio of the parts' sizes, 0.2 or more."""
 
 DRAWS = "its gradients differ each time it runs on the same examples (random numbers?)"
-"""Why a step cannot be judged that makes its own noise."""
+"""Reason why a step with random gradients cannot be judged."""
 
 STEPS = 16
-"""That may pass until a step applies gradients: one that adds up those of several batches, or trains in turns."""
+"""Most steps to wait for one that applies gradients: a step may accumulate them, or train several models in turn."""
 
 WAITS = f"its first {STEPS} steps apply no gradients"
-"""Why one cannot that waits for longer."""
+"""Reason why a step that waits for longer cannot be judged."""
 
 Marks = dict[str, np.ndarray]
-"""For each variable's name (3,): its gradient projected to one number, which adds up over parts, its norm, and the
-number of its slices if it is sparse."""
+"""For each variable's name, an array of shape (3,): a projection of its gradient to one number, which adds up over
+parts; the norm of the gradient; the number of its slices, 0 if it is dense."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rank found.
+    """The findings of one rank.
 
     Attributes:
-        as_mean: the parts, each times its share, add up to the whole; None: it cannot be said.
-        as_sum: they do so without shares.
-        worst: the variable whose gradient differs most.
-        gap: by how much, relative.
-        once: the places in the model's trainable variables of those whose gradients have as many slices for the
+        as_mean: Whether the gradients of the parts, each times its share, add up to those of the whole; None: unknown.
+        as_sum: Whether they add up without shares.
+        worst: Name of the variable whose gradient differs most.
+        gap: Relative difference of that gradient.
+        once: Indices in the model's trainable variables of those whose sparse gradients have as many slices for the
             whole as for a part.
-        summed, averaged, unclear: the places in `state_of` of what grows by the sum of its parts, by their mean, and
-            otherwise.
-        counted: the places in `counts_of` of what grows by the sum of its parts.
-        why_not: the reason to give for a step that could not be judged.
+        summed, averaged, unclear: Indices in `state_of` of the variables that grow by the sum over the parts, by their
+            mean, and by another rule.
+        counted: Indices in `counts_of` of the variables that grow by the sum over the parts.
+        why_not: Reason why the step could not be judged.
     """
 
     as_mean: bool | None = None
@@ -93,12 +93,12 @@ class Verdict:
 
 
 def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
-    """Return whether the gradients of `data` are those of its parts, put together. No communication.
+    """Test whether the gradients of the parts of `data` add up to those of `data`. No communication.
 
     Args:
-        model: compiled and built, its losses exact (see losses.make_exact).
-        data: as train_step takes it: tensors with at least 2 examples in the leading dimension.
-        step: how a rank's part is weighed.
+        model: Built and compiled model with exact losses (see losses.make_exact).
+        data: Argument of train_step: tensors with at least 2 examples along the leading dimension.
+        step: How a rank's part is weighted.
     """
     size = int(tf.nest.flatten(data)[0].shape[0])
     cut = size // 2 + 1 if size > 2 else 1
@@ -117,10 +117,10 @@ def probe(model: keras.Model, data: Any, step: Step) -> Verdict:
 
 
 def state_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the numbers that a step may change without an optimizer, but for metrics and random seeds."""
+    """Return the numeric variables that a step may change without an optimizer, except metrics and random seeds."""
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     left_out = [*seed_variables(model), *model.metrics_variables, *counted]
-    # A step of the user's may assign to any weight, one that is not trained (a teacher's) too.
+    # A user's train_step may assign to any weight, including untrained ones (those of a teacher).
     held = own_non_trainable_variables(model) if trains_by_keras(model) else model.variables
     known = map(tf_variable, without(held, left_out))
     found = [*known, *untracked_variables(model)]
@@ -128,7 +128,7 @@ def state_of(model: keras.Model) -> list[tf.Variable]:
 
 
 def counts_of(model: keras.Model) -> list[tf.Variable]:
-    """Return the states of means and sums, and of a user's metrics: those that may be given a number for a batch."""
+    """Return the states of metrics that may be given one number per batch: means, sums and the user's own metrics."""
     general = [m for m in metrics_of(model) if not is_known_to_add_up(m)]
     own = [m for m in general if m is not getattr(model, "_loss_tracker", None)]
     found = [tf_variable(v) for v in unique(v for metric in own for v in metric.variables)]
@@ -136,7 +136,7 @@ def counts_of(model: keras.Model) -> list[tf.Variable]:
 
 
 def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float]) -> Kinds:
-    """Return how what `state_of` and `counts_of` name, one behind the other, grows in a step."""
+    """Return how the variables of `state_of`, followed by those of `counts_of`, grow in a step."""
     variables = [*state_of(model), *counts_of(model)]
 
     def run(part: Any) -> None:
@@ -147,13 +147,13 @@ def _kinds(model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence
         with unchanged(model), _repeatable(model):
             return kinds_of_growth(variables, run, data, parts, shares)
     except Exception:
-        return Kinds()  # As below.
+        return Kinds()  # The step may not run on a part; see _verdict.
 
 
 def _verdict(
     model: keras.Model, data: Any, parts: Sequence[Any], shares: Sequence[float], step: Step
 ) -> tuple[Verdict, bool]:
-    """Return what the gradients say, and whether a step moves anything in `state_of` and `counts_of`."""
+    """Return the verdict on the gradients, and whether a step changes anything in `state_of` and `counts_of`."""
     once: tuple[int, ...] = ()
     moves = False
     try:
@@ -164,7 +164,7 @@ def _verdict(
             again, _ = _marks_alone(model, data, None)
             weighed = _of_parts(model, parts, shares, step)
             once = _looked_up_once(model, whole, weighed[0])
-            # An overflow in float16 says nothing of the rest.
+            # An overflow in float16 says nothing about the rest.
             finite = all(np.isfinite(mark).all() for mark in whole.values())
             if not whole or not finite:
                 waits = not whole and _waits(model, moved)
@@ -174,18 +174,18 @@ def _verdict(
             worst, gap = _gap(
                 model, whole, _sum(weighed, [1.0, 1.0] if step.share_in_loss else shares)
             )
-            # Gradients that are zero add up either way.
+            # Zero gradients add up either way.
             as_sum = (gap > 0 or not _norm(whole)) and not _gap(
                 model, whole, _sum(_of_parts(model, parts, [1.0, 1.0], step), [1.0, 1.0])
             )[1]
     except Exception as error:
-        # A step that cannot run on fewer examples, or outside of tf.function; in training it reports that itself.
+        # A step may not run on fewer examples, or outside tf.function; if it fails in training, that is reported there.
         return Verdict(once=once, why_not=in_one_line(error)), moves
     return Verdict(gap == 0, as_sum, worst, gap, once), moves
 
 
 def in_one_line(error: Exception) -> str:
-    """An error's class and the first line of its message."""
+    """Return an error's class and the first line of its message."""
     first_line = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first_line}"
 
@@ -199,7 +199,7 @@ def _looked_up_once(model: keras.Model, whole: Marks, part: Marks) -> tuple[int,
 def _of_parts(
     model: keras.Model, parts: Sequence[Any], shares: Sequence[float], step: Step
 ) -> list[Marks]:
-    """Return the marks of each part, computed as by a rank that has this share of the whole."""
+    """Return the marks of each part, computed as on a rank with this share of the whole."""
     counted: list[list[tf.Tensor]] = [[] for _ in parts]
     steps = [replace(step, share=tf.constant(share, tf.float32)) for share in shares]
     found = [
@@ -207,7 +207,7 @@ def _of_parts(
         for part, own, divisors in zip(parts, steps, counted, strict=True)
     ]
     totals = [tf.add_n(each) for each in zip(*counted, strict=True)]
-    if totals:  # Only now is known what the losses divide by.
+    if totals:  # The divisors of the losses are known only now.
         found = [
             _marks_alone(model, part, replace(own, total=_tell(iter(totals))))[0]
             for part, own in zip(parts, steps, strict=True)
@@ -239,7 +239,7 @@ def _rows(data: Any, begin: int, end: int) -> Any:
 
 
 def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
-    """Run the model's train_step; return the marks of all gradients that it would apply."""
+    """Run the model's train_step without applying gradients; return the marks of those it would apply."""
     found: Marks = {}
 
     def take(pairs: list[tuple[Any, Any]]) -> bool:
@@ -258,7 +258,7 @@ def _marks(model: keras.Model, data: Any, step: Step | None) -> Marks:
 
 
 def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Marks, set[int]]:
-    """Return what `_marks` does, and the id() of what it changed of `state_of` and `counts_of`, which is undone."""
+    """Return `_marks`, and the ids of the variables of `state_of` and `counts_of` that it changed; undo the changes."""
     state = [*state_of(model), *counts_of(model)]
     before = [variable.numpy() for variable in state]
     with numbers_kept(model):
@@ -274,7 +274,7 @@ def _marks_alone(model: keras.Model, data: Any, step: Step | None) -> tuple[Mark
 
 
 def _first_marks(model: keras.Model, data: Any) -> tuple[Marks, set[int]]:
-    """Return what `_marks_alone` does in the first step that applies gradients; the state stays that before it."""
+    """Return `_marks_alone` for the first step that applies gradients; the state remains that before this step."""
     for _ in range(STEPS):
         found, moved = _marks_alone(model, data, None)
         if found or not _waits(model, moved):
@@ -284,13 +284,13 @@ def _first_marks(model: keras.Model, data: Any) -> tuple[Marks, set[int]]:
 
 
 def _waits(model: keras.Model, moved: set[int]) -> bool:
-    """Whether a step that applied no gradients may do so later: it has not trained by itself."""
+    """Return whether a step that applied no gradients may do so later: it did not assign to weights directly."""
     trained = {id(tf_variable(v)) for v in model.trainable_variables}
     return bool(trained) and not trained & moved
 
 
 def _mark(gradient: Any) -> np.ndarray:
-    """Return the projection of a gradient on a fixed direction, which adds up over parts, its norm, its slices."""
+    """Return the projection of a gradient on a fixed direction, its norm, and its number of slices (see `Marks`)."""
     slices = 0
     if isinstance(gradient, tf.IndexedSlices):
         values, rows = gradient.values, gradient.indices
@@ -306,12 +306,12 @@ def _mark(gradient: Any) -> np.ndarray:
 
 
 def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
-    """Return the variable whose gradient differs most and by how much, relative; 0 within the tolerance."""
+    """Return the variable whose gradient differs most, and the relative difference; 0 within the tolerance."""
     if whole.keys() != other.keys():
         return next(iter(whole.keys() ^ other.keys())), 1.0
     dtypes = {layer.compute_dtype for layer in model._flatten_layers()}
     limit = max(TOLERANCES.get(dtype, 1e-3) for dtype in dtypes)
-    # A gradient that is nothing but rounding (the bias of an attention's keys) has no direction.
+    # A gradient that is only rounding error (the bias of attention keys) has no direction.
     floor = 1e-3 * _norm(whole)
     worst, gap = "", 0.0
     for name, mark in whole.items():
@@ -322,14 +322,14 @@ def _gap(model: keras.Model, whole: Marks, other: Marks) -> tuple[str, float]:
 
 
 def _norm(marks: Marks) -> float:
-    """Return the norm of all gradients together."""
+    """Return the global norm of all gradients."""
     return float(np.sqrt(sum(mark[1] ** 2 for mark in marks.values())))
 
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Put back what is assigned in this block."""
-    # Of metrics also those that the model does not list.
+    """Restore all variables that a step may change when the block ends."""
+    # Including those of metrics that the model does not list.
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]
     kept += untracked_variables(model)
@@ -347,12 +347,12 @@ def unchanged(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _repeatable(model: keras.Model) -> Iterator[None]:
-    """In this block Keras's layers draw nothing at random and normalize by their moving statistics."""
+    """Inside the block, let Keras layers draw nothing at random and normalize by their moving statistics."""
     changed = [layer for layer in model._flatten_layers() if _differs_by_nature(layer)]
     for layer in changed:
         object.__setattr__(layer, "call", functools.partial(_in_inference, layer))
     eagerly = tf.config.functions_run_eagerly()
-    # A step may call tf.functions of its own, in which gradients have no values yet.
+    # A step may call tf.functions of its own, in which gradients would have no values yet.
     tf.config.run_functions_eagerly(True)
     try:
         yield

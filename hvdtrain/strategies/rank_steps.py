@@ -1,4 +1,4 @@
-"""The compiled training, test and prediction step of a model, on one rank's share of a batch."""
+"""The compiled training, test and prediction steps of a model on one rank's share of each batch."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def _of_size(step: Callable[[Any], Any], leading: tuple[int, ...]) -> Callable[[
 
 
 def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a function that runs `step` on each slice of its data along the leading dimension.
+    """Return a function that runs `step` on each slice of its data along the leading dimension, in order.
 
-    Returns what the last one returned.
+    The function returns the result of the last step.
     """
 
     def steps(stacked: Any) -> Any:
@@ -70,7 +70,7 @@ def one_after_the_other(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def body(number: Any, _: Any) -> Any:
             return number + 1, step(tf.nest.map_structure(lambda leaf: leaf[number], stacked))
 
-        # In turn: a collective's name must not be in flight twice.
+        # Sequentially: two collectives in flight must not have the same name.
         _, logs = tf.while_loop(
             lambda number, _: number < count, body, (tf.constant(1), logs), parallel_iterations=1
         )
@@ -83,6 +83,14 @@ class RankSteps:
     """Runs a built and compiled model on shares, each weighted by its part of the global batch.
 
     With one worker nothing is weighted: the steps are Keras's own.
+
+    Args:
+        model: Built and compiled model.
+        ranks: Ranks that share each global batch.
+        workers: Number of these ranks.
+
+    Raises:
+        UsageError: A loss needs the whole batch, and there are several workers.
     """
 
     def __init__(self, model: keras.Model, ranks: Communicator, workers: int) -> None:
@@ -101,7 +109,7 @@ class RankSteps:
             self._step = Step(
                 self._share,
                 TotalOfRanks(self._ranks),
-                # With loss scaling every train_step passes its loss through scale_loss.
+                # With loss scaling, every train_step passes its loss through scale_loss.
                 share_in_loss=trains_by_keras(model) or all(map(is_scaled, optimizers_of(model))),
                 half=computed_in_half(model),
             )
@@ -128,20 +136,20 @@ class RankSteps:
         self._predict = self._compiled(model.predict_step)
 
     def _growing(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `step`, in which what the probe has found to grow by sums or means does so over the ranks."""
+        """Wrap `step` so that variables found by the probe to grow by sums or means grow alike on all ranks."""
         return lambda data: grown_together(
             self._summed, self._averaged, self._ranks, lambda: step(data)
         )
 
     def _compiled(self, step: Callable[[Any], Any], dimensions: int = 1) -> Callable[[Any], Any]:
-        """Compile `step`, whose data has this many leading dimensions in common."""
+        """Compile `step`, whose data has `dimensions` leading dimensions that all tensors share."""
         if self._model.run_eagerly:
             return step
         compiled: dict[tuple[int, ...], Callable[[Any], Any]] = {}
 
         def run(data: Any) -> Any:
-            # A function for each number of examples, of which a share has few: Keras weighs the losses of
-            # several outputs by the number only if it is known while tracing.
+            # One function for each number of examples, of which there are few: Keras weights the losses of several
+            # outputs by that number only if it is known while tracing.
             leading = tuple(tf.nest.flatten(data)[0].shape[:dimensions])
             if leading not in compiled:
                 compiled[leading] = tf.function(
@@ -152,7 +160,7 @@ class RankSteps:
         return run
 
     def train(self, shares: Sequence[Share]) -> Logs:
-        """Train on `shares`, one after the other; return this rank's logs so far, as scalar tensors."""
+        """Train on `shares` in order; return this rank's running logs, as scalar tensors."""
         if len(shares) == 1:
             logs = self._run(self._train, shares[0])
             if self._some_are_idle(shares[0]):
@@ -166,17 +174,17 @@ class RankSteps:
         return self._train_metrics.logs(logs, self._train_sources, self._train_logs)
 
     def probe(self, share: Share) -> None:
-        """Try, before the first step, whether what the ranks compute adds up to the whole batch. A collective.
+        """Test, before the first step, whether the steps of the ranks add up to that of the whole batch. A collective.
 
         Raises:
-            UsageError: on all ranks: it does not.
+            UsageError: On all ranks: they do not add up, or a step assigns to a weight directly.
         """
         if self._step is None or self._probed:
             return
         self._probed = True
         self._warn(batch_dependence.warning_by_nature(self._model))
         data = self._some_examples(share)
-        # The states that belong to the rows of a batch are no variables of the model: they would be lost.
+        # Per-row states of a stateful layer are not variables of the model, so the probe could not restore them.
         if data is None or keeps_rows(self._model):
             why_not = "a worker has a single example" if data is None else "a layer is stateful"
             self._warn(_could_not_be_tried(self._model, why_not))
@@ -203,7 +211,7 @@ class RankSteps:
             self._look_for_decisions(data)
 
     def _look_for_decisions(self, data: Any) -> None:
-        """Trace the step of a model that runs eagerly: its decisions are seen in a graph only."""
+        """Trace the step of a model that runs eagerly, since decisions are visible only in a graph."""
         step = telling_decisions(self._model, self._model.train_step, self._warn)
         try:
             with unchanged(self._model), in_step(self._step):
@@ -214,7 +222,7 @@ class RankSteps:
             self._warn(_cannot_be_traced(self._model, in_one_line(error)))
 
     def _keep_in_step(self, found: Sequence[Verdict]) -> None:
-        """See to what a step changes without a gradient, by what the ranks found of it."""
+        """Choose how variables that a step changes without a gradient stay equal, by the findings of all ranks."""
         state = state_of(self._model)
         summed = set.intersection(*(set(each.summed) for each in found))
         averaged = set.intersection(*(set(each.averaged) for each in found))
@@ -235,22 +243,22 @@ class RankSteps:
             self._warn(_averages(names))
 
     def _some_examples(self, share: Share) -> Any:
-        """Return a few examples: this rank's, or where one has fewer, those of all. A collective.
+        """Return a few examples of this rank, or of all ranks if one has too few; None if there is only one.
 
-        None: there is but one.
+        A collective.
         """
         data = tf.nest.map_structure(lambda leaf: leaf[: share.examples], share.data)
         leaves = tf.nest.flatten(data)
         shapes = [[leaf.dtype.name, *leaf.shape[1:]] for leaf in leaves]
         everyone = self._ranks.exchange([share.examples, shapes], "probe_examples")
         least = min(examples for examples, _ in everyone)
-        # Strings do not travel, and shards of the user's own may be of other lengths.
+        # Strings cannot be gathered, and a user's own shards may have other shapes.
         travel = all(theirs == shapes for _, theirs in everyone) and "string" not in str(shapes)
         if least < EXAMPLES and travel:
             gathered = [
                 self._ranks.allgather(leaf, f"hvdtrain_probe_{i}") for i, leaf in enumerate(leaves)
             ]
-            # Each rank tries others of them.
+            # Each rank tries different examples.
             sizes = [examples for examples, _ in everyone]
             first, least = sum(sizes[: self._ranks.rank()]), sum(sizes)
             gathered = [tf.roll(leaf, -first, axis=0) for leaf in gathered]
@@ -264,16 +272,16 @@ class RankSteps:
             warn_user(text)
 
     def test(self, share: Share) -> Logs:
-        """Update the metrics from `share`; return this rank's logs so far."""
+        """Update the metrics with `share`; return this rank's running logs."""
         logs = self._run(self._test, share)
         return self._test_metrics.logs(logs, self._test_sources, self._test_logs)
 
     def predict(self, share: Share) -> Any:
-        """Return the model's output for the examples of `share` (an idle rank's: for its filler)."""
+        """Return the model's outputs for the examples of `share` (on an idle rank, for its filler example)."""
         return self._predict(share.data)
 
     def finish(self) -> None:
-        """Nothing is in flight: each step returns when it is done."""
+        """Do nothing: no step is in flight after `train` returns."""
 
     def _run(self, step: Callable[[Any], Any], share: Share) -> Logs:
         if self._step is None:
@@ -290,7 +298,7 @@ class RankSteps:
         return self._step is not None and too_few
 
     def _run_idle(self, step: Callable[[Any], Any], share: Share) -> Logs:
-        """Take part in the collectives on a filler example, which no metric counts."""
+        """Run a step on a filler example, to take part in the collectives; restore the metrics afterwards."""
         counted = read_state(self._metrics)
         logs = step(share.data)
         write_state(self._metrics, counted)

@@ -1,15 +1,15 @@
-"""Training, test and prediction steps on several replicas of one process, through tf.distribute.
+"""Training, test and prediction steps on several replicas in one process, through tf.distribute.
 
-Each replica runs the model's own step on its rows of the global batch, as a pure function (see
-keras_internals/replica_scope.py): out come gradients, new statistics, and by how much the metrics grow. Their mean
-or sum over the replicas is applied once: on each replica's copy of the variables (TPU), or on the one device that holds
-them (central storage). So the optimizer sees what it would see in one process with the whole batch: clipping,
-loss scaling, accumulation and moving averages of weights need nothing of their own.
+Each replica runs the model's own step on its rows of the global batch as a pure function (see
+keras_internals/replica_scope.py), which returns gradients, new statistics, and the growth of the metrics. Their mean
+or sum over the replicas is applied once: to each replica's copy of the variables (TPU), or on the one device that holds
+them (central storage). So the optimizer sees the same as in one process with the whole batch: clipping, loss scaling,
+accumulation and moving averages of weights need no special treatment.
 
-A batch that cannot be divided evenly, as the last one of an epoch, each replica computes whole: what they find is the
-same then, and is counted once. That is exact whatever the model does, and costs R times its share of one step. Shapes
-are static; each size of a batch has its own program.
-Exceptions by nature, as over ranks: BatchNormalization normalizes over a replica's rows (over all with
+A batch that cannot be divided evenly, such as the last one of an epoch, is computed whole by each replica; the results
+are equal and count once. That is exact for any model, but costs R times a replica's share of one step. Shapes are
+static, so each size of batch has its own program.
+As with ranks, two kinds of layers differ by design: BatchNormalization normalizes over a replica's rows (over all with
 synchronized=True), and dropout draws other masks on each replica.
 """
 
@@ -48,14 +48,14 @@ from hvdtrain.strategies.step_metrics import SummedMetrics
 from hvdtrain.strategies.strategy import Logs
 
 STATIC_SHAPES = tf.distribute.RunOptions(experimental_enable_dynamic_batch_size=False)
-"""Without this a TPU takes every dimension of its inputs for one that may change."""
+"""Without this option a TPU treats every dimension of its inputs as dynamic."""
 
 SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 
 @dataclass
 class Found:
-    """Which variables a traced step changes; a program returns a tensor for each, in this order."""
+    """The variables that a traced step changes; the program returns a tensor for each, in this order."""
 
     trained: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)
@@ -66,11 +66,14 @@ class ReplicaSteps:
     """Runs a built and compiled model on shares that each hold a whole global batch.
 
     Args:
-        model: its variables are where the strategy keeps them; compiled and built.
-        strategy: of tf.distribute.
-        examples: in the largest global batch.
-        parameter_device: that holds all variables; replicas only read them. None: every replica has its own
-            copy of all variables of model and optimizer, and applies what all found to it.
+        model: Built and compiled model, whose variables are where the strategy keeps them.
+        strategy: Strategy of tf.distribute.
+        examples: Number of examples in the largest global batch.
+        parameter_device: Device that holds all variables, which replicas only read. None: every replica has a copy of
+            all variables of model and optimizer, and applies the reduced gradients to it.
+
+    Raises:
+        UsageError: A layer communicates through Horovod, or a loss needs the whole batch.
     """
 
     def __init__(
@@ -106,18 +109,18 @@ class ReplicaSteps:
             if self._on_replicas:
                 replica_scope.update_on_each_replica(model.optimizer)
 
-    # What the Trainer calls.
+    # The interface of Steps.
 
     def train(self, shares: Sequence[Share]) -> Logs:
         """Train on `shares`, which hold equally many examples, in one call of TensorFlow."""
         return self._run("train_step", shares)
 
     def test(self, share: Share) -> Logs:
-        """Update the metrics from `share`."""
+        """Update the metrics with `share`."""
         return self._run("test_step", [share])
 
     def predict(self, share: Share) -> Any:
-        """Return the model's outputs for the examples of `share`, in their order."""
+        """Return the model's outputs for the examples of `share`, in order."""
         outputs = self._program("predict_step", [share])(self._parts([share]))
         found = [
             self._strategy.experimental_local_results(leaf) for leaf in tf.nest.flatten(outputs)
@@ -127,16 +130,16 @@ class ReplicaSteps:
         return tf.nest.pack_sequence_as(outputs, joined)
 
     def finish(self) -> None:
-        """Nothing is in flight: each step returns when it is done."""
+        """Do nothing: no step is in flight after `train` returns."""
 
-    # From shares to what the programs take.
+    # From shares to the programs' arguments.
 
     def _divides(self, examples: int) -> bool:
-        """Whether the replicas divide a batch between them; else each has all of it."""
+        """Return whether a batch is divided between the replicas; otherwise each computes all of it."""
         return examples % self._replicas == 0
 
     def _parts(self, shares: Sequence[Share]) -> Any:
-        """Return each replica's rows; of several shares (steps, rows, ...)."""
+        """Return each replica's rows, of shape (rows, ...), or (steps, rows, ...) for several shares."""
         axis = 0 if len(shares) == 1 else 1
         divides = self._divides(shares[0].examples)
 
@@ -145,7 +148,7 @@ class ReplicaSteps:
             return tf.split(leaf, self._replicas, axis) if divides else [leaf] * self._replicas
 
         data = [share.data for share in shares]
-        with tf.device("CPU:0"):  # From there each device gets its own part.
+        with tf.device("CPU:0"):  # From there each device receives its own part.
             flat = [rows_of(*leaves) for leaves in zip(*map(tf.nest.flatten, data), strict=True)]
 
         def of_replica(context: tf.distribute.experimental.ValueContext) -> Any:
@@ -157,12 +160,12 @@ class ReplicaSteps:
     def _run(self, step: str, shares: Sequence[Share]) -> Logs:
         return self._program(step, shares)(self._parts(shares))
 
-    # The programs. They are traced once for each size of a batch.
+    # The programs, which are traced once for each size of batch.
 
     def _program(self, step: str, shares: Sequence[Share]) -> Callable[..., Any]:
         key = (step, len(shares), shares[0].examples)
         if key not in self._compiled:
-            # An object of its own, for TensorFlow counts traces by function and warns of many.
+            # A new object each time: TensorFlow counts traces per function, and warns of many.
             if step == "predict_step":
                 program = functools.partial(self._predictions)
             else:
@@ -180,7 +183,7 @@ class ReplicaSteps:
         return self._strategy.run(predict, args=(parts,), options=STATIC_SHAPES)
 
     def _steps(self, step: str, count: int, examples: int, parts: Any) -> Logs:
-        """`count` steps on `examples` each, one after the other."""
+        """Run `count` steps on `examples` examples each, in order."""
         run = functools.partial(self._step, step, examples, parts)
         if count == 1:
             return run(None)
@@ -196,7 +199,7 @@ class ReplicaSteps:
         return logs
 
     def _step(self, step: str, examples: int, parts: Any, number: Any) -> Logs:
-        """One step, seen from outside the replicas; `number` of the share if there are several."""
+        """Run one step, outside the replicas; `number` is the index of the share if there are several."""
         found, divides = Found(), self._divides(examples)
         states = [tf_variable(v).read_value() for v in self._metric_variables()]
 
@@ -240,21 +243,22 @@ class ReplicaSteps:
     ) -> dict[str, Any]:
         """Run the model's `step` on one replica's rows, inside `pure_steps`.
 
-        Where replicas have their own copies of the variables, what all of them found is applied to this one's.
-        Else nothing changes.
+        If replicas have their own copies of the variables, the reduced results are applied to this replica's copy;
+        otherwise no variable changes.
 
         Args:
-            divides: whether `rows` are the replica's part of the batch, or all of it.
-            rows: (x, y, sample_weight), with the rows in the leading dimension.
-            states: of all metrics.
-            found: filled with the variables that the step changes.
-            calls: of the model's means, noted so far.
+            step: Name of the model's method.
+            divides: Whether `rows` are the replica's part of the batch, or all of it.
+            rows: (x, y, sample_weight), with the rows along the leading dimension.
+            states: States of all metrics.
+            found: Filled with the variables that the step changes.
+            calls: Calls so far of the model's mean metrics.
 
         Returns:
-            gradients: of each of found.trained. (Unless applied.)
-            states: whose sum over the replicas is the new value of each of found.states. (Unless applied.)
-            metrics: whose sum is the growth, or the new value, of each of found.metrics.
-            logs: what the step returned.
+            gradients: Gradient of each of found.trained (unless applied).
+            states: Tensors whose sum over the replicas is the new value of each of found.states (unless applied).
+            metrics: Tensors whose sum over the replicas is the growth, or new value, of each of found.metrics.
+            logs: Result of the step.
         """
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         mapping = [(v, _own_seed(v, replica)) for v in seed_variables(self._model)]
@@ -264,7 +268,7 @@ class ReplicaSteps:
             for v, state in zip(metrics, states, strict=True)
         ]
         replicas = self._replicas if divides else 1
-        # Losses ask the other replicas, as ranks do.
+        # Losses ask the other replicas for their divisors, as with ranks.
         part = None if replicas == 1 else Step(1 / replicas, _total_of_replicas, share_in_loss=True)
         with ReplicaScope(mapping, replicas) as scope, in_step(part):
             logs = getattr(self._model, step)(rows)
@@ -285,7 +289,7 @@ class ReplicaSteps:
                 _metric_part(v, value, self._replicas, is_first)
                 for v, value in zip(found.metrics, grown, strict=True)
             ]
-        else:  # All have found the same: the first one's counts.
+        else:  # All replicas have the same results, and only the first one's count.
             gradients = [_of_first(gradient, is_first) for gradient in gradients]
             weights = self._weights_of_means(calls, rows, scope)
             metric_parts = [
@@ -301,13 +305,13 @@ class ReplicaSteps:
         }
 
     def _together(self, divides: bool) -> tf.distribute.ReduceOp:
-        """How the replicas' gradients become one: Keras's own step has each one's part in the loss."""
+        """Return the reduction of the gradients: in Keras's own train_step each share is in the loss already."""
         return MEAN if divides and not trains_by_keras(self._model) else SUM
 
     def _weights_of_means(self, calls: Calls, rows: Any, scope: ReplicaScope) -> dict[int, Any]:
-        """Return by what the states of means count that take a whole batch for one value, as of a loss.
+        """Return factors for the states of mean metrics that take one value for a whole batch, such as the loss.
 
-        A divided batch updates them once on each replica: this one must weigh as much.
+        A divided batch updates them once on each replica, so an undivided one must weigh as much.
         """
         single = tf.nest.flatten(rows)[0].shape[0] == 1
         found: dict[int, Any] = {}
@@ -315,19 +319,19 @@ class ReplicaSteps:
             grown = scope.update_of(mean.count)
             if not isinstance(mean, keras.metrics.MeanMetricWrapper):
                 weight = self._replicas if all(map(_is_scalar, updates)) else 1
-            elif single or grown is None:  # A mean over rows, as most.
+            elif single or grown is None:  # A mean over rows, like most.
                 continue
             else:
                 weight = tf.where(tf.equal(grown, 1), tf.cast(self._replicas, grown.dtype), 1)
             found |= {id(mean.total): weight, id(mean.count): weight}
         return found
 
-    # What is done with what the replicas found.
+    # Applying the results of the replicas.
 
     def _apply_everywhere(
         self, divides: bool, gradients: list[Any], states: list[Any], found: Found
     ) -> None:
-        """On a replica: apply what all replicas found to this one's variables."""
+        """On a replica: apply the reduced results of all replicas to this replica's variables."""
         context = tf.distribute.get_replica_context()
         gradients = context.all_reduce(self._together(divides), gradients) if gradients else []
         states = context.all_reduce(SUM, states) if states else []
@@ -337,7 +341,7 @@ class ReplicaSteps:
         for variable, value in zip(found.states, states, strict=True):
             variable.assign(value)
         if gradients:
-            # Rounded as one process finds them, and too large where they are there: the loss scale moves alike.
+            # Rounded to float16 as in one process, so that overflows, and the loss scale, are the same.
             rounded = [
                 tf.cast(tf.cast(g, tf.float16), g.dtype) if id(tf_variable(v)) in self._half else g
                 for g, v in zip(gradients, found.trained, strict=True)
@@ -375,7 +379,7 @@ def _of_first(value: Any, is_first: tf.Tensor) -> Any:
 
 
 def _is_scalar(update: tuple[Any, Any]) -> bool:
-    """Whether a mean was updated with one number, without a weight."""
+    """Return whether a mean was updated with one number and no weight."""
     args, kwargs = update
     given = dict(zip(("values", "sample_weight"), args, strict=False)) | kwargs
     return (
@@ -384,7 +388,7 @@ def _is_scalar(update: tuple[Any, Any]) -> bool:
 
 
 def _part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -> tf.Tensor:
-    """This replica's part of the new value: an average for numbers (moving statistics), else the first one's."""
+    """Return this replica's part of the new value: averaged for floats (moving statistics), else the first one's."""
     value = tf.cast(value, tf_variable(variable).dtype)
     if value.dtype.is_floating:
         return value / tf.cast(replicas, value.dtype)
@@ -397,7 +401,7 @@ def _part(variable: Any, value: tf.Tensor, replicas: int, is_first: tf.Tensor) -
 
 
 def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
-    """Return other random numbers for each replica; the first one keeps the seed."""
+    """Return a different seed for each replica; the first one's is unchanged."""
     seed = tf_variable(variable).read_value()
     offset = tf.cast(replica, tf.uint32) * tf.constant(SEED_STRIDE, tf.uint32)
     offset = tf.bitwise.bitwise_and(offset, tf.constant(0x7FFFFFFF, tf.uint32))
@@ -405,7 +409,7 @@ def _own_seed(variable: Any, replica: Any) -> tf.Tensor:
 
 
 def require_plain(optimizer: Any, strategy: str) -> None:
-    """Raise UsageError for an optimizer that Horovod reduces."""
+    """Raise UsageError for an optimizer that Horovod distributes."""
     if is_distributed(optimizer):
         raise UsageError(
             f"strategy {strategy}: the optimizer is distributed by Horovod, and the replicas of one process are not "
@@ -424,9 +428,9 @@ def _require_own_collectives(model: keras.Model) -> None:
 
 @contextlib.contextmanager
 def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Make variables that every replica of `strategy` has its own copy of, and updates by itself.
+    """Create variables of which every replica of `strategy` has its own copy, and updates it by itself.
 
-    Those of metrics stay on the host: replicas tell by how much they grow.
+    Variables of metrics stay on the host; replicas return their growth.
     """
     plain = type(tf.Variable(0, trainable=False))
 
@@ -444,6 +448,6 @@ def local_variables(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def build(model: keras.Model, data: Any) -> int:
-    """Create all variables of a compiled model for symbolic `data`; return the examples of a global batch."""
+    """Create all variables of a compiled model for symbolic `data`; return the number of examples of a global batch."""
     build_model(model, data)
     return int(tf.nest.flatten(data)[0].shape[0])

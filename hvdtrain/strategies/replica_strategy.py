@@ -1,4 +1,4 @@
-"""What the strategies of several replicas in one process have in common."""
+"""Base class of the strategies with several replicas in one process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvdtrain.strategies.strategy import Strategy
 
 
 class ReplicaStrategy(Strategy):
-    """Variables are made in the strategy's scope; `steps` says on which replicas the model then runs."""
+    """Strategy whose variables are created in `scope`; subclasses choose the replicas in `steps`."""
 
     def steps(self, model: keras.Model, examples: int) -> ReplicaSteps:
-        """Return the steps of a model with variables, for global batches of up to `examples`."""
+        """Return the steps of a built model, for global batches of up to `examples` examples."""
         raise NotImplementedError
 
     def reset_metrics(self, model: keras.Model) -> None:

@@ -1,4 +1,4 @@
-"""Runner: builds a model on a rank and runs its steps. A part of Horovod's strategy."""
+"""Runner: the part of HorovodStrategy that builds a model on a rank and runs its steps."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from hvdtrain.strategies.strategy import Logs, ModelSource, Steps
 
 
 class Runner:
-    """The rank runs the model as it is.
+    """Runner on a rank that holds the whole model.
 
     Args:
-        position: of this rank.
+        position: Position of this rank in the mesh.
     """
 
     def __init__(self, position: Position) -> None:
         self.position = position
 
     def build(self, model: ModelSource) -> keras.Model:
-        """Return what this rank trains of a model, or of what a function builds."""
+        """Return the model that this rank trains, given the whole model or a function that builds it."""
         made: keras.Model = model if isinstance(model, keras.Model) else model()
         return made
 
     def inputs(self, model: keras.Model) -> list[Any]:
-        """Return the symbolic inputs that data is for: see Strategy.inputs."""
+        """Return the symbolic inputs that the data must fit; see Strategy.inputs."""
         return symbolic_inputs(model)
 
     def build_variables(self, model: keras.Model, data: Any, what: str) -> None:
-        """Create all variables of a compiled model, and compare their shapes over the ranks: see Strategy.prepare."""
+        """Create all variables of a compiled model, and compare their shapes over ranks; see Strategy.prepare."""
         build_model(model, data)
         built = {
             "the model's variables": [[list(v.shape), str(v.dtype)] for v in model.variables],
@@ -59,15 +59,16 @@ class Runner:
         """Return the steps of a built model.
 
         Args:
-            data: (x, y, sample_weight), symbolic; None: for steps that only predict.
+            model: Built model.
+            data: Symbolic (x, y, sample_weight). None: the steps only predict.
         """
         del data
         return RankSteps(model, self.position.data_set, self.position.mesh.data)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        """Return the values since the metrics' reset over all ranks: see Strategy.logs."""
+        """Return the metrics since their reset, over all ranks; see Strategy.logs."""
         return merged_logs(model, step_logs, share, self.position.data_set)
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
-        """Return the outputs for all examples, in their order, on every rank."""
+        """Return the outputs for all examples, in order, on every rank."""
         return gather_predictions(outputs, self.position.data_set)

@@ -1,7 +1,7 @@
-"""Steps whose gradients are nan or inf are skipped: weights, optimizer and statistics stay as they were.
+"""Skip steps whose gradients contain nan or inf: weights, optimizer and statistics remain unchanged.
 
-The optimizer goes into Keras's LossScaleOptimizer with a scale that stays 1. Its test, and its agreement over the
-ranks in every layout (`hvdtrain.keras.loss_scaling`), are those of mixed_float16.
+The optimizer is wrapped in Keras's LossScaleOptimizer with a constant scale of 1, whose test for finite gradients, and
+whose agreement over ranks in every layout (`hvdtrain.keras.loss_scaling`), are those of mixed_float16.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NEVER = 2**31 - 1
 
 
 class _UnitScale:
-    """Laid over a LossScaleOptimizer whose scale is 1: it stays 1.
+    """Mixin for a LossScaleOptimizer that keeps its scale at 1.
 
-    Files and checkpoints know of the optimizer inside it alone: they are those of every other policy.
+    Files and checkpoints contain only the optimizer inside it, as with every other policy.
     """
 
     hvdtrain_unit_scale = True
     inner_optimizer: Any
 
     def _stateful_handle_finite_grads(self, grads: Any, trainable_variables: Any) -> None:
-        # Without dividing all of them by 1, and counting.
+        # Without a division by 1, and without counting steps until the scale grows.
         self.inner_optimizer.apply(grads, trainable_variables)
 
     def _stateful_handle_non_finite_grads(self) -> None:
@@ -58,12 +58,12 @@ class _UnitScale:
         return self.inner_optimizer.get_config()
 
     def __dir__(self) -> list[str]:
-        # Where Keras looks for what else to save.
+        # Keras looks here for what else to save.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
 
 class _Counting:
-    """Laid over a LossScaleOptimizer: counts the updates that it leaves out, those of a loss of nan or inf too."""
+    """Mixin for a LossScaleOptimizer that counts the updates it skips, including those for a loss of nan or inf."""
 
     hvdtrain_skipped: SkippedSteps
 
@@ -74,7 +74,7 @@ class _Counting:
         return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def scale_loss(self, loss: Any) -> Any:
-        # The gradients of an infinite loss may be finite: nan in all of them is what every rank's test finds.
+        # An infinite loss may have finite gradients; nan in all of them is found by every rank's test.
         factor = tf.where(tf.reduce_all(tf.math.is_finite(loss)), 1.0, np.nan)
         return super().scale_loss(loss * tf.cast(factor, loss.dtype))  # type: ignore[misc]
 
@@ -84,9 +84,9 @@ class _Counting:
 
 
 def skipping(optimizer: Any, precision: str) -> Any:
-    """Return an optimizer that leaves out updates whose gradients are not all finite, around a Keras optimizer.
+    """Wrap a Keras optimizer so that it skips updates whose gradients are not all finite.
 
-    With the precision mixed_float16 Keras puts it into one that does so already.
+    With the precision mixed_float16 Keras wraps it in an optimizer that does so already.
     """
     if precision == "mixed_float16" or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return optimizer
@@ -98,14 +98,14 @@ def skipping(optimizer: Any, precision: str) -> Any:
 
 
 class SkippedSteps:
-    """Counts the steps of a model that are skipped, and lets nothing of such a step stay.
+    """Counts the skipped steps of a model, and undoes all other changes that such a step makes.
 
     Args:
-        model: that is trained.
-        are_usual: whether a skipped step means nothing, as when loss scaling finds its scale.
+        model: Model that is trained.
+        are_usual: Whether skipped steps are normal, as while dynamic loss scaling adjusts its scale.
 
     Attributes:
-        trained: ids of the variables that the optimizer was given gradients of, which it leaves alone by itself.
+        trained: Ids of the variables for which the optimizer got gradients; it leaves them unchanged by itself.
     """
 
     def __init__(self, model: keras.Model, are_usual: bool) -> None:
@@ -116,23 +116,23 @@ class SkippedSteps:
         self._in_a_row = tf.Variable(0, dtype=tf.int64, trainable=False)
 
     def add(self) -> None:
-        """Count one, in the graph of a step."""
+        """Count one skipped step, in the graph of a step."""
         self._count.assign_add(1)
 
     @property
     def count(self) -> int:
-        """How many so far: the same on all ranks."""
+        """Number of skipped steps so far; the same on all ranks."""
         return int(self._count.numpy())
 
     @property
     def in_a_row(self) -> int:
-        """How many of the newest steps were skipped, one after the other."""
+        """Number of skipped steps in a row up to now."""
         return int(self._in_a_row.numpy())
 
     def around(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return `step`; one that is skipped changes nothing else either: statistics, metrics, weights of a teacher.
+        """Wrap `step` so that skipping it also restores statistics, metrics, and weights assigned directly.
 
-        A batch with a nan in it would spoil them for good. Random numbers go on.
+        A batch with a nan would spoil them for good. Random seeds still advance.
         """
 
         def run(data: Any) -> Any:
@@ -141,7 +141,7 @@ class SkippedSteps:
             values = [tf.identity(variable) for variable in variables]
             logs = step(data)
             skipped = self._count > before
-            # Which ones are trained is known now; what was read of them in vain is not in the graph.
+            # The trained variables are known only now; unused reads of them are pruned from the graph.
             others = [
                 pair
                 for pair in zip(variables, values, strict=True)
@@ -159,17 +159,17 @@ class SkippedSteps:
         return run
 
     def _variables(self) -> list[tf.Variable]:
-        """What a step may change, but for the optimizer's own."""
+        """Return all variables that a step may change, except the optimizer's."""
         model = self._model
         state = [*model.variables, *untracked_variables(model), *state_variables(model.metrics)]
         return [tf_variable(v) for v in without(state, seed_variables(model))]
 
 
 def count_skipped_steps(model: keras.Model) -> None:
-    """Prepare a model that was compiled with what `skipping` returned; see `skipped_steps_of`.
+    """Prepare a model that was compiled with the result of `skipping`; see `skipped_steps_of`.
 
     Raises:
-        UsageError: it has several optimizers.
+        UsageError: The model has several optimizers.
     """
     (optimizer, *others) = optimizers_of(model)
     if others:
@@ -178,11 +178,11 @@ def count_skipped_steps(model: keras.Model) -> None:
             "choose 'stop' or 'rewind'"
         )
     overlay(optimizer, _Counting)
-    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    # Not through Keras's __setattr__, which would track (and save) the values.
     skipped = SkippedSteps(model, are_usual=is_scaled(optimizer))
     object.__setattr__(optimizer, "hvdtrain_skipped", skipped)
 
 
 def skipped_steps_of(model: keras.Model) -> SkippedSteps | None:
-    """Return what counts the skipped steps of `model`; None if none are skipped."""
+    """Return the counter of the skipped steps of `model`, or None if none are skipped."""
     return getattr(model.optimizer, "hvdtrain_skipped", None)

@@ -1,7 +1,7 @@
-"""Logs that a step makes of its metrics' results, such as a perplexity: the exponential of the mean loss.
+"""Logs that a step computes from its metrics' results, such as perplexity, the exponential of the mean loss.
 
-Once the states of all ranks are merged, the step is run again with states that do not move and weights that stay, on
-its data and on zeros: what comes out alike follows from the states alone, and is what one process has.
+When the states of all ranks are merged, the step is run again with frozen metrics and weights, on its data and on
+zeros: logs that are equal in both depend on the states alone, and so have the values of a single process.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hvdtrain.strategies.probe import unchanged
 
 
 class StateLogs:
-    """Finds them for one step of a model.
+    """Finds such logs for one step of a model.
 
     Args:
-        model: whose metrics hold what all ranks have counted.
-        step: its train_step or test_step.
-        ranks: that run it together.
+        model: Model whose metrics hold the merged states.
+        step: Its train_step or test_step.
+        ranks: Ranks that run the step together.
     """
 
     def __init__(self, model: keras.Model, step: Callable[[Any], Any], ranks: Communicator) -> None:
@@ -38,18 +38,18 @@ class StateLogs:
         self._of_batch: set[str] = set()
 
     def values(self, names: Sequence[str], data: Any) -> dict[str, Any]:
-        """Return those of the logs `names` that follow from the metrics' states. A collective.
+        """Return the values of those logs in `names` that depend only on the metrics' states. A collective.
 
         Args:
-            names: the same on all ranks.
-            data: of a step of this rank.
+            names: Names of logs; the same on all ranks.
+            data: Data of a step of this rank.
         """
         open_ = [name for name in names if name not in self._of_batch]
         if not open_:
             return {}
         alike = [False] * len(open_)
         run: dict[str, Any] = {}
-        # A step may not run outside of its graph, or not on zeros.
+        # A step may not run outside its graph, or on zeros.
         with contextlib.suppress(Exception):
             empty = tf.nest.map_structure(tf.zeros_like, data)
             run, other = (self._run(each) for each in (data, empty))
@@ -60,7 +60,7 @@ class StateLogs:
         return {name: as_value(run[name]) for name in found}
 
     def _run(self, data: Any) -> dict[str, Any]:
-        """Return the logs of a step that changes nothing."""
+        """Return the logs of a step, without changing any variable."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged(self._model))
             stack.enter_context(frozen(metrics_of(self._model)))

@@ -1,9 +1,9 @@
-"""What a step changes without a gradient: does the growth on the parts of a batch make that on the batch?
+"""Variables that a step changes without a gradient, and the rule by which their changes combine over parts of a batch.
 
-A counter of steps and a target network grow alike on any part. A counter of examples grows by the sum of its parts, a
-moving mean by their mean: these are put together over the ranks in every step, for the next one may read them. What
-grows in another way (a moving variance, a queue of examples) is averaged at the end of an epoch, which is not what one
-process has.
+A counter of steps or a target network changes alike on any part. A counter of examples grows by the sum over the
+parts, a moving mean by their mean: these are combined over the ranks in every step, as the next step may read them.
+Variables with another rule (a moving variance, a queue of examples) are averaged at the end of an epoch, which is
+not what one process computes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.step_context import current_step
 
 TOLERANCE = 1e-3
-"""Relative: a few float32 roundings. Another rule is off by about the ratio of the parts' sizes."""
+"""Relative tolerance: a few float32 roundings. A wrong rule is off by about the ratio of the parts' sizes."""
 EPSILONS = {"float16": 2**-10, "bfloat16": 2**-7, "float32": 2**-23, "float64": 2**-52}
-"""By what a variable's value is rounded, relative, and so a small growth of it."""
+"""Relative rounding error of a variable's value, and so the absolute error of a small growth, by dtype."""
 FURTHER = 1000
-"""Steps that the second look is ahead of the first: a decaying sum looks like a sum near zero."""
+"""Steps between the first test and the second one: near zero, a decaying sum looks like a sum."""
 
 Values = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Places of variables.
+    """Indices of variables by the rule of their growth.
 
     Attributes:
-        summed: that grow by the sum of what they grow on the parts.
-        averaged: by their mean, each part counting by its examples.
-        unclear: otherwise, and not alike on any part.
+        summed: Variables that grow by the sum of their growth on the parts.
+        averaged: Variables that grow by the mean over the parts, weighted by examples.
+        unclear: Variables that grow by another rule, and not alike on any part.
     """
 
     summed: tuple[int, ...] = ()
@@ -51,16 +51,16 @@ def kinds_of_growth(
     parts: Sequence[Any],
     shares: Sequence[float],
 ) -> Kinds:
-    """Return how `variables` grow in a step. They are left at other values.
+    """Return the rules by which `variables` grow in a step. Their values are changed.
 
     Args:
-        variables: numbers.
-        run: makes a step.
-        whole: a batch.
-        parts: of it.
-        shares: examples of each part / examples of the batch.
+        variables: Numeric variables.
+        run: Runs a step on a batch.
+        whole: A batch.
+        parts: Its parts.
+        shares: Examples of each part, divided by those of the batch.
     """
-    # A part of a growth does not fit into an integer.
+    # A fraction of a growth cannot be stored in an integer.
     fitting = [
         {"same", "sum", "mean"} if v.dtype.is_floating else {"same", "sum"} for v in variables
     ]
@@ -75,7 +75,7 @@ def kinds_of_growth(
         for rules, rounding, one, other, *several in zip(
             fitting, roundings, grown, again, *of_parts, strict=True
         ):
-            if _close(one, other):  # Else it grows at random.
+            if _close(one, other):  # Otherwise the growth is random.
                 rules &= _rules(one, several, shares, rounding)
         _write(variables, [s + FURTHER * g for s, g in zip(start, grown, strict=True)])
     return Kinds(
@@ -88,7 +88,7 @@ def kinds_of_growth(
 def _rules(
     one: np.ndarray, parts: Sequence[np.ndarray], shares: Sequence[float], rounding: float
 ) -> set[str]:
-    """Return by which rules the growth on the parts, each rounded, makes that on the whole."""
+    """Return the rules by which the growth on the parts, within its rounding error, yields that on the whole."""
     mean = sum(share * part for share, part in zip(shares, parts, strict=True))
 
     def fitting(slack: float) -> set[str]:
@@ -105,7 +105,7 @@ def _rules(
 def _growth(
     variables: Sequence[tf.Variable], start: Values, run: Callable[[Any], Any], data: Any
 ) -> Values:
-    """Return by how much a step on `data` changes `variables` from `start`, which they have again afterwards."""
+    """Return the change of `variables` from `start` by a step on `data`; restore `start`."""
     run(data)
     grown = [value - before for value, before in zip(_read(variables), start, strict=True)]
     _write(variables, start)
@@ -122,7 +122,7 @@ def _write(variables: Sequence[tf.Variable], values: Values) -> None:
 
 
 def _rounding(variable: tf.Variable, value: np.ndarray) -> float:
-    """Return by how much a growth from `value` on the whole and on two parts may be off."""
+    """Return the absolute rounding error of growths from `value` on the whole and on two parts."""
     return 3 * EPSILONS.get(variable.dtype.name, 0.0) * float(np.abs(value).max(initial=0.0))
 
 
@@ -137,10 +137,13 @@ def grown_together(
     ranks: Communicator,
     work: Callable[[], Any],
 ) -> Any:
-    """Return what `work` returns, a step on this rank; variables then have grown by what they did on all ranks.
+    """Run a step, and let variables grow by their combined growth over the ranks; return the result of the step.
 
     Args:
-        summed, averaged: by the sum over the ranks, and by their mean by examples.
+        summed: Variables that grow by the sum over the ranks.
+        averaged: Variables that grow by the mean over the ranks, weighted by examples.
+        ranks: Ranks that share the batch.
+        work: Runs the step on this rank.
     """
     variables = [*summed, *averaged]
     before = [variable.read_value() for variable in variables]
@@ -148,7 +151,7 @@ def grown_together(
     step = current_step()
     if step is None:
         return result
-    grown: dict[str, dict[int, tf.Tensor]] = {}  # by dtype, by place
+    grown: dict[str, dict[int, tf.Tensor]] = {}  # By dtype, by index.
     for place, (variable, value) in enumerate(zip(variables, before, strict=True)):
         share = tf.sign(step.share) if place < len(summed) else step.share
         own = scaled(variable - value, share, no_nan=variable.dtype.is_floating)

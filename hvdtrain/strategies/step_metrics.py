@@ -1,9 +1,9 @@
-"""What metrics need of a step on a part of a batch: how their states combine, and which logs are their results.
+"""Metrics in a step on a part of a batch: how their states combine over ranks, and which logs are their results.
 
-While a step is traced (or first runs eagerly) its calls of metrics are noted. Each metric is then tried out once, with
-numbers made up in the shapes of those calls (collectives/metric_merging.py), which costs some 10 ms; those of Keras's
-that are known to add up are not. What has to count by its share of the batch is weighted in the step itself; the rest
-is done when the states are merged.
+While a step is traced (or first runs eagerly), its calls of metrics are recorded. Each metric is then tested once on
+made-up numbers in the shapes of those calls (collectives/metric_merging.py), which takes about 10 ms; Keras's metrics
+that are known to add up are not tested. States that count by the share of the batch are weighted in the step itself;
+all others are handled when the states are merged.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from hvdtrain.strategies.state_logs import StateLogs
 
 
 class StepLogs(dict[str, Any]):
-    """What a step returned on this rank.
+    """The logs of a step on this rank.
 
     Attributes:
-        sources: of those that are results of metrics; the others are values of the last step.
-        rules: how the metrics' states combine, by the id of the tf.Variable.
-        of_states: finds those that follow from the metrics' states in another way.
+        sources: Sources of the logs that are results of metrics; the others are values of the last step.
+        rules: How the metrics' states combine, by the id of the tf.Variable.
+        of_states: Finds logs that depend on the metrics' states in another way.
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class StepLogs(dict[str, Any]):
 
 
 class StepMetrics:
-    """The metrics of a model in one of its steps: training and test may give a metric different things.
+    """The metrics of a model in one of its steps; training and test may call a metric differently.
 
     Args:
-        metrics: those of the model and its layers, which is built and compiled.
-        share: this rank's part of the global batch.
-        warn: takes what is to be said of metrics that do not combine exactly.
-        allowed: rules that can be kept to.
+        metrics: Metrics of the built and compiled model and of its layers.
+        share: This rank's share of the global batch, a float32 scalar.
+        warn: Receives warnings about metrics that do not combine exactly.
+        allowed: Rules that the caller can apply.
 
     Attributes:
-        rules: found so far: how states combine that do not add up, by the id of the tf.Variable.
+        rules: Rules found so far for states that do not add up, by the id of the tf.Variable.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class StepMetrics:
         self._targets = [tf_variable(v) for v in variables if can_be_weighted(v)]
 
     def count_as_sums(self, variables: Sequence[tf.Variable]) -> None:
-        """Take the numbers for whole batches that metrics add to `variables` for sums over the examples."""
+        """Treat numbers per batch that metrics add to `variables` as sums over the examples."""
         self._sums = {id(v) for v in variables}
 
     def over(self, step: Callable[[Any], Any], sources: dict[str, Source]) -> Callable[[Any], Any]:
-        """Return `step` as `count` runs it; it puts the sources of its logs into `sources`."""
+        """Wrap `step` in `count`, and put the sources of its logs into `sources`."""
 
         def counted(data: Any) -> Any:
             logs, found = self.count(lambda: step(data), tf.nest.flatten(data)[0].shape[0])
@@ -113,10 +113,10 @@ class StepMetrics:
         return counted
 
     def count(self, work: Callable[[], Any], examples: int) -> tuple[Any, dict[str, Source]]:
-        """Let `work` update the metrics from `examples`, and weight what counts by the share.
+        """Run `work`, which updates the metrics with `examples` examples; weight the states that count by the share.
 
         Returns:
-            What `work` returned, its logs, and the sources of those that are results of metrics.
+            The logs that `work` returned, and the sources of those that are results of metrics.
         """
         before = [target.read_value() for target in self._targets]
         with watched(self._metrics) as calls:
@@ -136,7 +136,7 @@ class StepMetrics:
         sources: Mapping[str, Source],
         of_states: StateLogs | None = None,
     ) -> StepLogs:
-        """Return what a step returned, with all that is known of it."""
+        """Return the logs of a step, together with the rules found so far."""
         return StepLogs(logs, sources, self.rules, of_states)
 
     def _learn(self, metric: keras.metrics.Metric, calls: Calls, examples: int) -> None:
@@ -149,11 +149,11 @@ class StepMetrics:
             return
         states = {id(tf_variable(v)) for v in metric.variables}
         if states and states <= self._sums:
-            return  # As by default: a mean that its number of examples weighs, for one.
+            return  # The default rule holds, as for a mean weighted by its number of examples.
         is_mean = isinstance(metric, keras.metrics.Mean)
         telling = {id(tf_variable(metric.total))} if is_mean else states
         seen = bool(telling & self._sums)
-        # A number for a batch is a mean (of losses), unless it was seen to be none or the metric is there to add up.
+        # One number per batch is a mean (of losses), unless the probe has seen otherwise or the metric is a sum.
         adds_up = seen or not is_mean
         try:
             with tf.init_scope():
@@ -176,10 +176,10 @@ class StepMetrics:
 
 
 class SummedMetrics:
-    """Metrics of a way of training that can only add up their states, and warns where that is not exact.
+    """Metrics of a strategy that can only sum their states; warns where that is not exact.
 
     Args:
-        parts: how a batch is divided, as `make_trials` takes it.
+        parts: Division of a batch, as for `make_trials`.
     """
 
     def __init__(self, parts: Sequence[Sequence[int]]) -> None:
@@ -187,7 +187,7 @@ class SummedMetrics:
         self._tried: set[int] = set()
 
     def learn(self, updates: Sequence[tuple[keras.metrics.Metric, Calls]], examples: int) -> None:
-        """Try out the metrics that a step on `examples` examples has updated, each once."""
+        """Test the metrics that a step on `examples` examples has updated, each once."""
         for metric, calls in updates:
             if id(metric) in self._tried or is_known_to_add_up(metric):
                 continue
@@ -211,14 +211,17 @@ class SummedMetrics:
 def merged_logs(
     model: keras.Model, step_logs: Mapping[str, Any], share: Share, process_set: Communicator
 ) -> dict[str, Any]:
-    """Return the logs since the metrics' reset, those of one worker, on all ranks of `process_set`. A collective.
+    """Return the logs since the metrics' reset, as one worker would have them, on all ranks of `process_set`.
 
-    As in Keras they are the results of the model's metrics, if the step returned their names, else what the last step
-    returned: of results the merged ones, of other values what the ranks make of them (`average_logs`).
+    A collective. As in Keras, the logs are the results of the model's metrics if the step returned their names, and
+    otherwise what the last step returned: merged results of metrics, and other values combined over the ranks (see
+    `average_logs`).
 
     Args:
-        step_logs: StepLogs, where there is more than one rank.
-        share: of the last step.
+        model: Model whose metrics are merged.
+        step_logs: Logs of the last step; StepLogs if there is more than one rank.
+        share: Share of the last step.
+        process_set: Ranks that share each batch.
     """
     if process_set.size() == 1:
         return {n: as_value(v) for n, v in metrics_or_logs(model, dict(step_logs)).items()}
@@ -228,7 +231,7 @@ def merged_logs(
     sources, of_states = step_logs.sources, step_logs.of_states
     listed = {id(v) for v in state_variables(model.metrics)}
     metrics = [source.metric for source in sources.values()]
-    # What the model does not list Keras does not reset: it goes on from this rank's own state.
+    # Keras does not reset metrics that the model does not list: they continue from this rank's own state.
     unlisted = [m for m in metrics if not listed.issuperset(map(id, m.variables))]
     kept = read_state(unlisted)
     part = share.examples / share.global_examples
@@ -252,7 +255,7 @@ def merged_logs(
 def _by_value(
     model: keras.Model, logs: StepLogs, share: Share, process_set: Communicator
 ) -> list[str]:
-    """Return the results that a compiled part of the step hides: on each rank a metric has this name and value."""
+    """Return the logs with the name and value of a metric on each rank, whose source a compiled function hides."""
     own = metric_results(model)
     names = [name for name in logs if name not in logs.sources and name in own]
     if not names:

@@ -23,7 +23,7 @@ from hvdtrain.strategies.model_file import read_model, require_built, write_mode
 
 Logs = dict[str, Any]
 ModelSource: TypeAlias = Any
-"""A keras.Model, or a function without arguments that builds one; Keras brings no types."""
+"""A keras.Model, or a function without arguments that builds one; Keras has no type annotations."""
 
 
 class Steps(Protocol):
@@ -49,12 +49,12 @@ class Strategy:
     """One process, no communication.
 
     Attributes:
-        name: name for `Trainer(strategy=...)`.
-        workers: number of workers that compute a step together; at most one per example of the global batch.
-        part: share of each global batch that this process reads.
-        is_first: whether this process writes files and prints to the terminal.
-        several_optimizers: whether the model's own train_step may use more than one optimizer.
-        saves_together: whether no rank has the whole model and optimizer, so that only `save` can save them.
+        name: Name for `Trainer(strategy=...)`.
+        workers: Number of workers that compute a step together; at most one per example of the global batch.
+        part: Share of each global batch that this process reads.
+        is_first: Whether this process writes files and prints to the terminal.
+        several_optimizers: Whether the model's own train_step may use more than one optimizer.
+        saves_together: Whether no rank has the whole model and optimizer, so that only `save` can save them.
     """
 
     name: ClassVar[str] = "alone"
@@ -91,7 +91,7 @@ class Strategy:
         """Create all variables of a compiled model, equal on all workers, and return its steps.
 
         Args:
-            model: the model that `build` returned, compiled.
+            model: The model that `build` returned, compiled.
             data: (x, y, sample_weight) of one share, as Keras's symbolic tensors.
             what: "training" or "evaluation", for messages.
         """
@@ -105,7 +105,7 @@ class Strategy:
         """Before the first step: raise UsageError on all ranks if the steps on parts of a batch do not add up."""
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
-        """Give all workers the weights, statistics and optimizer state of the first one, except `without`."""
+        """Broadcast the weights, statistics and optimizer state of the first worker to all others, except `without`."""
 
     def check_step(self, model: keras.Model, when: str) -> None:
         """Raise ReplicaError if the weights, which every step must leave equal, differ between workers."""
@@ -118,11 +118,12 @@ class Strategy:
         model.reset_metrics()
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
-        """Return the metrics since their reset, over all workers: the same on every rank.
+        """Return the metrics since their reset over all workers, equal on every rank.
 
         Args:
-            step_logs: logs that the last step returned on this process.
-            share: share of the last step.
+            model: Model whose metrics are returned.
+            step_logs: Logs that the last step returned on this process.
+            share: Share of the last step.
         """
         return {n: as_value(v) for n, v in metrics_or_logs(model, step_logs).items()}
 
@@ -141,26 +142,26 @@ class Strategy:
         write_model(model, path)
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
-        """In this block, callbacks that save find rank 0's optimizer in the state that one process would have."""
+        """Return a context in which rank 0's optimizer has the state of a single process, for callbacks that save."""
         return nullcontext()
 
     def restored_by_first(self, model: keras.Model) -> AbstractContextManager[None]:
-        """Around callbacks that may restore the model on rank 0 alone; `broadcast` follows."""
+        """Return a context for callbacks that may restore the model on rank 0 only; `broadcast` follows."""
         return nullcontext()
 
     def load(self, model: keras.Model, path: Path) -> None:
-        """Load into `model` and its optimizer what `save`, or plain Keras, wrote to `path`.
+        """Load a file that `save` or plain Keras wrote to `path` into `model` and its optimizer.
 
-        All ranks call this; the first one reads the file. The file holds no random seeds; they are left unchanged.
+        All ranks call this; the first one reads the file. Random seeds are not in the file and remain unchanged.
 
         Raises:
-            UsageError: on all ranks: the file does not fit, or the model has no variables yet.
+            UsageError: On all ranks: the file does not fit, or the model has no variables yet.
         """
         self.build_to_load(model)
         read_model(model, path)
 
     def build_to_load(self, model: keras.Model) -> None:
-        """Create the optimizer's variables, to be loaded; raise UsageError if the model has no variables yet."""
+        """Create the optimizer's variables before loading; raise UsageError if the model has no variables yet."""
         require_built(model)
         self.build_optimizer(model)
 

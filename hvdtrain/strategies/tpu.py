@@ -27,13 +27,13 @@ from hvdtrain.strategies.strategy import ModelSource
 from hvdtrain.strategy_names import TPU as NAME
 
 CHIPS = ("accel*", "vfio/[0-9]*")
-"""Below /dev: where a TPU's chips are on the machine that has them."""
+"""Patterns in /dev for the TPU chips of a machine."""
 
 METADATA = "169.254.169.254"
-"""The address at which Google's machines ask for the address of a TPU; elsewhere nothing answers there."""
+"""Address of the metadata server on Google Cloud machines; elsewhere nothing answers there."""
 
 SECONDS = 3.0
-"""How long an address may take to answer."""
+"""Time-out for an address to answer."""
 
 
 class TPU(ReplicaStrategy):
@@ -41,7 +41,7 @@ class TPU(ReplicaStrategy):
 
     Args:
         name: "local" for the chips of this machine, or the name or address (grpc://host:port) of a TPU. Default:
-            the variable TPU_NAME, else "local".
+            the variable TPU_NAME, or else "local".
     """
 
     name: ClassVar[str] = NAME
@@ -80,7 +80,7 @@ class TPU(ReplicaStrategy):
         """Return an optimizer of the same configuration whose variables are on the TPU.
 
         Raises:
-            UsageError: the optimizer has variables already, which are elsewhere.
+            UsageError: The optimizer is distributed by Horovod, or has variables already, which are elsewhere.
         """
         require_plain(optimizer, NAME)
         if optimizer.built:
@@ -102,10 +102,11 @@ class TPU(ReplicaStrategy):
 
 
 def connect(name: str | None) -> tf.distribute.Strategy:
-    """Find the TPU, start its system, and return the strategy over its cores.
+    """Find the TPU, initialize its system, and return the strategy over its cores.
 
     Raises:
-        UsageError: there is none; raised soon, where TensorFlow's own resolver asks for minutes.
+        UsageError: There is no TPU, or it cannot be started. Raised within seconds where TensorFlow's own resolver
+            retries for minutes.
     """
     address = find_tpu(name, os.environ, Path("/dev"))
     try:
@@ -122,15 +123,15 @@ def connect(name: str | None) -> tf.distribute.Strategy:
 
 
 def find_tpu(name: str | None, environ: Mapping[str, str], devices: Path) -> str:
-    """Return what TensorFlow's resolver is to be given: "local", a name or an address that answers.
+    """Return the address for TensorFlow's resolver: "local", or a name or address that answers.
 
     Args:
-        name: as given to `TPU`.
-        environ: of this process.
-        devices: /dev.
+        name: Argument of `TPU`.
+        environ: Environment of this process.
+        devices: Folder of the devices, /dev.
 
     Raises:
-        UsageError: there is none that this TensorFlow can use.
+        UsageError: There is no TPU that this TensorFlow can use.
     """
     wanted = name or environ.get("TPU_NAME") or None
     chips = any(path for pattern in CHIPS for path in devices.glob(pattern))

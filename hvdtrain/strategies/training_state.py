@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers: given to all ranks, saved, loaded. A part of Horovod's strategy."""
+"""The state of a model and its optimizers: broadcast, saved and loaded. A part of HorovodStrategy."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hvdtrain.strategies.model_file import read_model, write_model
 
 
 class State(Protocol):
-    """How the state of a training goes to a file and comes back; for the methods see Strategy.
+    """How the state of a training is saved and loaded; for the methods see Strategy.
 
     Attributes:
-        together: no rank has the whole model and optimizer, so `save` is the only way to save them.
+        together: Whether no rank has the whole model and optimizer, so that only `save` can save them.
     """
 
     together: ClassVar[bool]
@@ -38,7 +38,7 @@ class State(Protocol):
     def save(self, model: keras.Model, path: Path) -> None: ...
 
     def load(self, model: keras.Model, path: Path) -> None:
-        """Load into a model whose variables, and its optimizer's, are there."""
+        """Load into a model whose variables, and its optimizer's, exist."""
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]: ...
 
@@ -46,7 +46,7 @@ class State(Protocol):
 
 
 class WholeState:
-    """Every rank holds all: the first one writes and reads the file."""
+    """State of which every rank holds all: the first rank writes and reads the file."""
 
     together: ClassVar[bool] = False
 
@@ -70,20 +70,20 @@ class WholeState:
 
 
 def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[Any] = ()) -> None:
-    """Give all ranks what the first that holds it has of a model and its optimizers, except `left_out`."""
+    """Broadcast a model and its optimizers, except `left_out`, from the first rank that holds each variable."""
     broadcast(shared_state(model, left_out), position)
     for optimizer in optimizers_of(model):
         share_loaded(optimizer)
 
 
 def broadcast(variables: Iterable[Any], position: Position) -> None:
-    """Give each of `variables` the value of the first rank that holds the same one. A collective."""
+    """Broadcast each of `variables` from the first rank that holds the same one. A collective."""
     for ranks, held in position.by_holders(variables):
         broadcast_variables(held, root_rank=ranks.ranks[0], process_set=ranks)
 
 
 def shared_state(model: keras.Model, left_out: Sequence[Any] = ()) -> list[Any]:
-    """Return the variables of a model and its optimizers that are the same on all ranks, except `left_out`."""
+    """Return the variables of a model and its optimizers that are equal on all ranks, except `left_out`."""
     own = [*local_variables(model), *row_states(model), *left_out]
     found = [*model.variables, *untracked_variables(model)]
     for optimizer in optimizers_of(model):

@@ -1,4 +1,4 @@
-"""Asynchronous training: one chief directs, workers compute steps, parameter servers hold the variables."""
+"""Asynchronous training: one chief coordinates, workers compute steps, parameter servers hold the variables."""
 
 from hvdtrain.strategies.parameter_server.asynchronous import ParameterServer
 

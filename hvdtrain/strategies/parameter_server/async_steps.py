@@ -1,12 +1,12 @@
-"""Steps that workers compute at their own speed, directed by the chief.
+"""Steps that workers compute at their own speed, coordinated by the chief.
 
 Each global batch is one closure of TensorFlow's ClusterCoordinator: one worker computes it with the weights that the
-servers hold at that time, and changes them. If the worker dies, another one gets the closure, and the update is
-made again only if it was not made yet: a batch counts exactly once in the weights, in the metrics and in the number
-of steps, and an epoch makes as many updates as on one worker.
+servers hold at that time, and updates them. If the worker dies, another one gets the closure, and the update is
+repeated only if it was not made yet: a batch counts exactly once in the weights, in the metrics and in the number
+of steps, and an epoch has as many updates as on one worker.
 
-What is left: a worker that dies in the very moment in which it has told some servers that all gradients
-are there, and not yet the others. Then that one update may be missing, or be made twice, on a part of the servers.
+One gap remains: a worker may die at the very moment when it has told some servers, but not yet all, that all gradients
+have arrived. Then this one update may be missing, or be made twice, on some of the servers.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hvdtrain.strategies.strategy import Logs
 from hvdtrain.tf_config import TfConfig, lost_server
 
 REFRESH_SECONDS = 0.2
-"""The running values are brought up to date this often."""
+"""Interval at which the running logs are updated."""
 
 
 class _LostError(Exception):
-    """A worker died between the update that its step made and the reading of the result."""
+    """A worker died after the update of its step, before its result was read."""
 
 
 @dataclass(eq=False)
 class Pending:
-    """A step that is on its way, and what it returned once it is done."""
+    """A step in flight, and its result when it is done."""
 
     kind: str
     traced: Traced
@@ -53,14 +53,14 @@ class Pending:
     is_done: bool = False
 
     def get(self) -> Any:
-        """Wait for the step; return NumPy arrays."""
+        """Wait for the step; return its result as NumPy arrays."""
         while not self.is_done:
             self.wait()
         return self.result
 
 
 class ServerSteps:
-    """The steps of one model; at most `limit` of them are on their way at a time."""
+    """The steps of one model, of which at most `limit` are in flight."""
 
     def __init__(
         self, model: keras.Model, coordinator: Any, watch: Watch, config: TfConfig, limit: int
@@ -80,28 +80,28 @@ class ServerSteps:
         self._refreshed = 0.0
 
     def train(self, shares: Sequence[Share]) -> Logs:
-        """Let workers train on `shares`; return the values of the steps that are done so far.
+        """Schedule training on `shares`; return the running logs of the steps done so far.
 
-        The dict that is returned is brought up to date until `finish`.
+        The returned dict is updated until `finish`.
         """
         iterations = self._functions.constants[0]
         for share in shares:
             self._count("train", share)
-            # The number of the step went with it; this is that of the next one.
+            # The scheduled step carries its own number; this is the number of the next one.
             iterations.value.assign_add(1)
         return self._logs
 
     def test(self, share: Share) -> Logs:
-        """Let a worker evaluate `share`; return the values of the steps that are done so far."""
+        """Schedule the evaluation of `share`; return the running logs of the steps done so far."""
         self._count("test", share)
         return self._logs
 
     def predict(self, share: Share) -> Pending:
-        """Return what will be the model's outputs for `share`."""
+        """Schedule a prediction; return the step, whose result will be the model's outputs for `share`."""
         return self._start("predict", share.data)
 
     def finish(self) -> None:
-        """Wait for all steps; what the metrics hold is complete then."""
+        """Wait for all steps, after which the metrics are complete."""
         while self._running:
             self._wait()
         self._refresh()
@@ -132,15 +132,15 @@ class ServerSteps:
         self._running[self._fetchers.submit(self._fetch, remote)] = pending
 
     def _run(self, pending: Pending, *arguments: Any) -> Any:
-        """Run a step on a worker; called again if that dies. Returns None if nothing is left to do but count."""
+        """Run a step on a worker, again if a worker dies; return None for an update that was already applied."""
         was_begun, pending.was_begun = pending.was_begun, True
         if was_begun and pending.kind == "train" and self._functions.was_applied(pending.ticket):
             return None
         return pending.traced.function(*arguments)
 
     def _fetch(self, remote: Any) -> Any:
-        """Return what a step returned, as NumPy arrays."""
-        # Of a step that failed; if its worker dies, the coordinator lets another one repeat it.
+        """Return the result of a step as NumPy arrays."""
+        # Errors of the step itself; if its worker dies, the coordinator repeats the step on another one.
         error = remote._get_error()
         if error is not None:
             raise error
@@ -155,7 +155,7 @@ class ServerSteps:
         return result
 
     def _wait(self) -> None:
-        """Wait until some step is done, and take the results of those that are."""
+        """Wait until at least one step is done; take the results of all that are."""
         done: set[Future[Any]] = set()
         while not done:
             self._watch.check()
@@ -173,7 +173,7 @@ class ServerSteps:
             self._refresh()
 
     def _again(self, pending: Pending) -> None:
-        """Get a lost result again. Training is done, so only what it counted is found out, by a test."""
+        """Recompute a lost result. A training step was already applied, so only its metrics are computed, by a test."""
         if pending.kind == "train":
             pending.kind = "test"
             pending.traced = self._functions.traced("test", pending.data)
@@ -182,7 +182,7 @@ class ServerSteps:
     def _take(self, pending: Pending, result: Any) -> None:
         pending.is_done = True
         self._free_slots.append(pending.ticket.slot)
-        # Its data are not needed any more, and there may be many predictions.
+        # Release the data: there may be many predictions.
         pending.data = pending.arguments = None
         if pending.kind == "predict":
             pending.result = result
@@ -197,7 +197,7 @@ class ServerSteps:
         self._logs.update(logs)
 
     def _refresh(self) -> None:
-        """Bring the metrics, and the logs that `train` and `test` returned, up to date."""
+        """Update the metrics, and the logs that `train` and `test` returned."""
         if self._total is None:
             return
         self._refreshed = time.monotonic()

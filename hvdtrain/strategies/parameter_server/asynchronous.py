@@ -1,4 +1,4 @@
-"""ParameterServer: the Trainer's way to train asynchronously."""
+"""ParameterServer: the Trainer's strategy for asynchronous training."""
 
 from __future__ import annotations
 
@@ -30,24 +30,27 @@ from hvdtrain.tf_config import CHIEF, TfConfig, read_tf_config
 
 
 class ParameterServer(Strategy):
-    """Workers compute steps at their own speed; servers hold the variables; the chief, this process, directs.
+    """Asynchronous training: workers compute steps at their own speed, servers hold the variables.
 
-    The chief reads the data and hands out the global batches, each to one worker. Updates do not wait for each
+    This process, the chief, reads the data and gives each global batch to one worker. Updates do not wait for each
     other: a worker computes with weights that others change meanwhile, so weights differ from run to run. With
     one worker and `in_flight` 1 they are those of one process.
 
-    A step whose worker dies is computed by another one, and its update of the weights is made once. Only a worker
-    that dies in the moment in which it tells the servers that all gradients are there can leave that
-    one update undone, or made twice, on a part of the servers.
+    A step whose worker dies is computed by another one, and its update of the weights is made once. The only exception
+    is a worker that dies at the very moment when it tells the servers that all gradients have arrived: then this one
+    update may be missing, or be made twice, on some of the servers.
 
-    What is read, changed and written back in a step (momenta, BatchNormalization's statistics) is changed by
-    additions that do not get lost, each computed from what the worker read.
+    State that a step reads, changes and writes back (momenta, BatchNormalization's statistics) is changed by
+    additions, of which none is lost; each is computed from the value that the worker read.
 
     Args:
-        in_flight: batches on their way for each worker, the one that it computes included. Memory of the chief
-            and how stale a gradient can be are bounded by it.
-        min_part_bytes: a weight is split over servers into parts that are not smaller. Weights of optimizers
-            that look at a whole weight at a time (Lamb, Muon, Adafactor) are not split.
+        in_flight: Number of batches in flight per worker, including the one that it computes. It bounds the memory of
+            the chief and the staleness of gradients.
+        min_part_bytes: Smallest part, in bytes, into which a weight is split over servers. Weights whose optimizer
+            needs whole weights (Lamb, Muon, Adafactor) are not split.
+
+    Raises:
+        UsageError: An argument is not a positive integer.
     """
 
     name: ClassVar[str] = PARAMETER_SERVER
@@ -116,7 +119,7 @@ class ParameterServer(Strategy):
     def gather(self, outputs: Iterable[tuple[Share, Pending]]) -> Any:
         assert self._config is not None
         with server_errors(self._config):
-            # All are on their way before the first is waited for.
+            # Start all predictions before waiting for the first.
             return gather_predictions((share, pending.get()) for share, pending in list(outputs))
 
     def save(self, model: keras.Model, path: Path) -> None:
@@ -131,7 +134,7 @@ class ParameterServer(Strategy):
 
 
 def _check(model: keras.Model) -> None:
-    """Raise UsageError for what cannot be computed by workers on variables of servers."""
+    """Raise UsageError for settings that do not work with workers that use variables on servers."""
     if model.jit_compile:
         raise UsageError(
             "strategy='parameter-server' does not work with jit_compile=True: XLA cannot use other hosts' variables"
@@ -150,15 +153,15 @@ def _check(model: keras.Model) -> None:
 
 @functools.cache
 def _join(config: TfConfig) -> tuple[Any, Watch]:
-    """Connect this process with the others; once, however many Trainers it makes."""
-    # The chief computes nothing: GPUs are for its workers, which may be on the same host.
+    """Connect this process with the others, once for all Trainers."""
+    # The chief computes nothing: GPUs are for the workers, which may be on the same host.
     with contextlib.suppress(RuntimeError):  # The script has used TensorFlow already.
         tf.config.set_visible_devices([], "GPU")
     return connect(config), Watch(config)
 
 
 def _become_server() -> None:
-    """Turn this process, whose TF_CONFIG names a worker or server, into one. Does not return."""
+    """Turn this process, whose TF_CONFIG names a worker or server, into one; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "hvdtrain.start.tf_server"])

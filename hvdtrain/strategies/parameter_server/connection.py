@@ -1,4 +1,4 @@
-"""The chief's connection to its workers and servers, and the watch over them."""
+"""The chief's connection to its workers and servers, and the thread that watches them."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hvdtrain.tf_config import TfConfig, answers, describe_lost, lost_server
 from hvdtrain.worker.failure_report import Failure
 
 START_SECONDS = 300.0
-"""Workers and servers must listen by then."""
+"""Time within which workers and servers must listen."""
 POLL_SECONDS = 1.0
 ATTEMPTS = 5
-"""A server counts as gone after this many calls without an answer."""
+"""Number of unanswered calls in a row after which a server counts as lost."""
 GRACE_SECONDS = 8.0
-"""For the script to end by itself, once a server is gone."""
+"""Time for the script to end by itself after the loss of a server."""
 ALONE_SECONDS = 600.0
-"""The job ends when no worker has answered for so long."""
+"""Time without an answer from any worker after which the job ends."""
 
 
 class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
-    """TensorFlow's strategy, but this process keeps its name for its devices.
+    """TensorFlow's strategy, except that this process keeps the names of its devices.
 
-    Renamed to "chief", TensorFlow would no longer find any tensor, variable or dataset that the script made
-    before it came to the Trainer. (Variables need `kept_variables` as well.)
+    If the process were renamed to "chief", TensorFlow would no longer find tensors, variables and datasets that the
+    script made before the Trainer. (Variables need `kept_variables` as well.)
     """
 
     _cluster_resolver: Any
@@ -53,10 +53,10 @@ class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
 
 
 class _Repeating(tf.distribute.coordinator.ClusterCoordinator):
-    """TensorFlow's coordinator, for Python functions that call concrete ones.
+    """TensorFlow's coordinator, for Python functions that call concrete functions.
 
-    A worker's thread calls it, again if the worker dies. Of a concrete function, which is all that TensorFlow's own
-    takes, nothing would tell a second call from the first one.
+    A worker's thread calls the function, and again if the worker dies. A concrete function, the only kind that
+    TensorFlow's coordinator accepts, could not tell the second call from the first.
     """
 
     _cluster: Any
@@ -70,7 +70,7 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     """Connect this process, the chief, with its workers and servers.
 
     Raises:
-        EngineError: one of them does not answer.
+        EngineError: One of them does not answer.
     """
     wait_for_all(config)
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
@@ -84,10 +84,10 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
 
 
 def _keep_for_ever(*objects: Any) -> None:
-    """Keep the interpreter from destroying these at its end.
+    """Keep the interpreter from destroying `objects` when it exits.
 
-    They would say goodbye to every worker, and wait forever for one that has died. Workers and servers notice
-    by themselves that the chief is gone.
+    Their destructors would contact every worker, and wait forever for a dead one. Workers and servers notice by
+    themselves that the chief has ended.
     """
     for one in objects:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(one))
@@ -99,10 +99,16 @@ def wait_for_all(
     seconds: float = START_SECONDS,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Return when all workers and servers listen.
+    """Wait until all workers and servers listen.
+
+    Args:
+        config: Configuration of the job.
+        answering: Returns whether an address answers.
+        seconds: Time limit.
+        sleep: Sleeps for a number of seconds.
 
     Raises:
-        EngineError: some do not within `seconds`; it names them.
+        EngineError: Some do not listen within the limit; names them.
     """
     missing = [*_named("server", config.servers), *_named("worker", config.workers)]
     for _ in range(max(1, round(seconds / POLL_SECONDS))):
@@ -127,7 +133,7 @@ def _resolver(cluster: dict[str, list[str]]) -> tf.distribute.cluster_resolver.C
 
 
 def _own_words(record: logging.LogRecord) -> bool:
-    """Say a worker's failure in one line, where TensorFlow writes pages; pass on everything else."""
+    """Print a worker's failure in one line, in place of TensorFlow's pages; let all other log records pass."""
     if record.filename != "cluster_coordinator.py" or record.levelno < logging.ERROR:
         return True
     lost = re.match(r"Worker /job:worker/replica:0/task:(\d+) failed", record.getMessage())
@@ -143,11 +149,11 @@ def _own_words(record: logging.LogRecord) -> bool:
 def without_lost_servers(
     show: Callable[[threading.ExceptHookArgs], object], config: TfConfig
 ) -> Callable[[threading.ExceptHookArgs], object]:
-    """A threading.excepthook without the losses of servers, which end a thread of TensorFlow's and also the training.
+    """Return a threading.excepthook that ignores lost servers, whose loss also ends the training with an error.
 
     Args:
-        show: shows all other errors.
-        config: of the job.
+        show: Hook for all other errors.
+        config: Configuration of the job.
     """
 
     def hook(error: threading.ExceptHookArgs) -> object:
@@ -158,10 +164,10 @@ def without_lost_servers(
 
 @contextlib.contextmanager
 def server_errors(config: TfConfig) -> Iterator[None]:
-    """Turn the loss of a server inside this block into an EngineError that names it.
+    """Turn the loss of a server inside the block into an EngineError.
 
     Raises:
-        EngineError: a server was lost; names it.
+        EngineError: A server was lost; names it.
     """
     try:
         yield
@@ -173,10 +179,20 @@ def server_errors(config: TfConfig) -> Iterator[None]:
 
 
 class Watch:
-    """Looks after the servers and workers from a thread.
+    """Watches the servers and workers in a thread.
 
-    A process that dies closes its connections, and TensorFlow reports it at once. A host that dies does not.
-    Then this thread ends the process, if the script does not end by itself.
+    A process that dies closes its connections, which TensorFlow reports at once. A host that dies does not; then
+    this thread ends the process, unless the script ends by itself.
+
+    Args:
+        config: Configuration of the job.
+        answering: Returns whether an address answers.
+        end: Ends this process, given the problem; default: after GRACE_SECONDS.
+        poll_seconds: Interval between two rounds of calls.
+        alone_seconds: Time without an answer from any worker after which the job ends.
+
+    Attributes:
+        problem: Why the job cannot continue; None while it can.
     """
 
     def __init__(
@@ -196,7 +212,7 @@ class Watch:
         threading.Thread(target=self._run, daemon=True, name="hvdtrain-servers").start()
 
     def check(self) -> None:
-        """Raise EngineError if the job cannot go on."""
+        """Raise EngineError if the job cannot continue."""
         if self.problem is not None:
             raise EngineError(self.problem)
 
@@ -220,7 +236,7 @@ class Watch:
 
 
 def _end_after_grace(problem: str) -> None:
-    """End this process unless it ends by itself: it may wait forever in a call to the host that is gone."""
+    """End this process unless it ends by itself: it may block forever in a call to the lost host."""
     time.sleep(GRACE_SECONDS)
     # Otherwise the script has ended, with this message as its error.
     if threading.main_thread().is_alive():

@@ -1,16 +1,16 @@
-"""The steps as functions that a worker runs: all that a step changes beside the weights comes back as values.
+"""Steps as functions that a worker runs: all changes other than those of the weights are returned as values.
 
-Weights and the optimizer's state are updated on the servers, by operations that lose no update of another
-worker (assign_add, assign_sub). Keras's own `Variable.assign_add` reads, adds and assigns: two workers at
-a time would lose one. So whatever else a step assigns is caught while it is traced:
+Weights and optimizer state are updated on the servers by operations that lose no other worker's update (assign_add,
+assign_sub). Keras's own `Variable.assign_add` reads, adds and assigns, so of two concurrent updates one would be lost.
+All other assignments of a step are therefore intercepted while it is traced:
 
-- metrics start from zero, and what they are after the step is returned; the chief adds it up;
-- the number of the step and the learning rate come with the step;
+- metrics start from zero, and their states after the step are returned, to be summed by the chief;
+- the number of the step and the learning rate are arguments of the step;
 - statistics (BatchNormalization) and seeds are changed on the servers by the difference that the step made.
 
-A worker may die at any moment, and another one gets its step then. So a step changes nothing on the servers before
-all that it will change there has arrived; and with the changes a server notes the step's number, so
-that the chief can tell whether they were made.
+A worker may die at any moment, and its step is then given to another one. So a step changes nothing on the servers
+before everything needed for the change has arrived; and together with the change a server records the number of the
+step, so that the chief can tell whether it was made.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Step = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Ticket:
-    """What identifies a step among all others.
+    """Identifies a step.
 
     Attributes:
-        slot: place for its number among those of the steps that are on their way.
-        number: from 1; higher than that of every step before.
+        slot: Index of the step among those in flight, at which a server records its number.
+        number: Number of the step, from 1; higher than that of every earlier step.
     """
 
     slot: int
@@ -55,12 +55,12 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Traced:
-    """A step for data of one signature.
+    """A step traced for data of one signature.
 
     Attributes:
-        function: a concrete function of (constants, ticket, data).
-        signature: a tf.TensorSpec for each tensor of the data.
-        log_names: of the values that follow the metrics' state in what the function returns.
+        function: Concrete function of (constants, ticket, data).
+        signature: A tf.TensorSpec for each tensor of the data.
+        log_names: Names of the logs, which follow the metrics' states in the function's result.
     """
 
     function: Any
@@ -72,11 +72,12 @@ class StepFunctions:
     """Traces the steps of a built and compiled model whose variables are on the servers.
 
     Args:
-        limit: steps that may be on their way at a time.
+        model: Built and compiled model.
+        limit: Largest number of steps in flight.
 
     Attributes:
-        metrics: the variables of the metrics' state, on this process.
-        constants: those variables of the optimizer whose values come with each step.
+        metrics: Variables of the metrics' states, on this process.
+        constants: Variables of the optimizer whose values are arguments of each step.
     """
 
     def __init__(self, model: keras.Model, limit: int) -> None:
@@ -100,26 +101,26 @@ class StepFunctions:
         self._summed = SummedMetrics(WHOLE_PARTS)
 
     def values(self) -> list[tf.Tensor]:
-        """Return what the constants are now."""
+        """Return the present values of the constants."""
         return [v.value.read_value() for v in self.constants]
 
     def arguments(self, ticket: Ticket, data: Any) -> tuple[Any, ...]:
-        """Return what a step is called with."""
+        """Return the arguments for a call of a step."""
         return self.values(), tf.constant([ticket.slot, ticket.number], tf.int64), data
 
     def was_applied(self, ticket: Ticket) -> bool:
-        """Ask a server whether the training step with this ticket has changed the weights."""
+        """Ask a server whether the update of the training step with this ticket was made."""
         return int(self._applied.numpy()[ticket.slot]) == ticket.number
 
     def traced(self, kind: str, data: Any) -> Traced:
-        """Return the step for data like `data`.
+        """Return the step `kind` traced for data like `data`.
 
-        "train" and "test" return the metrics' state from zero on and the step's logs, in one float64 vector;
+        "train" and "test" return one float64 vector: the metrics' states, counted from zero, and the logs of the step.
         "predict" returns the model's outputs.
         """
         signature = [tf.TensorSpec.from_tensor(leaf) for leaf in tf.nest.flatten(data)]
-        # A function for each number of examples: Keras weighs the losses of several outputs by the
-        # number only if it is known while tracing. Other dimensions may vary in one function.
+        # One function for each number of examples: Keras weights the losses of several outputs by that number only if
+        # it is known while tracing. Other dimensions may vary within one function.
         key = (kind, int(signature[0].shape[0]))
         known = self._traced.get(key)
         if known is not None:
@@ -133,7 +134,7 @@ class StepFunctions:
     def unpack(
         self, vector: np.ndarray, traced: Traced
     ) -> tuple[list[np.ndarray], dict[str, float]]:
-        """Return the metrics' state and the logs in what a training or test step returned."""
+        """Split the result of a training or test step into the metrics' states and the logs."""
         parts = np.split(vector, np.cumsum([zero.size for zero in self._zero]))
         state = [part.reshape(zero.shape) for part, zero in zip(parts, self._zero, strict=False)]
         return state, dict(zip(traced.log_names, parts[-1].tolist(), strict=True))
@@ -149,7 +150,7 @@ class StepFunctions:
                 return self._counted(step, ticket, data, names)
 
         constants = [tf.TensorSpec.from_tensor(value) for value in self.values()]
-        # Traced here, not by the coordinator: under its strategy Keras's optimizers would look for a replica.
+        # Traced here, not by the coordinator: under its strategy, Keras's optimizers would ask for a replica context.
         with watched(metrics_of(self._model)) as calls:
             function = tf.function(run, autograph=False).get_concrete_function(
                 constants, tf.TensorSpec([2], tf.int64), tf.nest.pack_sequence_as(data, signature)
@@ -158,7 +159,7 @@ class StepFunctions:
         return Traced(function, signature, names)
 
     def _counted(self, step: Step, ticket: tf.Tensor, data: Any, names: list[str]) -> tf.Tensor:
-        """Run `step` with metrics at zero; return the metrics' state after it and its logs."""
+        """Run `step` with metrics at zero; return the metrics' states after it, and its logs, as one vector."""
         before = [v.value.read_value() for v in self._statistics]
         with in_step([*self.metrics, *self._statistics], [*map(tf.constant, self._zero), *before]):
             logs = step(data)
@@ -172,13 +173,13 @@ class StepFunctions:
             if updating:
                 self._applied.scatter_nd_update([ticket[:1]], ticket[1:])
         names[:] = sorted(logs)
-        # Of a step's logs, a number each.
+        # One number for each log.
         values = [*state, *(tf.reduce_mean(logs[name]) for name in names)]
         return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in values], 0)
 
 
 def _beside_weights(model: keras.Model, value: tf.Tensor) -> tf.Variable:
-    """Make a variable on a server: that of the first weight."""
+    """Create a variable on the server that holds the first weight."""
     weights = [part for v in model.trainable_variables for part in tf_variables(v)]
     with tf.init_scope(), tf.device(weights[0].device if weights else None):
         return tf.Variable(value, trainable=False)

@@ -1,4 +1,4 @@
-"""Which server holds which variable: large ones are split over several, all are balanced by size."""
+"""Placement of variables on servers: large ones are split over several, and loads are balanced by size."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hvdtrain.keras_internals.remote_variables import (
 )
 
 MIN_PART_BYTES = 256 * 1024
-"""Below this, a call to one more server costs more than it brings (TensorFlow's guide recommends the same)."""
+"""Below this size, one more server costs more than it saves (TensorFlow's guide recommends the same limit)."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A variable, as placement sees it: its rows, its size in bytes, whether it may be split."""
+    """A variable to place: its number of rows, its size in bytes, and whether it may be split."""
 
     rows: int
     size: int
@@ -34,9 +34,9 @@ class Item:
 
 
 def plan(items: Sequence[Item], servers: int, min_part: int = MIN_PART_BYTES) -> list[list[int]]:
-    """Return for each item the servers of its parts, in the order of the rows.
+    """Return the servers of the parts of each item, in the order of the rows.
 
-    The largest items choose first, each the servers that hold least so far.
+    Greedy: the largest items come first, and each takes the servers with the smallest load so far.
     """
     load = [0.0] * servers
     result: list[list[int]] = [[] for _ in items]
@@ -51,17 +51,17 @@ def plan(items: Sequence[Item], servers: int, min_part: int = MIN_PART_BYTES) ->
 
 
 def part_sizes(rows: int, parts: int) -> list[int]:
-    """Rows of each part: they differ by at most one, the first ones are larger."""
+    """Return the number of rows of each part; they differ by at most one, the larger ones first."""
     return [rows // parts + (number < rows % parts) for number in range(parts)]
 
 
 def move_to_servers(
     model: keras.Model, optimizer: Any, servers: int, min_part: int = MIN_PART_BYTES
 ) -> None:
-    """Move the variables of a built model, and of its built optimizer, to the servers, values and all.
+    """Move the variables of a built model and of its built optimizer, with their values, to the servers.
 
-    State of the optimizer goes where its weight is, part by part. What belongs to a step (its number, the learning
-    rate) stays here: it travels with the step.
+    Optimizer state is placed with its weight, part by part. Values that are arguments of a step (its number, the
+    learning rate) stay on this process.
     """
     trained = list(model.trainable_variables)
     of_weight = {id(weight): slots for weight, slots in optimizer_slots(optimizer)}
@@ -84,7 +84,7 @@ def _item(variable: Any, splittable: set[int]) -> Item:
 
 
 def _move(variable: Any, place: Sequence[int], weight: Any) -> None:
-    """Move a variable to the servers `place`; state that has not its weight's shape stays whole."""
+    """Move a variable to the servers `place`; state of another shape than its weight's is not split."""
     value = variable.value.read_value()
     if len(place) == 1 or tuple(variable.shape) != tuple(weight.shape):
         replace_value(variable, _on_server(place[0], value, variable))
