@@ -1,8 +1,8 @@
-"""The scripts that `hvdtrain new` copies.
+"""The training scripts that `hvdtrain new` copies, and their configuration file.
 
 There is one copy of each script, in `scripts/` of the sources, where people read and run it. `scripts/` beside this
-file holds symbolic links to them: setuptools puts their targets into a wheel or source archive, and an editable install
-follows them. `run.yaml` is the configuration for all of them.
+file contains symbolic links to them: setuptools puts their targets into a wheel or source archive, and an editable
+install follows them. `run.yaml` is a template of the configuration for all of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from hvdtrain.errors import HvdtrainError, UsageError
 
 CONFIG = "run.yaml"
 _IN_SOURCES = re.compile(r"\bscripts/\w+\.py\b")
-"""How a script names itself in its docstring, which shows how to run it."""
+"""The path by which a script's docstring shows how to run it."""
 _FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
 class Starter:
-    """A script to copy: its name on the command line, what it shows, and the arguments and options for its run.yaml."""
+    """A script to copy.
+
+    Attributes:
+        name: Name on the command line.
+        shows: What the script shows, for the list of starters.
+        arguments: Arguments of the script for its run.yaml, as a YAML list.
+        launch: Lines of launch options for its run.yaml.
+    """
 
     name: str
     shows: str
@@ -32,7 +39,7 @@ class Starter:
 
     @property
     def script(self) -> str:
-        """Name of the copy."""
+        """File name of the copy."""
         return f"{self.name}.py"
 
 
@@ -63,7 +70,11 @@ STARTERS: Mapping[str, Starter] = {starter.name: starter for starter in _ALL}
 
 
 def contents(starter: Starter) -> dict[str, str]:
-    """File name -> text of what a user gets. Raises HvdtrainError if the installation lacks the script."""
+    """Return the text of each file that a user gets, by file name.
+
+    Raises:
+        HvdtrainError: The installation lacks the script.
+    """
     script = _FOLDER / "scripts" / starter.script
     try:
         text = script.read_text(encoding="utf-8")
@@ -81,10 +92,19 @@ def contents(starter: Starter) -> dict[str, str]:
 
 
 def copy(starter: Starter, folder: Path, *, force: bool) -> list[Path]:
-    """Write the script and its configuration into `folder`, which is made if need be.
+    """Write the script and its configuration into `folder`, which is created if necessary.
 
-    Returns what was written. Raises UsageError, and writes nothing, if a file is there already and not `force`, or if
-    the folder cannot be written.
+    Args:
+        starter: Script to copy.
+        folder: Folder to write to.
+        force: Whether to overwrite existing files.
+
+    Returns:
+        Paths of the files.
+
+    Raises:
+        UsageError: A file exists already, and `force` is not set (then nothing is written), or the folder cannot be
+            written to.
     """
     texts = contents(starter)
     there = [str(folder / name) for name in texts if (folder / name).exists()]
