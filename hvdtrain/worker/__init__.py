@@ -1,1 +1,1 @@
-"""What makes a process a worker of a job, before TensorFlow is loaded: `python -m hvdtrain.worker SCRIPT`."""
+"""Prepare a process as a worker of a job, before TensorFlow is loaded: `python -m hvdtrain.worker SCRIPT`."""

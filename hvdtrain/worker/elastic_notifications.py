@@ -1,7 +1,7 @@
-"""Horovod's notification service for an elastic rank, listening only on the job's interface.
+"""Restrict Horovod's notification service of an elastic rank to the job's network interface.
 
-The launcher tells it when hosts come and go. It runs what whoever has its key sends, and Horovod has it listen on every
-interface of the host.
+The launcher tells the service when hosts come and go. Whoever has its key can make it run code, and by default Horovod
+lets it listen on every interface of the host.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ INTERFACE = "HOROVOD_GLOO_IFACE"
 
 
 def listen_at_interface() -> None:
-    """Call this before the script runs; does nothing where no launcher has named an interface."""
+    """Restrict the service, if the launcher has named an interface. To be called before the script runs."""
     if INTERFACE not in os.environ:
         return
     from horovod.runner.common.util import network
@@ -23,7 +23,7 @@ def listen_at_interface() -> None:
 
 
 def _at_interface(server: Callable[[tuple[str, int]], Any]) -> tuple[Any, int]:
-    """A server of that kind, and its port, as Horovod's `find_port` gives them."""
+    """Start `server`; return it with its port, like Horovod's `find_port`."""
     from horovod.runner.util.network import get_driver_ip
 
     started = server((get_driver_ip([os.environ[INTERFACE]]), 0))

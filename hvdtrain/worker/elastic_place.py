@@ -1,4 +1,4 @@
-"""How a worker of an elastic job asks its launcher for its place among the others, and reports that it has saved."""
+"""Requests of a worker to the launcher of its elastic job: asking for its rank, reporting saved states."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hvdtrain.worker.heartbeat import in_phase
 
 RENDEZVOUS_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 HOROVODS_PLACE = "rank_and_size"
-"""Horovod's question, to which it answers when all others have asked, or have gone."""
+"""Horovod's own request, answered when all other workers have asked or have gone."""
 NEXT_PLACE, ARRIVAL, SAVED = "hvdtrain_next_place", "hvdtrain_arrival", "hvdtrain_saved"
 ON_DISK, IN_MEMORY = "disk", "memory"
 SAVED_SECONDS = 1.0
-"""Between two commits of which the launcher is told."""
+"""Shortest interval between two reported commits."""
 TELL_SECONDS = 5.0
 _PLACE = tuple(
     f"HOROVOD_{of}{what}" for of in ("", "LOCAL_", "CROSS_") for what in ("RANK", "SIZE")
@@ -27,46 +27,49 @@ _PLACE = tuple(
 
 
 def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Wait until all workers that go on are known; return the variables that tell this one its new place among them.
+    """Wait until all remaining workers are known; return the variables with this worker's new rank and size.
 
-    Horovod asks for it itself when it starts for the second time in a process; a new process must know it.
+    Horovod asks for them itself when it starts again in the same process; a new process must know them beforehand.
+
+    Args:
+        environ: Environment of this process.
 
     Raises:
-        EngineError: the launcher has ended.
-        SystemExit: the job continues without this worker.
+        EngineError: The launcher cannot be reached.
+        SystemExit: The job continues without this worker.
     """
-    # Horovod's own launcher knows only its own question.
+    # Horovod's own launcher knows only its own request.
     return _place(environ, NEXT_PLACE) or _place(environ, HOROVODS_PLACE)
 
 
 def place_after_arrival(environ: Mapping[str, str]) -> dict[str, str]:
-    """Wait until all workers are about to start Horovod, as this one is; return its place, which may be a new one.
+    """Wait until all workers are about to start Horovod; return the variables with this worker's rank and size.
 
-    Horovod itself waits there only for Gloo's time-out; where another worker fails meanwhile, it aborts the process.
-    Empty under a launcher that cannot wait. Raises as `place_in_job` does.
+    They may differ from the previous ones. Horovod itself waits only until Gloo's time-out, and aborts the process if
+    another worker fails meanwhile. Empty under a launcher that does not support this. Raises as `place_in_job`.
     """
     return _place(environ, ARRIVAL)
 
 
 def tell_saved(where: str) -> None:
-    """Tell the launcher of this elastic job, if it is one, that the training can go on from a new state.
+    """Tell the launcher, if this is an elastic job, that training can continue from a new state.
 
     Args:
         where: ON_DISK or IN_MEMORY.
     """
     if is_elastic(os.environ):
-        with suppress(OSError):  # It may be Horovod's own, or gone.
+        with suppress(OSError):  # The launcher may be Horovod's own, or gone.
             _ask(os.environ, SAVED, where, method="PUT", timeout=TELL_SECONDS)
 
 
 class Commits:
-    """Reports commits to the launcher, at intervals."""
+    """Reports commits to the launcher, at most one per SAVED_SECONDS."""
 
     def __init__(self) -> None:
         self._told = float("-inf")
 
     def note(self) -> None:
-        """There was one."""
+        """Report a commit, unless another one was reported shortly before."""
         if time.monotonic() - self._told >= SAVED_SECONDS:
             tell_saved(IN_MEMORY)
             self._told = time.monotonic()
@@ -98,7 +101,7 @@ def _ask(
     url = f"http://{environ[RENDEZVOUS_ADDRESS]}:{environ[RENDEZVOUS_PORT]}/{scope}/{key}"
     body = b"" if method == "PUT" else None
     request = urllib.request.Request(url, body, method=method)
-    # Not by way of a proxy.
+    # Without a proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request, timeout=timeout) as answer:
         told: str = answer.read().decode()

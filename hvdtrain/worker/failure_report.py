@@ -1,7 +1,7 @@
-"""How a rank reports to the launcher why it failed: one line of JSON on its standard error.
+"""The report of a failed rank to the launcher: one line of JSON on the rank's standard error.
 
-A line survives every transport between the two (pipes, mpirun, ssh); a traceback of many lines is
-torn apart between those of other ranks.
+A single line survives every transport between the two (pipes, mpirun, ssh), while the lines of a traceback would be
+mixed with those of other ranks.
 """
 
 import json
@@ -10,16 +10,15 @@ from dataclasses import asdict, dataclass
 
 MARKER = "@hvdtrain-failure "
 LONGEST_TEXT = 100_000
-"""Characters; only the end of a longer text is sent."""
+"""Characters; of a longer text only the end is sent."""
 LONGEST_LINE = 13 * LONGEST_TEXT
-"""Bytes: JSON takes up to twelve for a character."""
+"""Bytes: JSON takes up to twelve per character."""
 
-# What a rank sees when another one has gone, by class name (nothing is imported to ask) and by
-# message.
+# Errors that a rank gets when another one has gone, by class name (so that nothing need be imported) and by message.
 SECONDARY_CLASSES = {"HorovodInternalError", "EngineError", "CancelledError", "AbortedError"}
 SECONDARY_MESSAGES = (
     "Horovod has been shut down",
-    "Horovod has not been initialized",  # Its thread has ended.
+    "Horovod has not been initialized",  # Its background thread has ended.
     "Connection closed by peer",
     "Connection reset by peer",
     "Connection refused",
@@ -30,13 +29,13 @@ SECONDARY_MESSAGES = (
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one rank ended.
+    """The reason why a rank ended.
 
     Attributes:
-        rank: the rank that failed.
-        exit_code: what it exits with, 1-255.
-        secondary: whether the error only reports that another rank is gone.
-        text: the traceback or message; empty for a bare `sys.exit(n)`.
+        rank: Rank that failed.
+        exit_code: Exit code of the rank, 1-255.
+        secondary: Whether the error only reports that another rank has gone.
+        text: Traceback or message; empty for a bare `sys.exit(n)`.
     """
 
     rank: int
@@ -48,12 +47,12 @@ class Failure:
         fields = asdict(self)
         if len(self.text) > LONGEST_TEXT:
             fields["text"] = f"[...]\n{self.text[-LONGEST_TEXT:]}"
-        # '<' is escaped so that no text can look like the launcher's own `[0]<stderr>:` tags.
+        # '<' is escaped, so that no text looks like the launcher's own `[0]<stderr>:` tags.
         return MARKER + json.dumps(fields).replace("<", "\\u003c")
 
 
 def from_line(line: str) -> Failure | None:
-    """The failure that `line` carries; None if it is any other text."""
+    """Parse a line from `Failure.to_line`; return None for any other text."""
     if not line.startswith(MARKER):
         return None
     try:
@@ -70,7 +69,7 @@ def from_line(line: str) -> Failure | None:
 
 
 def text_of(error: object) -> str:
-    """`str(error)`, even if the class's own `__str__` fails."""
+    """Return `str(error)`, even if the class's `__str__` raises an error."""
     try:
         return str(error)
     except BaseException:
@@ -78,7 +77,7 @@ def text_of(error: object) -> str:
 
 
 def encoded(text: str) -> bytes:
-    """Text as bytes. File names that are not UTF-8 become their original bytes."""
+    """Encode text; file names that are not UTF-8 get their original bytes back."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -86,7 +85,7 @@ def encoded(text: str) -> bytes:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether `error`, or an error that led to it, only reports that another rank is gone."""
+    """Return whether `error`, or an error that led to it, only reports that another rank has gone."""
     return any(
         any(cls.__name__ in SECONDARY_CLASSES for cls in type(link).__mro__)
         or any(message in text_of(link) for message in SECONDARY_MESSAGES)

@@ -1,6 +1,6 @@
-"""What each rank of `hvdtrain.launch` runs: `python -m hvdtrain.worker -m hvdtrain.worker.function_rank`.
+"""The program that each rank of `hvdtrain.launch` runs: `python -m hvdtrain.worker -m hvdtrain.worker.function_rank`.
 
-It fetches the function, calls it and returns its result. Failures are reported as for any script.
+It fetches the function, calls it, and returns its result. Failures are reported as for any script.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ from hvdtrain.worker.signed_messages import ADDRESS, KEY, Caller, caller_of
 
 
 def main() -> None:
-    """Run the function as this rank."""
+    """Fetch the function, run it as this rank, and send the result.
+
+    Raises:
+        HvdtrainError: The caller cannot be reached, the function cannot be loaded here, or its result cannot be
+            pickled.
+    """
     caller = caller_of({name: os.environ.pop(name) for name in (ADDRESS, KEY)})
     rank = rank_of(os.environ)
     function, args, kwargs = _fetch(caller)
@@ -38,7 +43,7 @@ def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
             "is a firewall between the hosts?"
         ) from error
     folders, call = pickle.loads(content)
-    # The caller may import from where a rank does not look.
+    # The caller may have imported from folders that are not in this rank's path.
     sys.path += [folder for folder in folders if folder not in sys.path]
     try:
         found: tuple[Any, tuple[Any, ...], dict[str, Any]] = pickle.loads(call)

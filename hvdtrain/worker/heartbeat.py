@@ -1,9 +1,9 @@
-"""What a rank is doing, where its host's agent can read it at any moment, even while the rank is frozen.
+"""Heartbeat: the current phase of a rank, which its host's agent can read at any moment, even if the rank is frozen.
 
-A rank keeps one page of memory that has a name (memfd_create) and no file. The agent finds it among the rank's open
-files in /proc and reads it; the rank writes its phase and step there in about a microsecond, sends nothing and waits
-for nobody. The page is gone with the rank. Its name tells the launch, also of a rank that has overwritten its
-environment: programs that set their title in `ps` do.
+A rank keeps one page of memory that has a name (memfd_create) but no file. The agent finds it among the rank's open
+files in /proc and reads it; the rank writes its phase and step there in about a microsecond, without sending or waiting
+for anything. The page disappears with the rank. Its name contains the launch id, so that ranks are recognized even
+if they have overwritten their environment, as programs do that set their title in `ps`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Phase = Literal[
     "stopping",
     "ended",
 ]
-"""starting: before Horovod's init; init: inside of it; script: in the script's own lines; input: between two steps;
-stopping: after Ctrl-C, which the script may catch; ended: the script has come to its end."""
+"""starting: before Horovod's init; init: inside it; script: in the script's own code; input: between two steps;
+stopping: after Ctrl-C, which the script may catch; ended: after the end of the script."""
 
 WITH_BEATS = {"init", "training", "input", "evaluating", "predicting", "saving", "callbacks"}
-"""Phases in which a rank's heartbeat must go on. A loop of the script's own may give none."""
+"""Phases in which the heartbeat must continue. A script's own loop may have none."""
 
 INIT = "hvdtrain.init()"
 _WORDS: dict[Phase, str] = {
@@ -53,27 +53,27 @@ _WORDS: dict[Phase, str] = {
     "stopping": "the handling of Ctrl-C",
     "ended": "shutdown",
 }
-"""Phases as nouns, for "rank 3: in ..."; the others are nouns already."""
+"""Nouns for the phases, for "rank 3: in ..."; the names of other phases are nouns already."""
 _NAME = "hvdtrain-heartbeat"
 _LINK = f"/memfd:{_NAME}-"
-# The number of this write, step, rank, since when (CLOCK_MONOTONIC, the same for all processes of a host), allowed
-# seconds, whether it waits, phase, detail, and the number again: a reader that finds two numbers has met a write.
+# Number of the write, step, rank, time (CLOCK_MONOTONIC, the same for all processes of a host), allowed seconds,
+# whether the rank waits, phase, detail, and the number again: two different numbers mean that a write is in progress.
 _PAGE = struct.Struct("=Qqqdd?16s103sQ")
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank was doing when it was read.
+    """The state of a rank when its page was read.
 
     Attributes:
-        phase: see Phase.
-        step: the last step that it began, counted from 0; -1 before the first.
-        detail: the collective that it waits in, or the name of a long phase; empty otherwise.
-        waiting: whether it waits in the collective `detail`.
-        beats: how often it noted something; two equal numbers mean no progress in between.
-        since: when it did so last, in seconds of CLOCK_MONOTONIC on its host.
-        allowed: seconds that it asked for in `long_phase`; 0 if it did not.
-        rank: its number in an elastic job since the last init; -1 before, and in other jobs, where numbers stay.
+        phase: Phase of the rank, see Phase.
+        step: Index of the last step that it began, from 0; -1 before the first.
+        detail: Name of the collective in which it waits, or of a long phase; empty otherwise.
+        waiting: Whether it waits in the collective `detail`.
+        beats: Number of its heartbeats; two equal numbers mean no progress in between.
+        since: Time of the last heartbeat, in seconds of CLOCK_MONOTONIC on its host.
+        allowed: Seconds requested with `long_phase`; 0 if none.
+        rank: Rank in an elastic job since the last init; -1 before it, and in other jobs, where ranks do not change.
     """
 
     phase: Phase = "starting"
@@ -87,7 +87,7 @@ class Heartbeat:
 
     @property
     def place(self) -> str:
-        """Where in its script the rank is, so that ranks which do the same have the same words."""
+        """Position in the script, in words that are equal for ranks that do the same."""
         if self.waiting and not self.detail:
             return INIT
         words = _WORDS.get(self.phase, self.phase)
@@ -107,20 +107,20 @@ def beat(
     allowed: float = 0.0,
     rank: int | None = None,
 ) -> None:
-    """Record that this rank has made progress, and what it is doing. `step`, `rank`: None leaves them unchanged."""
+    """Record progress of this rank, and its current phase. `step`, `rank`: None leaves them unchanged."""
     page = _own_page()
     if page is not None:
         page.write(phase, step, detail, waiting, allowed, rank)
 
 
 def current() -> Heartbeat:
-    """The last heartbeat of this rank."""
+    """Return the last heartbeat of this rank."""
     page = _own_page()
     return Heartbeat() if page is None else page.read()
 
 
 def own_seconds() -> dict[Phase, float]:
-    """Seconds that this rank has spent in each phase until now, without those in which it waited in a collective."""
+    """Return the seconds that this rank has spent in each phase so far, except those of waiting in collectives."""
     page = _own_page()
     return {} if page is None else page.own_seconds()
 
@@ -129,7 +129,7 @@ def own_seconds() -> dict[Phase, float]:
 def in_phase(
     phase: Phase, detail: str = "", *, waiting: bool = False, allowed: float = 0.0
 ) -> Iterator[None]:
-    """Mark this rank as in a phase within the block; afterwards its previous phase is restored."""
+    """Set this rank's phase within the block; restore the previous phase afterwards."""
     before = current()
     beat(phase, None, detail, waiting=waiting, allowed=allowed)
     try:
@@ -149,8 +149,8 @@ def long_phase(name: str, minutes: float) -> Iterator[None]:
     long, raise `hvdtrain run --stall-shutdown-seconds`.
 
     Args:
-        name: name of the phase, for messages; cut to 100 characters.
-        minutes: time after which the rank counts as hung; more than 0.
+        name: Name of the phase, for messages; cut to 103 bytes of UTF-8.
+        minutes: Time after which the rank counts as hung; more than 0.
 
     Raises:
         UsageError: `minutes` is not more than 0.
@@ -162,10 +162,10 @@ def long_phase(name: str, minutes: float) -> Iterator[None]:
 
 
 class Page:
-    """The page of this process or, read only, of another one.
+    """The page of this process or, read-only, of another one.
 
     Attributes:
-        inode: no two pages of a host have the same; the processes that a rank forks share its page.
+        inode: Inode of the page, unique on its host; processes forked by a rank share its page.
     """
 
     def __init__(self, descriptor: int, *, own: bool) -> None:
@@ -188,7 +188,7 @@ class Page:
         rank: int | None,
     ) -> None:
         if os.getpid() != self._owner:
-            return  # A process that the rank has forked shares the page.
+            return  # A process forked by the rank shares its page.
         now = time.monotonic()
         self._count(now)
         self._now = phase, waiting, now
@@ -213,7 +213,7 @@ class Page:
             self._own[phase] = self._own.get(phase, 0.0) + now - since
 
     def read(self) -> Heartbeat:
-        """Raises ValueError if the page is being written at each attempt."""
+        """Return the last heartbeat; raise ValueError if the page is being written at each attempt."""
         for _ in range(100):
             beats, step, rank, since, allowed, waiting, phase, detail, last = _PAGE.unpack_from(
                 self._memory
@@ -233,7 +233,7 @@ def _text(field: bytes) -> Any:
 
 @functools.cache
 def _own_page() -> Page | None:
-    """This process's page, made when it is first asked for; None where the system has no such memory."""
+    """Return this process's page, created on first use; None if the system has no memfd_create."""
     with suppress(AttributeError, OSError):
         descriptor = os.memfd_create(f"{_NAME}-{os.environ.get(LAUNCH_ID, '')}")
         os.ftruncate(descriptor, mmap.PAGESIZE)
@@ -242,7 +242,7 @@ def _own_page() -> Page | None:
 
 
 def page_of(pid: int) -> Page | None:
-    """The page of another process of this user; None if it has none, or has ended."""
+    """Return the page of another process of this user; None if it has none or has ended."""
     with suppress(OSError, ValueError):
         for link, _ in _pages(pid):
             with suppress(OSError):
@@ -255,16 +255,16 @@ def page_of(pid: int) -> Page | None:
 
 
 def has_page_of(pid: int, launch_id: str) -> bool:
-    """Whether the process is a rank of this launch, or was forked by one."""
+    """Return whether the process is a rank of this launch, or was forked by one."""
     with suppress(OSError):
         return any(name == f"{_LINK}{launch_id} (deleted)" for _, name in _pages(pid))
     return False
 
 
 def _pages(pid: int) -> Iterator[tuple[Path, str]]:
-    """The pages of a process among its open files: where they can be opened, and their names.
+    """Yield a process's own pages among its open files, as (link to open, name) pairs.
 
-    Who watches ranks has theirs open too, to read them.
+    Processes that watch ranks have those ranks' pages open too, but read-only.
     """
     for link in (Path("/proc") / str(pid) / "fd").iterdir():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Do something with a module as soon as the script has imported it, without importing it oneself."""
+"""Run hooks on modules as soon as the script has imported them, without importing them beforehand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 
 Hooks = Mapping[str, Callable[[ModuleType], None]]
-"""Name of a module -> what to do with it once it is loaded, before the importer sees it."""
+"""Module name -> function that is called with the module when it is loaded, before the importer sees it."""
 
 
 class _Finder:
-    """A finder of sys.meta_path that finds nothing itself, and wraps the loaders of some modules."""
+    """Finder for sys.meta_path that wraps the loaders of some modules."""
 
     def __init__(self, hooks: Sequence[Hooks]) -> None:
         self._hooks = hooks
@@ -20,7 +20,7 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Called by Python for every module that is imported."""
+        """Return the spec of a module that has hooks, with a loader that runs them; None for other modules."""
         wanted = [hooks[name] for hooks in self._hooks if name in hooks]
         if not wanted:
             return None
@@ -38,5 +38,5 @@ class _Finder:
 
 
 def on_import(*hooks: Hooks) -> None:
-    """Call the hooks for the modules that are imported from here on, in this order."""
+    """Call the hooks for modules that are imported from now on, in this order."""
     sys.meta_path.insert(0, _Finder(hooks))

@@ -1,7 +1,7 @@
-"""End a rank of a launch over Gloo whose launcher is gone, even if the host's agent is gone with it.
+"""End a rank of a launch over Gloo whose launcher is gone, even if the host's agent is gone as well.
 
-A rank on another host runs below that host's sshd; when the connection ends so does sshd's part, and nobody tells the
-rank. It sees that the process above it, or the one above that, has changed.
+A rank on another host runs below that host's sshd; when the connection ends, so does sshd's process, and nobody tells
+the rank. It notices that its parent, or its parent's parent, has changed.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from collections.abc import Callable
 from pathlib import Path
 
 INIT = 1
-"""The process that adopts orphans."""
+"""Id of the process that adopts orphans."""
 POLL_SECONDS = 2.0
 GRACE_SECONDS = 5.0
 
 
 def ancestors(pid: int | None = None) -> tuple[int, int]:
-    """The parent of a process (default: this one), and its parent; 0 for one that is gone."""
+    """Return the parent of a process (default: this one) and the parent's parent, as ids; 0 for one that has ended."""
     parent = os.getppid() if pid is None else _parent(pid)
     return parent, _parent(parent)
 
 
 def end_when_orphaned() -> None:
-    """From now on, end this process and its group when the processes above it change, or if they have gone by now."""
+    """Watch this process's ancestors; end its process group when they change, or if they have ended already."""
     watch(ancestors, _end_group, POLL_SECONDS)
-    if INIT in ancestors():  # Gone before the watch began.
+    if INIT in ancestors():  # Ended before the watch began.
         _end_group()
 
 
 def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -> threading.Thread:
-    """Call `end` once `look` returns something different from now."""
+    """Call `end` from a thread once `look`, polled every `seconds`, returns another value than now."""
     before = look()
 
     def poll() -> None:
@@ -49,7 +49,7 @@ def watch(look: Callable[[], object], end: Callable[[], None], seconds: float) -
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        # PID (NAME) STATE PPID ...; a name may contain anything.
+        # The format is: PID (NAME) STATE PPID ...; a name may contain anything.
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     return 0
 

@@ -1,6 +1,6 @@
-"""Runs a script or a module as Python itself does: in a `__main__` of its own, which stays there to the end.
+"""Run a script or a module as Python itself does: as the module `__main__`, which remains until the process ends.
 
-`runpy.run_path` takes its module away when the script ends, and exit functions can no longer pickle what the
+`runpy.run_path` removes its module when the script ends, after which exit functions can no longer pickle what the
 script has defined.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def run_script(script: str) -> None:
-    """Run it, as `python script` does. Raises what the script raises."""
+    """Run `script` like `python script`. Raises what the script raises."""
     path = str(Path(script).absolute())
     if pkgutil.get_importer(path) is not None:  # An archive with a __main__.py.
         sys.path[: 0 if is_path_safe() else 1] = [path]
@@ -31,13 +31,13 @@ def run_script(script: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Run it, as `python -m name` does. Raises what the module raises."""
+    """Run the module `name` like `python -m name`. Raises what the module raises."""
     _fresh_main()
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def is_path_safe() -> bool:
-    """Whether the user wants no folder of the script in `sys.path`; the flag of this process is for its own modules."""
+    """Return whether the user has set PYTHONSAFEPATH; this process's own -P flag is for hvdtrain's modules only."""
     return bool(os.environ.get("PYTHONSAFEPATH"))
 
 
@@ -50,7 +50,7 @@ def _fresh_main() -> types.ModuleType:
 
 def _code(path: str) -> types.CodeType:
     with io.open_code(path) as file:
-        compiled = pkgutil.read_code(file)  # Of a .pyc file.
+        compiled = pkgutil.read_code(file)  # None unless it is a .pyc file.
     if compiled is not None:
         return compiled
     with io.open_code(path) as file:

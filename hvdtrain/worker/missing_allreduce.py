@@ -1,10 +1,10 @@
-"""Detects jobs whose ranks never exchange anything, so that each trains its own model.
+"""Detect jobs whose ranks never exchange anything, so that each trains its own model.
 
-That is what an ordinary Keras script does when it is started on several ranks, and one whose optimizer is wrapped by
-Horovod's own Keras module, which does nothing on Keras 3. Both end without an error, so they are told as early as it
-is certain.
+That happens to an ordinary Keras script started on several ranks, and to one whose optimizer is wrapped by Horovod's
+own Keras module, which does nothing on Keras 3. Both end without an error, so users are warned as early as it is
+certain.
 
-Imports neither: it looks at what the script imports, and at whether optimizers and Horovod's collectives are called.
+This module imports neither Keras nor Horovod: it observes the script's imports, optimizers and collectives.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _OPTIMIZERS = {
     "keras.src.optimizers.base_optimizer": ("BaseOptimizer", "apply"),
     "tf_keras.src.optimizers.optimizer": ("Optimizer", "apply_gradients"),
 }
-"""Where a step of any loop passes through, `fit`'s and a script's own: a module -> its class, and the method."""
+"""Methods through which each step of any loop passes, `fit`'s or a script's own: module -> (class, method)."""
 _HOROVODS_KERAS = ("horovod.tensorflow.keras", "horovod.keras")
 _OTHER_WAYS = ("mpi4py.MPI", "horovod.torch")
-"""Modules by which a script may combine values without Horovod for TensorFlow."""
+"""Modules with which a script may combine values without Horovod for TensorFlow."""
 
 _CHANGE = """\
 To train one model on all of them, use hvdtrain.Trainer, or with model.fit:
@@ -41,11 +41,14 @@ To train one model on all of them, use hvdtrain.Trainer, or with model.fit:
 
 
 class Watch:
-    """Looks on while the script imports; `hooks` are for `import_hooks.on_import`.
+    """Observes the script's imports by means of `hooks`, for `import_hooks.on_import`.
+
+    Args:
+        say: Prints a warning.
 
     Attributes:
-        trained: whether the script has applied gradients.
-        settled: whether the script has called a collective that combines ranks' values, or was warned.
+        trained: Whether the script has applied gradients.
+        settled: Whether the script has called a collective that combines values over ranks, or a warning was printed.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -55,7 +58,7 @@ class Watch:
 
     @property
     def hooks(self) -> Hooks:
-        """What to do with the modules by which a script communicates."""
+        """Hooks for the modules with which a script communicates or trains."""
         return {
             _OPERATIONS: lambda module: _note_calls(module.MPI_LIB, self),
             _LOOPS: self._look_at_training,
@@ -74,7 +77,7 @@ class Watch:
             )
 
     def _look_at_training(self, module: ModuleType) -> None:
-        """Of Keras's fit: without Horovod it is wrong from its first step, which may be hours before its end."""
+        """Warn at the start of Keras's fit: without Horovod its first step is wrong, maybe hours before its end."""
         begin = module.CallbackList.on_train_begin
 
         @functools.wraps(begin)
@@ -106,26 +109,26 @@ class Watch:
         return self.settled or any(name in sys.modules for name in _OTHER_WAYS)
 
     def complaint(self) -> str:
-        """The warning at the end of a script that succeeded; empty if there is none."""
+        """Return the warning for the end of a script that succeeded; empty if there is none."""
         if self._is_sound() or not self.trained:
             return ""
         return f"the {size_of(os.environ)} ranks never exchanged a value: each of them trained its own model. {_CHANGE}"
 
 
 def watch() -> Watch | None:
-    """A Watch; None on all ranks but the first, and in jobs with one rank."""
+    """Return a Watch; None on all ranks except the first, and in jobs with one rank."""
     if size_of(os.environ) == 1 or rank_of(os.environ):
         return None
     return Watch(say)
 
 
 def say(text: str) -> None:
-    """Print a warning."""
+    """Print a warning on standard error."""
     print(f"hvdtrain: warning: {text}\n", file=sys.stderr, flush=True)
 
 
 def is_keras_3() -> bool:
-    """Whether `import keras` gives, and tf.keras is, a Keras of version 3 or later."""
+    """Return whether `keras`, and with it tf.keras, is Keras 3 or later."""
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         return False
     try:
@@ -135,7 +138,7 @@ def is_keras_3() -> bool:
 
 
 def _note_calls(operations: Any, watching: Watch) -> None:
-    """Note the first call of an operation that combines ranks' values: all but broadcast."""
+    """Record the first call of an operation that combines values over ranks: all except broadcast."""
     names = [
         f"horovod_{group}{kind}"
         for group in ("", "grouped_")

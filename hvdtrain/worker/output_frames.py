@@ -1,12 +1,12 @@
-"""How the output of a rank passes through a launcher unharmed.
+"""Frames in which the output of a rank passes through a launcher unchanged.
 
-What a rank writes goes in frames, which the launch takes apart (`Unframer`): a frame is one line, so that lines of
-several ranks never mix and a mark in front of it (see `hvdtrain.start.parts.output_tags`) covers all lines in it.
+A frame is one line, which the launcher unpacks (`Unframer`), so lines of several ranks never mix, and a tag in front of
+it (see `hvdtrain.start.parts.output_tags`) applies to all lines in it.
 
-mpirun puts a tag in front of every line and of every piece of 4096 bytes that it reads, and has room for
-8192 bytes with the tags: of many short lines it loses the rest (a fifth of the numbers up to 200,000,
-printed a line each). And the same text as a tag inside of a line cannot be told from one. So a helper of
-each rank writes the frames there; a frame is no shorter than a tag, and has no '<'.
+mpirun puts a tag in front of every line and of every piece of 4096 bytes that it reads, but has room for only 8192
+bytes with the tags: of many short lines it loses the rest (a fifth of the numbers up to 200,000, printed one per line).
+Also, text inside a line that looks like a tag cannot be told from one. So a helper process of each rank writes its
+output in frames; a frame is at least as long as a tag, and contains no '<'.
 """
 
 import contextlib
@@ -22,23 +22,23 @@ from hvdtrain.environment import TERMINAL
 from hvdtrain.standard_streams import write_all
 
 HELPER = "hvdtrain-output"
-"""The helper's name in /proc/PID/comm: it has a rank's environment, but is not a rank."""
+"""Name of the helper in /proc/PID/comm: it has a rank's environment, but is not a rank."""
 _ESCAPE, BEGIN, _NOTHING = b"\x10", b"\x10b", b"\x10p"
-# One byte in place of another is as fast for the shortest lines as for the longest.
+# Replacing one byte by another is as fast for the shortest lines as for the longest.
 _PLAIN, _STAND_INS = b"\n<", b"\x1e\x1f"
 _IN, _OUT = bytes.maketrans(_PLAIN, _STAND_INS), bytes.maketrans(_STAND_INS, _PLAIN)
 _ESCAPED = ((_ESCAPE, b"\x10d"), (b"\x1e", b"\x10n"), (b"\x1f", b"\x10l"))
 _LEAST = 24
-"""Bytes of a frame: more than `[1,RANK]<stdout>:` has."""
+"""Minimum length of a frame in bytes: longer than `[1,RANK]<stdout>:`."""
 
 
 def frame(data: bytes) -> bytes:
-    """The frame of what a rank wrote."""
+    """Return the frame for `data`."""
     return BEGIN + escaped(data) + _NOTHING * max(0, (_LEAST - len(data)) // len(_NOTHING)) + b"\n"
 
 
 def escaped(data: bytes) -> bytes:
-    """The content of a frame: `data` without line ends and '<'. Do not cut it after \\x10."""
+    """Return the content of a frame: `data` without newlines and '<'. Do not cut it after \\x10."""
     for plain, sequence in _ESCAPED:
         data = data.replace(plain, sequence)
     return data.translate(_IN)
@@ -46,9 +46,9 @@ def escaped(data: bytes) -> bytes:
 
 @dataclass
 class Unframer:
-    """Unpacks the frames of one stream of one rank; anything outside a frame is passed through."""
+    """Unpacks the frames of one stream of one rank; passes through anything outside a frame."""
 
-    _framed: bool | None = None  # Of the line that has begun.
+    _framed: bool | None = None  # Of the current line; None at its beginning.
     _held: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -63,7 +63,7 @@ class Unframer:
         return b"".join(parts)
 
     def finish(self) -> bytes:
-        """What looked like the beginning of a frame, but was not."""
+        """Return a held-back byte that looked like the beginning of a frame, but was not."""
         held, self._held = self._held, b""
         return b"" if self._framed else held
 
@@ -82,20 +82,19 @@ class Unframer:
 
 
 def frame_output(environ: Mapping[str, str]) -> None:
-    """From now on, all that this process and its children write goes out in frames, if it goes through mpirun
-    to `hvdtrain run`."""
+    """From now on, frame the output of this process and its children, if it passes through mpirun to `hvdtrain run`."""
     tagged = environ.get("OMPI_MCA_orte_tag_output") == "1"
     in_files = "OMPI_MCA_orte_output_filename" in environ
     if TERMINAL not in environ or not tagged or in_files:
         return
     try:
         rank = os.pidfd_open(os.getpid())
-    except (AttributeError, OSError):  # An old kernel, or none that knows this.
+    except (AttributeError, OSError):  # The kernel does not support it.
         return
     pipes = {number: os.pipe() for number in (1, 2)}
     first = os.fork()
     if first == 0:
-        # Its child is not the script's, which may wait for all of its own.
+        # A grandchild, because the script may wait for all of its children.
         if os.fork() == 0:
             _help(rank, {number: reading for number, (reading, _) in pipes.items()})
         os._exit(0)
@@ -108,7 +107,7 @@ def frame_output(environ: Mapping[str, str]) -> None:
 
 
 def _help(rank: int, pipes: dict[int, int]) -> NoReturn:
-    """Be the helper, until the rank has ended and all that it wrote is passed on."""
+    """Run the helper until the rank has ended and all of its output is passed on."""
     with contextlib.suppress(BaseException):
         for number in range(1, signal.NSIG):
             with contextlib.suppress(OSError, ValueError):
@@ -122,8 +121,7 @@ def _help(rank: int, pipes: dict[int, int]) -> NoReturn:
 
 
 def _written(rank: int, pipes: dict[int, int]) -> Iterator[tuple[int, bytes]]:
-    """(descriptor, bytes) as they come. What a rank leaves behind may keep the pipes open: its end is
-    enough."""
+    """Yield (descriptor, bytes) as they arrive, until the rank ends; its children may keep the pipes open longer."""
     poll = select.poll()
     numbers = {reading: number for number, reading in pipes.items()}
     for descriptor in (rank, *numbers):
@@ -146,7 +144,7 @@ def _written(rank: int, pipes: dict[int, int]) -> Iterator[tuple[int, bytes]]:
 
 
 def _close_all_but(kept: set[int]) -> None:
-    """Pipes that this process has from the rank, and does not need, would never end for their readers."""
+    """Close inherited descriptors: a pipe that this process keeps open would never end for its reader."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         if int(entry.name) not in kept:
             with contextlib.suppress(OSError):

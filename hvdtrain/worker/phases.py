@@ -1,8 +1,8 @@
-"""Follow a script's phases for its heartbeat, whichever way it trains: fit of Keras, the Trainer, a loop of its own.
+"""Track a script's phases for its heartbeat, whether it trains with Keras's fit, the Trainer, or a loop of its own.
 
-Horovod's init, the callbacks of every loop of Keras, saving, and collectives outside of tf.function pass through a
-few functions of Horovod and Keras, which are wrapped when the script has imported them. A step that is a tf.function
-of the script's own is not seen: between two marks such a rank stays in the phase in which it was.
+Horovod's init, the callbacks of all Keras loops, saving, and collectives outside tf.function pass through a few
+functions of Horovod and Keras, which are wrapped when the script has imported them. A step that is a tf.function of the
+script's own is not seen: until the next mark, the rank remains in its previous phase.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ COLLECTIVES = tuple(
         *("broadcast_inplace_resource", "join"),
     )
 )
-"""The functions of Horovod's extension for TensorFlow that wait for other ranks."""
+"""Functions of Horovod's TensorFlow extension that wait for other ranks."""
 
 
 def _follow_init(module: ModuleType) -> None:
-    """horovod.common.basics: all of Horovod's front ends start here, in an elastic job again for each new number."""
+    """horovod.common.basics: all of Horovod's front ends start here; in an elastic job, again for each new rank."""
     basics = module.HorovodBasics
     start = basics.init
 
@@ -49,7 +49,7 @@ def _follow_init(module: ModuleType) -> None:
 
 
 def _follow_commits(module: ModuleType) -> None:
-    """horovod.common.elastic: what a worker has committed is where it goes on after a failure."""
+    """horovod.common.elastic: after a failure a worker continues from what it has committed."""
     commit, commits = module.State.commit, Commits()
 
     @functools.wraps(commit)
@@ -62,7 +62,7 @@ def _follow_commits(module: ModuleType) -> None:
 
 
 def _follow_collectives(module: ModuleType) -> None:
-    """horovod.tensorflow.mpi_ops: a collective that is called eagerly returns when all ranks were there."""
+    """horovod.tensorflow.mpi_ops: an eager collective returns when all ranks have joined it."""
     import tensorflow as tf
 
     def follow(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,7 +82,7 @@ def _follow_collectives(module: ModuleType) -> None:
 
 
 def _follow_loops(module: ModuleType) -> None:
-    """keras.src.callbacks.callback_list: fit, evaluate, predict and the Trainer tell it what they do."""
+    """keras.src.callbacks.callback_list: called by fit, evaluate, predict and the Trainer."""
     for hook, (before, after) in _LOOP_PHASES.items():
         _wrap(module.CallbackList, hook, before, after)
 
@@ -103,7 +103,7 @@ _LOOP_PHASES: dict[str, tuple[Phase, Phase]] = {
     "on_predict_batch_end": ("predicting", "predicting"),
     "on_predict_end": ("predicting", "script"),
 }
-"""A hook of Keras -> the phases during it and after it."""
+"""Keras callback method -> the phases during it and after it."""
 
 
 def _wrap(callbacks: Any, hook: str, before: Phase, after: Phase) -> None:
@@ -122,7 +122,7 @@ def _wrap(callbacks: Any, hook: str, before: Phase, after: Phase) -> None:
 
 
 def _follow_saving(module: ModuleType) -> None:
-    """keras.src.saving.saving_api: whoever saves a model or its weights."""
+    """keras.src.saving.saving_api: all ways of saving a model or its weights."""
 
     def follow(save: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(save)
@@ -156,7 +156,7 @@ HOOKS: Hooks = {
 
 
 def follow_imported() -> None:
-    """Follow a rank that was not started by `hvdtrain run`, from here on: what it has imported by now."""
+    """Track a rank that was not started by `hvdtrain run`: hook the modules that it has already imported."""
     for name, follow in HOOKS.items():
         if name in sys.modules:
             follow(sys.modules[name])

@@ -1,4 +1,4 @@
-"""The notice that this job will be ended soon: SIGUSR1, from Slurm or from `hvdtrain run`."""
+"""The notice that this job will be ended soon: SIGUSR1, sent by Slurm or `hvdtrain run`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class _Listener:
-    """The handler of SIGUSR1: remembers that it came, and reports it."""
+    """Handler of SIGUSR1 that remembers and reports its arrival."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -16,12 +16,12 @@ class _Listener:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.heard = True
-        # No print: the signal may have come in the middle of one.
+        # Not print, which the signal may have interrupted.
         os.write(2, f"rank {self._rank}: received SIGUSR1: this job will end soon\n".encode())
 
 
 def listen(rank: int) -> None:
-    """Record SIGUSR1 and report it in one line, instead of being killed by it.
+    """Record SIGUSR1 and report it in one line; by default it would kill this process.
 
     A handler that the script sets later replaces this one.
     """
@@ -30,6 +30,6 @@ def listen(rank: int) -> None:
 
 
 def warned() -> bool:
-    """Whether this rank has been warned, by SIGUSR1, that its job will be ended soon."""
+    """Return whether this rank has received SIGUSR1, the notice that its job will be ended soon."""
     handler = signal.getsignal(signal.SIGUSR1)
     return isinstance(handler, _Listener) and handler.heard

@@ -1,9 +1,8 @@
-"""What a rank sets in its environment before TensorFlow is loaded.
+"""Environment variables that a rank sets before TensorFlow is loaded.
 
-TensorFlow and OpenMP each start as many threads as the machine has cores, in every rank. Two ranks
-on two cores then run four compute threads, and the ranks wait for each other's time slices:
-dividing the cores between the ranks of a host is worth up to a factor of two. Everything here is a
-default: what the user has set already stays.
+TensorFlow and OpenMP each start as many threads as the machine has cores, in every rank. Two ranks on two cores then
+run four compute threads, and wait for each other's time slices: dividing the cores between the ranks of a host makes
+them up to twice as fast. All variables here are defaults: those that the user has set are left alone.
 """
 
 from __future__ import annotations
@@ -16,19 +15,22 @@ from hvdtrain.rank_variables import local_size_of
 
 
 def available_cores() -> int:
-    """Cores that this process may run on (its affinity mask, not the machine's total)."""
+    """Return the number of cores that this process may run on (its affinity mask, not the machine's total)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the variables to add to `environ`; none that is already set there.
+    """Return the variables to add to `environ`; none that is set there already.
 
-    `cores` are those that all ranks of this host share. Each rank computes with an equal share, at
-    least one, or with as many as its launcher says are its own. More inter-op threads than cores
-    cost time: with 2 in place of 1, two ranks on two cores were 1.05 to 1.4 times slower on a small
-    network. Collectives need no thread to wait in.
+    Each rank computes on an equal share of the cores, at least one, or on the number that its launcher has assigned.
+    More inter-op threads than cores cost time: with 2 instead of 1, two ranks on two cores were 1.05 to 1.4 times
+    slower on a small network. Collectives need no thread to wait in.
+
+    Args:
+        environ: Environment of this process.
+        cores: Number of cores that all ranks of this host share.
     """
     own = environ.get(RANK_CORES, "")
     share = max(1, int(own) if own.isdecimal() else cores // max(1, local_size_of(environ)))
@@ -37,7 +39,7 @@ def rank_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(share),
         "TF_NUM_INTRAOP_THREADS": str(share),
         "TF_NUM_INTEROP_THREADS": str(share),
-        # UCX takes SIGHUP, the end of a terminal, for a wish to be debugged: the rank would live on.
+        # On SIGHUP, the end of a terminal, UCX waits for a debugger: the rank would not end.
         "UCX_DEBUG_SIGNO": "0",
         **STALL_DEFAULTS,
     }

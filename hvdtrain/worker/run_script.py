@@ -1,14 +1,14 @@
-"""What each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process, then runs
-the script; with `-m` in front of the name a module, with `--program` another program in its place.
+"""The program that each rank runs: `python -m hvdtrain.worker script.py ...` prepares the process and runs the script.
 
-Before TensorFlow is loaded it shares the cores between the ranks of the host, and gives all ranks the same
-hashes of texts. When the script
-fails, it reports the reason once (see `hvdtrain.worker.failure_report`) and ends the process at once: left to the
-interpreter, a rank that raised can wait forever in Horovod's or MPI's shutdown for the ranks that
-wait for it.
+With `-m` before the name it runs a module, with `--program` it becomes another program.
 
-SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective; a
-Python handler would not run there.
+Before TensorFlow is loaded, it divides the cores between the ranks of the host, and gives all ranks the same string
+hashes. When the script fails, it reports the reason once (see `hvdtrain.worker.failure_report`) and ends the process at
+once: in the interpreter's normal shutdown, a rank that raised may wait forever in Horovod's or MPI's shutdown for
+ranks that wait for it.
+
+SIGTERM keeps its default action, which also ends a rank that is blocked inside a collective, where no Python handler
+would run.
 """
 
 import atexit
@@ -60,7 +60,7 @@ OWN_FILES = {__file__, main_module.__file__, runpy.__file__, "<frozen runpy>", _
 
 
 def main() -> None:
-    """Prepare this process, and run the script."""
+    """Prepare this process and run the script; a failure is reported and ends the process."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
     _order_sets_alike()
@@ -75,14 +75,14 @@ def main() -> None:
     if LAUNCH_ID in os.environ and is_elastic(os.environ):
         elastic_notifications.listen_at_interface()
     os.environ.update(rank_environment(os.environ, available_cores()))
-    with contextlib.suppress(OSError):  # It has been removed.
+    with contextlib.suppress(OSError):  # The folder has been removed.
         os.environ[START_FOLDER] = str(Path.cwd())
     if kind == PROGRAM:
         _become(words)
     _prepare_output()
     sys.argv, script = words, words[0]
     folder = str(Path.cwd() if kind == MODULE else Path(script).resolve().parent)
-    # The working folder stands there, or nothing of this program's own (python -P).
+    # Python puts the working folder there, and with -P nothing.
     sys.path[: 0 if sys.flags.safe_path else 1] = [] if main_module.is_path_safe() else [folder]
     if kind != MODULE and not Path(script).is_file():
         _fail(EXIT_USAGE, False, f"no such script: {script} (in {Path.cwd()}, on this rank's host)")
@@ -105,7 +105,7 @@ def main() -> None:
     if watching is not None and watching.complaint():
         missing_allreduce.say(watching.complaint())
     if os.environ.get(STRATEGY) == PARAMETER_SERVER:
-        # TensorFlow says goodbye to every worker, and waits forever for one that has died.
+        # TensorFlow's destructors would contact every worker, and wait forever for a dead one.
         _wait_for_threads()
         _end(0)
 
@@ -113,7 +113,7 @@ def main() -> None:
 def _become(words: list[str]) -> NoReturn:
     """Replace this process by a program that is not a Python script, with the rank's environment.
 
-    A file that is here goes before one in PATH. Its end is not told: the heartbeat ends here.
+    A file in the working folder takes precedence over PATH. The heartbeat ends here, so the program's end is not noted.
     """
     beat("ended")
     try:
@@ -123,11 +123,11 @@ def _become(words: list[str]) -> NoReturn:
 
 
 def _order_sets_alike() -> None:
-    """Start this program again, in the same process, with PYTHONHASHSEED, unless the user has set it.
+    """Restart this program in the same process with PYTHONHASHSEED set, unless the user has set it.
 
-    Python hashes texts differently in each process, so that a script which goes through a set of names would take them
-    in another order on each rank. The interpreter reads the variable only when it starts, so `hvdtrain run` sets it
-    before: starting again takes some 60 ms.
+    Python hashes strings differently in each process, so a script that iterates over a set of names would do so in
+    another order on each rank. The interpreter reads the variable only at its start; `hvdtrain run` sets it
+    beforehand, which saves the 60 ms of a restart.
     """
     if HASH_SEED not in os.environ:
         os.environ[HASH_SEED] = "0"
@@ -135,7 +135,7 @@ def _order_sets_alike() -> None:
 
 
 def _listen() -> None:
-    """For SIGUSR2, which shows the stacks of all threads on standard error; and note when Ctrl-C arrives."""
+    """On SIGUSR2, print the stacks of all threads on standard error; on Ctrl-C, note the phase and interrupt."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         faulthandler.register(signal.SIGUSR2, all_threads=True)
     signal.signal(signal.SIGINT, _interrupt)
@@ -147,14 +147,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _wait_for_threads() -> None:
-    """Also for those that the script started and the interpreter waits for."""
+    """Wait for the script's threads, as the interpreter does before it exits."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
 
 
 def _take_delivery() -> None:
-    """Set the variables that were sent to this host, also those of which its login shell has another value."""
+    """Set the secret variables that were sent to this host, overriding values from its login shell."""
     launch_id = os.environ.get(LAUNCH_ID)
     if launch_id is None:
         return
@@ -165,7 +165,7 @@ def _take_delivery() -> None:
 
 
 def script_traceback(error: BaseException) -> str:
-    """The traceback from the script's first line on, without the frames before it."""
+    """Return the traceback from the script's first frame on, without hvdtrain's frames before it."""
     frame: TracebackType | None = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename in OWN_FILES:
         frame = frame.tb_next
@@ -173,15 +173,14 @@ def script_traceback(error: BaseException) -> str:
 
 
 def _prepare_output() -> None:
-    """Pass each line on as it is printed; let only rank 0 believe in a terminal, if there is one."""
+    """Flush output at each line; let only rank 0 report a terminal, if there is one."""
     frame_output(os.environ)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     terminal = os.environ.get(TERMINAL)
     if terminal is not None:
-        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives
-        # none.
+        # Progress bars ask this. mpirun gives every rank a pseudo-terminal, horovodrun --gloo gives none.
         for stream, descriptor in ((sys.stdout, "1"), (sys.stderr, "2")):
             answer = descriptor in terminal and rank_of(os.environ) == 0
             if stream is not None:
@@ -189,7 +188,7 @@ def _prepare_output() -> None:
 
 
 def _exit_as_asked(code: object) -> None:
-    """`sys.exit(code)`: an integer is the exit code, None success, anything else a message and 1."""
+    """Exit like `sys.exit(code)`: an integer is the exit code, None is success, anything else a message with code 1."""
     if code is None or code == 0:
         return
     if isinstance(code, int):
@@ -199,11 +198,11 @@ def _exit_as_asked(code: object) -> None:
 
 def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
     failure = Failure(rank_of(os.environ), exit_code, secondary, text)
-    # A launch that was pasted has nobody who reads such lines.
+    # Nobody reads reports if the user has pasted the launch command.
     under_launcher = TERMINAL in os.environ
     _flush()
     if under_launcher or text:
-        # A leading newline, for the script may have left a line unfinished.
+        # With a leading newline, because the script may have left a line unfinished.
         line = f"\n{failure.to_line()}\n" if under_launcher else f"{text}\n"
         with contextlib.suppress(OSError):
             write_all(2, encoded(line))
@@ -211,7 +210,7 @@ def _fail(exit_code: int, secondary: bool, text: str) -> NoReturn:
 
 
 def _end(exit_code: int) -> NoReturn:
-    """End the process now. Exit functions get a moment; Horovod's and MPI's can block forever."""
+    """End the process now. Exit functions get CLEAN_UP_SECONDS, as those of Horovod and MPI may block forever."""
     beat("ended")
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()

@@ -1,9 +1,9 @@
-"""Values that must not appear in a command line, passed to the ranks of another host in a file.
+"""Secret variables for the ranks of another host, passed in a file because command lines are visible to everybody.
 
-The file lies in a folder with a name that nobody can foresee, which only this user can enter, and lives as long as the
-launch. Ranks look through this user's own folders: one that somebody else has made is not looked at, whatever its name.
-Over Gloo a rank on another host is started by an ssh command that carries its variables, which everybody on
-both hosts can read; over MPI, and on the launcher's own host, variables travel out of sight.
+The file is in a folder with an unpredictable name, which only this user can enter, and exists as long as the launch.
+Ranks search this user's own folders only, and ignore those that somebody else has made, whatever their names. Over
+Gloo, a rank on another host is started by an ssh command that contains its variables, which everybody on both hosts
+can read; over MPI, and on the launcher's own host, variables are not visible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _PREFIX = "hvdtrain-brought-"
 
 
 def deliver(launch_id: str, variables: Mapping[str, str], parent: Path = Path("/tmp")) -> Path:
-    """Write the variables for the launch's ranks on this host. Raises HvdtrainError."""
+    """Write the variables for the launch's ranks on this host; return the path of the file.
+
+    Raises:
+        HvdtrainError: The file cannot be written.
+    """
     try:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)) / _name(launch_id)
         path.touch(mode=0o600)
@@ -36,7 +40,7 @@ def deliver(launch_id: str, variables: Mapping[str, str], parent: Path = Path("/
 
 
 def delivered(launch_id: str, parent: Path = Path("/tmp")) -> dict[str, str]:
-    """The variables that were delivered for the launch on this host; none if nothing was."""
+    """Return the variables that were delivered to this host for the launch; empty if there are none."""
     for path in _files(launch_id, parent):
         variables: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
         return variables
@@ -44,7 +48,7 @@ def delivered(launch_id: str, parent: Path = Path("/tmp")) -> dict[str, str]:
 
 
 def withdraw(launch_id: str, parent: Path = Path("/tmp")) -> None:
-    """Remove what was delivered, with its folder."""
+    """Remove the delivered file and its folder."""
     for path in _files(launch_id, parent):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -58,7 +62,7 @@ def _files(launch_id: str, parent: Path) -> Iterator[Path]:
 
 
 def _name(launch_id: str) -> str:
-    # Hosts may share the folder.
+    # Hosts may share the parent folder.
     return f"{launch_id}.{platform.node()}.json".replace(os.sep, "_")
 
 
@@ -66,6 +70,6 @@ def _is_private(folder: Path) -> bool:
     try:
         found = folder.lstat()
     except FileNotFoundError:
-        return False  # That of another launch, which has just ended.
+        return False  # It belonged to another launch, which has just ended.
     own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     return own and not stat.S_IMODE(found.st_mode) & 0o077

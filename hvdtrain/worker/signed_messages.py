@@ -1,8 +1,8 @@
-"""Messages between `hvdtrain.launch` and its ranks, which are pickles: each is signed with a key of the launch, and is
-read only if the signature is right.
+"""Signed messages between `hvdtrain.launch` and its ranks.
 
-The key is 32 random bytes, which reach the ranks as a secret variable. A stranger without it can neither get the
-function nor have anything unpickled, and one on the way between two hosts can read a message but not change it.
+They are pickles, so each is signed with the launch's key, and is read only if its signature is valid. The key is 32
+random bytes, which reach the ranks as a secret variable. Without it nobody can get the function or have anything
+unpickled; somebody between two hosts can read a message, but not change it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ RECEIVED = b"received"
 
 
 def result_of(rank: int) -> bytes:
-    """The name of a rank's result."""
+    """Return the name of a rank's result."""
     return b"result %d" % rank
 
 
 def seal(key: bytes, name: bytes, content: bytes) -> bytes:
-    """The content with its signature in front, which holds for this name alone."""
+    """Return `content` preceded by its signature, which is valid for `name` only."""
     return _signature(key, name, content) + content
 
 
 def unseal(key: bytes, name: bytes, message: bytes) -> bytes:
-    """The content. Raises HvdtrainError if it was not signed with the key, under this name."""
+    """Return the content of a message from `seal`.
+
+    Raises:
+        HvdtrainError: The message was not signed with this key and name.
+    """
     size = len(_signature(key, b"", b""))
     signature, content = message[:size], message[size:]
     if not hmac.compare_digest(signature, _signature(key, name, content)):
@@ -43,31 +47,40 @@ def unseal(key: bytes, name: bytes, message: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Caller:
-    """Where the process is that has called `hvdtrain.launch`.
+    """Address and key of the process that has called `hvdtrain.launch`.
 
     Attributes:
-        address: path of a socket, or (IP address, port).
-        key: of the launch.
+        address: Path of a socket, or (IP address, port).
+        key: Key of the launch.
     """
 
     address: str | tuple[str, int]
     key: bytes = field(repr=False)
 
     def function(self) -> bytes:
-        """What the ranks are to run, pickled. Raises HvdtrainError, OSError, EOFError."""
+        """Fetch the function and its arguments, pickled.
+
+        Raises:
+            HvdtrainError: The message has no valid signature.
+            OSError, EOFError: The caller cannot be reached.
+        """
         with self._connected() as connection:
             connection.send_bytes(FUNCTION)
             return unseal(self.key, FUNCTION, connection.recv_bytes())
 
     def give(self, rank: int, result: bytes) -> None:
-        """Send a rank's pickled result. Raises OSError, EOFError."""
+        """Send a rank's pickled result.
+
+        Raises:
+            OSError, EOFError: The caller cannot be reached.
+        """
         with self._connected() as connection:
             connection.send_bytes(result_of(rank))
             connection.send_bytes(seal(self.key, result_of(rank), result))
             connection.recv_bytes(len(RECEIVED))
 
     def variables(self) -> dict[str, str]:
-        """The variables that describe it to a rank."""
+        """Return the variables that pass address and key to a rank."""
         parts = [self.address] if isinstance(self.address, str) else map(str, self.address)
         return {ADDRESS: ":".join(parts), KEY: self.key.hex()}
 
@@ -76,7 +89,7 @@ class Caller:
 
 
 def caller_of(variables: Mapping[str, str]) -> Caller:
-    """The caller that `variables` describe. Raises KeyError without them."""
+    """Return the caller that `variables` describe; raise KeyError if they are missing."""
     text, key = variables[ADDRESS], bytes.fromhex(variables[KEY])
     if text.startswith("/"):
         return Caller(text, key)

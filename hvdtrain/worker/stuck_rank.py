@@ -1,8 +1,8 @@
-"""End a rank that is stuck where no `hvdtrain run` watches it: a thread of the rank itself, under another launcher.
+"""End a stuck rank that no `hvdtrain run` watches, from a thread of the rank itself, under another launcher.
 
-It sees this rank alone: that it has waited too long, not which other one is in the way. Over MPI Horovod's own stall
-check waits with it. A thread cannot see that its own process is frozen, or that its interpreter hangs in a function
-which holds the interpreter's lock; the ranks that wait for such a rank end, and their launcher then ends it.
+It sees only that this rank has waited too long, not which other rank is the cause. Over MPI, Horovod's own stall check
+is stuck as well. A thread cannot notice that its own process is frozen, or that its interpreter hangs in a function
+which holds the interpreter's lock; then the ranks that wait for such a rank end, and their launcher ends it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ POLL_SECONDS = 5.0
 
 
 def end_when_stuck(environ: Mapping[str, str]) -> None:
-    """From now on, end this rank with code 124 when it makes no progress, unless a launcher of ours watches it.
+    """From now on, end this rank with exit code 124 when it makes no progress, unless hvdtrain's launcher watches it.
 
     Args:
-        environ: of this process. HVDTRAIN_HANG_TIMEOUT: seconds, 1800 if not set; 0: never.
+        environ: Environment of this process. HVDTRAIN_HANG_TIMEOUT is the limit in seconds; 1800 if not set, 0: none.
 
     Raises:
-        UsageError: the variable is not a number of seconds.
+        UsageError: The variable is not a number of seconds.
     """
     limit = _limit(environ)
     name = "hvdtrain-stuck-rank"
@@ -59,23 +59,23 @@ def _watch(limit: float, rank: int) -> None:
         time.sleep(interval)
         now = time.monotonic()
         if now - looked > interval + POLL_SECONDS:
-            resumed = now  # This process, or its machine, was halted: the time does not count.
+            resumed = now  # This process, or its machine, was halted; that time does not count.
         looked = now
         if reason := reason_to_end(current(), now, resumed, limit):
             _end(f"rank {rank} on host {socket.gethostname()} {reason}")
 
 
 def reason_to_end(beat: Heartbeat, now: float, resumed: float, limit: float) -> str:
-    """Why a rank must be ended; empty if there is no reason.
+    """Return why a rank must be ended; empty if there is no reason.
 
     Args:
-        beat: what it noted last.
-        now: seconds of CLOCK_MONOTONIC.
-        resumed: since when it has run without a halt, likewise.
-        limit: seconds without progress.
+        beat: Last heartbeat of the rank.
+        now: Current time, in seconds of CLOCK_MONOTONIC.
+        resumed: Time since when the rank has run without a halt, on the same clock.
+        limit: Longest time without progress, in seconds.
     """
     limit += beat.allowed
-    # In join a rank waits for those that have more data.
+    # In join, a rank waits for those that have more data.
     expected = beat.phase in WITH_BEATS or (beat.waiting and beat.detail != "join")
     if not expected or now - max(beat.since, resumed) < limit:
         return ""
