@@ -46,7 +46,7 @@ EXAMPLES = 5
 """Largest number of examples that the probe uses, in parts of 3 and 2."""
 
 TOLERANCES = {"float16": 3e-2, "bfloat16": 2e-1}
-"""Relative tolerance by compute dtype (8 and 11 significant bits, about ten roundings deep); 1e-3 for others. A wrong
+"""Relative tolerance by compute dtype (11 and 8 significant bits, about ten roundings deep); 1e-3 for others. A wrong
 rule is off by about the ratio of the parts' sizes, 0.2 or more."""
 
 DRAWS = "its gradients differ each time it runs on the same examples (random numbers?)"
