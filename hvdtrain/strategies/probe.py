@@ -328,7 +328,7 @@ def _norm(marks: Marks) -> float:
 
 @contextlib.contextmanager
 def unchanged(model: keras.Model) -> Iterator[None]:
-    """Restore all variables that a step may change when the block ends."""
+    """When the block ends, restore all variables that a step may change without an optimizer."""
     # Including those of metrics that the model does not list.
     counted = [v for metric in metrics_of(model) for v in metric.variables]
     kept = [*model.non_trainable_variables, *model.metrics_variables, *counted]

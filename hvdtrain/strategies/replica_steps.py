@@ -55,7 +55,13 @@ SUM, MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 
 @dataclass
 class Found:
-    """The variables that a traced step changes; the program returns a tensor for each, in this order."""
+    """The variables that a traced step changes; the program returns a tensor for each, in this order.
+
+    Attributes:
+        trained: Variables with a gradient.
+        states: Other variables of the model, such as moving statistics.
+        metrics: Variables of metrics.
+    """
 
     trained: list[Any] = field(default_factory=list)
     states: list[Any] = field(default_factory=list)

@@ -45,8 +45,12 @@ def place_in_job(environ: Mapping[str, str]) -> dict[str, str]:
 def place_after_arrival(environ: Mapping[str, str]) -> dict[str, str]:
     """Wait until all workers are about to start Horovod; return the variables with this worker's rank and size.
 
-    They may differ from the previous ones. Horovod itself waits only until Gloo's time-out, and aborts the process if
-    another worker fails meanwhile. Empty under a launcher that does not support this. Raises as `place_in_job`.
+    They may differ from the previous ones, and are empty under a launcher that does not support this. Horovod itself
+    waits only until Gloo's time-out, and aborts the process if another worker fails meanwhile.
+
+    Raises:
+        EngineError: The launcher cannot be reached.
+        SystemExit: The job continues without this worker.
     """
     return _place(environ, ARRIVAL)
 

@@ -44,6 +44,7 @@ class Failure:
     text: str
 
     def to_line(self) -> str:
+        """Return the report as one line, without a newline."""
         fields = asdict(self)
         if len(self.text) > LONGEST_TEXT:
             fields["text"] = f"[...]\n{self.text[-LONGEST_TEXT:]}"

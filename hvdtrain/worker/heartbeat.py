@@ -201,6 +201,7 @@ class Page:
         )
 
     def own_seconds(self) -> dict[Phase, float]:
+        """Return the seconds in each phase so far, except those of waiting in collectives."""
         phase, waiting, _ = self._now
         now = time.monotonic()
         self._count(now)

@@ -52,6 +52,7 @@ class Unframer:
     _held: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
+        """Return the unpacked content of `data`, the next bytes of the stream."""
         *lines, rest = (self._held + data).split(b"\n")
         self._held = b""
         parts = [self._take(line, b"\n") for line in lines]

@@ -44,7 +44,7 @@ class Exchange:
             size: Key that is equal for micro-batches of equal shapes; the same on all stages.
 
         Raises:
-            EngineError: The message did not come in time, or has another size than expected.
+            EngineError: See Transport.receive.
         """
         if not self._stage.index:
             return []

@@ -63,7 +63,7 @@ class Transport(Protocol):
             what: Description of the message, for errors.
 
         Raises:
-            EngineError: The message did not come in time, or has another size.
+            EngineError: The message did not come in time (MPI), or has another size (alltoall).
         """
 
     def flush(self) -> None:

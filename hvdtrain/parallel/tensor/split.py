@@ -110,7 +110,11 @@ def split_variable(variable: Any, axis: int, group: Communicator, name: str) -> 
 
 
 class SummedPenalty(keras.regularizers.Regularizer):
-    """Regularizer of a split variable: the penalties of its parts, summed over the ranks."""
+    """Regularizer of a split variable: the penalties of its parts, summed over the ranks.
+
+    Raises:
+        UsageError: The variable's own regularizer is not L1, L2 or L1L2.
+    """
 
     def __init__(self, variable: Any, group: Communicator, name: str) -> None:
         plain = variable.regularizer

@@ -40,7 +40,19 @@ class _LostError(Exception):
 
 @dataclass(eq=False)
 class Pending:
-    """A step in flight, and its result when it is done."""
+    """A step in flight, and its result when it is done.
+
+    Attributes:
+        kind: "train", "test" or "predict".
+        traced: Traced function of the step.
+        ticket: Identifies the step.
+        data: Data of the share; None when the step is done.
+        arguments: Arguments of the function; None when the step is done.
+        wait: Waits until some step is done.
+        result: Outputs of a prediction, as NumPy arrays.
+        was_begun: Whether a worker has begun the step.
+        is_done: Whether the result has arrived.
+    """
 
     kind: str
     traced: Traced
@@ -53,14 +65,22 @@ class Pending:
     is_done: bool = False
 
     def get(self) -> Any:
-        """Wait for the step; return its result as NumPy arrays."""
+        """Wait until the step is done; return its result."""
         while not self.is_done:
             self.wait()
         return self.result
 
 
 class ServerSteps:
-    """The steps of one model, of which at most `limit` are in flight."""
+    """The steps of one model.
+
+    Args:
+        model: Built and compiled model, whose variables are on the servers.
+        coordinator: Coordinator that schedules steps on workers.
+        watch: Watch over servers and workers.
+        config: Configuration of the job.
+        limit: Largest number of steps in flight.
+    """
 
     def __init__(
         self, model: keras.Model, coordinator: Any, watch: Watch, config: TfConfig, limit: int

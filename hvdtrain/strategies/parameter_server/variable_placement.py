@@ -37,6 +37,11 @@ def plan(items: Sequence[Item], servers: int, min_part: int = MIN_PART_BYTES) ->
     """Return the servers of the parts of each item, in the order of the rows.
 
     Greedy: the largest items come first, and each takes the servers with the smallest load so far.
+
+    Args:
+        items: Variables to place.
+        servers: Number of servers.
+        min_part: Smallest size of a part, in bytes.
     """
     load = [0.0] * servers
     result: list[list[int]] = [[] for _ in items]
@@ -62,6 +67,12 @@ def move_to_servers(
 
     Optimizer state is placed with its weight, part by part. Values that are arguments of a step (its number, the
     learning rate) stay on this process.
+
+    Args:
+        model: Built model.
+        optimizer: Built optimizer.
+        servers: Number of servers.
+        min_part: Smallest size of a part, in bytes.
     """
     trained = list(model.trainable_variables)
     of_weight = {id(weight): slots for weight, slots in optimizer_slots(optimizer)}
