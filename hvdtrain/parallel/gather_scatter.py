@@ -269,7 +269,7 @@ def _travel(
     kind = _dtype(dtype)
     if ranks.size() == 1:
         assert flat is not None
-        return flat  # Not even copied.
+        return flat  # Without a copy.
     result = np.empty(elements if keep else 0, kind)
     block = max(1, BLOCK_BYTES // kind.itemsize)
     for begin in range(0, elements, block):

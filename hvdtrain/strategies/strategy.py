@@ -138,6 +138,9 @@ class Strategy:
         """Write the whole model and its optimizer's state to `path`, as a file that plain Keras loads.
 
         All ranks call this. The file is complete or absent.
+
+        Raises:
+            UsageError: The file cannot be written.
         """
         write_model(model, path)
 

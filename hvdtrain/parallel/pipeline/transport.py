@@ -49,7 +49,7 @@ class Spec:
 
 
 class Transport(Protocol):
-    """Messages, each a list of arrays, between this rank and its neighbours in the pipeline."""
+    """Interface for messages, each a list of arrays, between this rank and its neighbours in the pipeline."""
 
     def send(self, rank: int, arrays: Sequence[np.ndarray]) -> None:
         """Send `arrays` to `rank` and return without waiting; the arrays must not be changed afterwards."""
