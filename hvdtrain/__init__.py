@@ -2,15 +2,15 @@
 
 `hvdtrain.init` makes a process a rank, and `hvdtrain.Trainer` trains a Keras model on all workers. `hvdtrain.keras` is
 Horovod's Keras module for Keras 3, `hvdtrain.data` reads each rank's share of files, and `hvdtrain.launch` runs a
-function on several ranks. Names are imported on first use, because the launcher imports this package and must not wait
-for TensorFlow.
+function on several ranks. Names are imported on first use, because the launcher imports this package and must not load
+TensorFlow.
 """
 
 from __future__ import annotations
 
 import importlib
 
-TYPE_CHECKING = False  # As type checkers read it; `typing` takes half as long as all that a program does before.
+TYPE_CHECKING = False  # Type checkers take it as true. Importing `typing` would slow the start of every command.
 if TYPE_CHECKING:
     from typing import Any
 

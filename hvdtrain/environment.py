@@ -1,17 +1,17 @@
-"""Names that the launch wing and the train wing share: environment variables and exit codes."""
+"""Names of environment variables and exit codes, shared by the launcher and the trainer."""
 
 LOG_DIR = "HVDTRAIN_LOG_DIR"
-"""Folder of this launch's per-rank files; set by `hvdtrain run` for its workers."""
+"""Folder of this launch's per-rank files; `hvdtrain run` sets it for its workers."""
 
 CONFIG = "config.json"
 EVENTS = "events.jsonl"
-"""Files in the run_dir of a Trainer: what it was asked to do, and what happened (`hvdtrain.trainer.event_log`)."""
+"""Files in a Trainer's run_dir: its configuration, and its log of events (`hvdtrain.trainer.event_log`)."""
 
 STALL_WARNING_SECONDS = 20
 STALL_SHUTDOWN_SECONDS = 50
-"""Horovod's stall check: warn, then end the job, when some ranks wait this long for the others.
+"""Seconds after which Horovod's stall check warns, then ends the job, when some ranks wait for the others.
 
-Horovod itself never ends a stalled job. A job whose rank 0 legitimately works alone for longer raises
+Horovod's own default never ends a stalled job. If rank 0 must work alone for longer, raise
 HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (or `hvdtrain run --stall-shutdown-seconds`).
 """
 
@@ -26,50 +26,50 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 EXIT_HANG = 124
-"""The watchdog ended the run: a rank was frozen, gone or missing, or no rank made progress."""
+"""The watchdog ended the run: a rank was frozen or missing, or no rank made progress."""
 
 EXIT_PREEMPTED = 75
-"""A training was asked to stop, has saved, and continues when it is run again (EX_TEMPFAIL in sysexits.h)."""
+"""The training was preempted and has saved a checkpoint; run it again to continue (EX_TEMPFAIL in sysexits.h)."""
 
 RESUME = "HVDTRAIN_RESUME"
-"""auto, must or never: goes before the argument `resume` of a Trainer with checkpoints (`hvdtrain run --resume`)."""
+"""auto, must or never: overrides the argument `resume` of a Trainer with checkpoints (`hvdtrain run --resume`)."""
 
 START_FOLDER = "HVDTRAIN_START_FOLDER"
-"""The working folder in which a rank began, which its script may change."""
+"""Working folder in which a rank started; its script may change to another."""
 
 NEWS = "HVDTRAIN_NEWS"
-"""Descriptor of a pipe on which a launcher reports to `hvdtrain run` what the ranks are doing."""
+"""File descriptor of the pipe on which a launcher reports the state of the ranks to `hvdtrain run`."""
 
 ORDERS = "HVDTRAIN_ORDERS"
-"""Descriptor of a pipe on which `hvdtrain run` tells a launcher which ranks to end: {"end": pid, "host": name}."""
+"""File descriptor of the pipe on which `hvdtrain run` tells a launcher to end a rank: {"end": pid, "host": name}."""
 
 GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"
-"""How long scripts that have a handler for the signal may take when a run is ended."""
+"""Seconds that a script with a signal handler has to exit when the run is ended."""
 
 STOPPED_SECONDS = "HVDTRAIN_STOPPED_SECONDS"
-"""After which a process of the run that is stopped (SIGSTOP) counts as hung; inf: never (--hang-timeout 0)."""
+"""Seconds after which a stopped process of the run (SIGSTOP) counts as hung; inf: never (--hang-timeout 0)."""
 
 HANG_TIMEOUT = "HVDTRAIN_HANG_TIMEOUT"
 HANG_SECONDS = 1800
-"""Without progress, after which a run is ended, and what sets other ones (`hvdtrain run --hang-timeout`)."""
+"""Seconds without progress after which a run is ended: the variable (`hvdtrain run --hang-timeout`) and the default."""
 
 LAUNCH_ID = "HVDTRAIN_LAUNCH_ID"
-"""Unique name of one `hvdtrain run`; every process of the run carries it, so that none is left behind."""
+"""Unique ID of one `hvdtrain run`, in the environment of each of its processes, so that none is left behind."""
 
 TERMINAL = "HVDTRAIN_TERMINAL"
-"""Descriptors of rank 0 whose output ends in a terminal: 1, 2 or 12; 0 if none. Set by `hvdtrain run`."""
+"""File descriptors of rank 0 that are shown on a terminal: 1, 2 or 12; 0 if none. Set by `hvdtrain run`."""
 
 EXIT_SIGNAL_BASE = 128
-"""A process that a signal ended exits with this plus the signal's number, as shells report it."""
+"""Added to a signal's number: the exit code of a process that the signal ended, as shells report it."""
 
 RANK_CORES = "HVDTRAIN_RANK_CORES"
-"""The cores of this rank alone, where the launcher knows them (srun, which may have bound it to them)."""
+"""CPU cores of this rank alone, if the launcher knows them (srun may have bound the rank to them)."""
 
 FORWARD = "HVDTRAIN_FORWARD"
-"""Names, with commas between, of the variables that --env asked to travel to the ranks on all hosts."""
+"""Comma-separated names of the variables that --env forwards to the ranks on all hosts."""
 
 SECRET_WORD = "HVDTRAIN_SECRET_"
-"""With a number appended: a word of a batch job's command that must not be in the batch script."""
+"""Prefix of numbered variables, each with a word of a batch job's command that must not be in the batch script."""
 
 HASH_SEED = "PYTHONHASHSEED"
-"""Read by Python when it starts: the same on all ranks, so that they go through a set of names in one order."""
+"""Seed of Python's string hashes, the same on all ranks, so that they iterate over a set of names in one order."""

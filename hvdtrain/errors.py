@@ -1,4 +1,4 @@
-"""The exceptions and warnings of hvdtrain. Every message states what was wrong, where, and what to do.
+"""Exceptions and warnings of hvdtrain. Every message says what was wrong, where, and what to do.
 
 `hvdtrain.worker` prints an `HvdtrainError` as one message without a traceback and exits with its `exit_code`. Any
 other exception is a bug in the user's script or in hvdtrain, and keeps its traceback.
@@ -18,25 +18,29 @@ _LIBRARIES = ("hvdtrain", "keras", "tensorflow", "horovod", "contextlib", "funct
 
 
 class HvdtrainError(Exception):
-    """Base class of all errors that hvdtrain raises on purpose; by itself, a run-time error."""
+    """Base class of all errors that hvdtrain raises on purpose; raised itself for run-time errors.
+
+    Attributes:
+        exit_code: Exit code of a program that ends with this error.
+    """
 
     exit_code = 1
 
 
 class Preempted(HvdtrainError):
-    """The job was asked to stop, and the training has saved. Run it again to continue."""
+    """The job was asked to stop, and the training has saved a checkpoint. Run it again to continue."""
 
     exit_code = EXIT_PREEMPTED
 
 
 class LaunchError(HvdtrainError):
-    """A rank of `hvdtrain.launch` failed. `str()` of the error returns its `message`.
+    """A rank of `hvdtrain.launch` failed. `str()` of the error is its `message`.
 
     Attributes:
-        rank: the rank that failed first; None if unknown.
-        exit_code: exit code of the run; 0 if a rank ended without a result.
-        traceback: traceback of that rank, as text; empty if it sent none.
-        log_dir: folder with the output of all ranks.
+        rank: Rank that failed first; None if unknown.
+        exit_code: Exit code of the run; 0 if a rank ended without a result.
+        traceback: Traceback of that rank, as text; empty if it sent none.
+        log_dir: Folder with the output of all ranks.
     """
 
     def __init__(
@@ -53,31 +57,31 @@ class LaunchError(HvdtrainError):
 
 
 class UsageError(HvdtrainError, ValueError):
-    """An argument, an option or data cannot work."""
+    """An argument, an option or the data is invalid."""
 
     exit_code = 2
 
 
 class ReplicaError(HvdtrainError):
-    """Ranks disagree on what must be the same: weights, data, arguments, or the next collective."""
+    """The ranks differ in weights, data or arguments that must be the same, or in the next collective."""
 
 
 class DivergedError(HvdtrainError):
-    """The loss or a weight became nan or inf, and the training ended as Trainer(on_nan=...) asks."""
+    """The loss or a weight became nan or inf, and the training was stopped because of Trainer(on_nan=...)."""
 
 
 class EngineError(HvdtrainError):
-    """Horovod is missing or does not load, a collective failed, or a rank that this one waits for has failed."""
+    """Horovod cannot be loaded, a collective failed, or a rank that this one waited for has failed."""
 
 
 def exit_code_of(program: Callable[[], int]) -> int:
-    """Run a program of hvdtrain's own; an error that it raises on purpose becomes one message on standard error.
+    """Run one of hvdtrain's own programs, and print an `HvdtrainError` as a message on standard error.
 
     Args:
-        program: returns an exit code.
+        program: Function without arguments that returns an exit code.
 
     Returns:
-        That exit code, the error's, or that of Ctrl-C.
+        The exit code of the program, of the error, or of Ctrl-C (130).
     """
     try:
         with interruptible():
@@ -91,15 +95,15 @@ def exit_code_of(program: Callable[[], int]) -> int:
 
 
 def require_integer(name: str, value: object, least: int = 1) -> int:
-    """Return `value` as a Python integer; NumPy's are integers too, bools are not.
+    """Return `value` as a Python integer. NumPy integers are accepted, bools are not.
 
     Args:
-        name: of the argument, for the message.
-        value: what the user passed.
-        least: the smallest that is allowed.
+        name: Name of the argument, for the message.
+        value: Value that the user passed.
+        least: Smallest allowed value.
 
     Raises:
-        UsageError: it is no integer, or below `least`.
+        UsageError: `value` is not an integer, or is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise UsageError(f"{name}={value!r}: pass an integer, {least} or more")
@@ -107,18 +111,15 @@ def require_integer(name: str, value: object, least: int = 1) -> int:
 
 
 def warn_user(text: str) -> None:
-    """Issue a UserWarning at the line of the user's that led here: the last one that is not a library's.
+    """Issue a UserWarning with the message `text` at the innermost line of the call stack that is the user's own code.
 
-    Python shows that line with the warning. One of hvdtrain's own would tell nothing.
-
-    Args:
-        text: the warning.
+    Python shows that line with the warning; a line of hvdtrain's would not help the user.
     """
     caller = sys._getframe(1)
     frame: FrameType | None = caller
     while frame and frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES:
         frame = frame.f_back
-    frame = frame or caller  # In a thread of a library's there is no such line.
+    frame = frame or caller  # A library's thread has no line of the user's.
     registry = frame.f_globals.setdefault("__warningregistry__", {})
     warnings.warn_explicit(
         text, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry
@@ -126,7 +127,7 @@ def warn_user(text: str) -> None:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """ " Did you mean 'X'?", for the end of a message; empty if nothing in `known` is like `name`."""
+    """Return " Did you mean 'X'?" for the end of a message; empty if nothing in `known` is similar to `name`."""
     from difflib import get_close_matches
 
     close = get_close_matches(str(name), list(known))

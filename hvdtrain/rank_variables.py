@@ -1,7 +1,7 @@
-"""What marks a process as a rank of a job: the variables in which launchers pass its place.
+"""Environment variables in which launchers pass a process its rank, used by the launcher and the trainer.
 
-horovodrun over Gloo, and hvdtrain under srun, set HOROVOD_*; Open MPI's mpirun OMPI_COMM_WORLD_*; MPICH's and Slurm's
-PMI set PMI_*, and PMIx PMIX_*. Whoever asks, on either side of a launch, asks here.
+horovodrun over Gloo, and hvdtrain under srun, set HOROVOD_*; Open MPI's mpirun sets OMPI_COMM_WORLD_*; MPICH's and
+Slurm's PMI set PMI_*, and PMIx sets PMIX_*.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from hvdtrain.environment import LAUNCH_ID, LOG_DIR, TERMINAL
 from hvdtrain.strategy_names import STRATEGY
 
 CONTROLLER = "HOROVOD_CONTROLLER"
-"""What ranks coordinate through. Exported where a launch starts, it is a wish for --controller."""
+"""How ranks coordinate (mpi or gloo). Exported before a launch, it sets the default of --controller."""
 
 RENDEZVOUS_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
-"""Where the ranks of a launch over Gloo find each other."""
+"""Address at which the ranks of a launch over Gloo find each other."""
 
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 _SIZES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _LOCAL_SIZES = ("HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-# PMIx gives no size in the environment, so Slurm's is taken; alone it means nothing, for a batch script has it as well.
+# PMIx has no variable for the size, so Slurm's is used; by itself it proves nothing, since batch scripts have it too.
 _SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 
 _PLACE = re.compile(
@@ -37,42 +37,46 @@ def is_rank(environ: Mapping[str, str]) -> bool:
 
 
 def is_elastic(environ: Mapping[str, str]) -> bool:
-    """Whether the number of ranks of this one's job may change."""
+    """Whether this process belongs to an elastic job, whose number of ranks may change."""
     return "HOROVOD_ELASTIC" in environ
 
 
 def slot_of(environ: Mapping[str, str]) -> tuple[str, int]:
-    """What no two ranks of a host have in common: the number, which in an elastic job changes, or the place there."""
+    """Return a key that no other rank on this host has.
+
+    It is ("", rank), or (hostname, local rank) in an elastic job, where a process's rank may change.
+    """
     if not is_elastic(environ):
         return "", rank_of(environ)
     return environ.get("HOROVOD_HOSTNAME", ""), _first_number(environ, ("HOROVOD_LOCAL_RANK",), 0)
 
 
 def rank_of(environ: Mapping[str, str]) -> int:
-    """This process's rank, from its launcher's variables; 0 without a launcher."""
+    """Return this process's rank, from its launcher's variables; 0 without a launcher."""
     return _first_number(environ, _RANKS, 0)
 
 
 def size_of(environ: Mapping[str, str]) -> int:
-    """The number of ranks, from the launcher's variables; 1 without a launcher."""
+    """Return the number of ranks, from the launcher's variables; 1 without a launcher."""
     return _first_number(environ, (*_SIZES, *_slurm_sizes(environ)), 1)
 
 
 def local_size_of(environ: Mapping[str, str]) -> int:
-    """The number of ranks on this host, from the launcher's variables; 1 without a launcher."""
+    """Return the number of ranks on this host, from the launcher's variables; 1 without a launcher."""
     return _first_number(environ, _LOCAL_SIZES, 1)
 
 
 def is_one_host(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher says that all ranks are on this host."""
+    """Whether all ranks are on this host, as far as the launcher's variables tell."""
     pairs = zip(_LOCAL_SIZES[:2], _SIZES[:2], strict=True)
     return any(local in environ and environ[local] == environ.get(all_) for local, all_ in pairs)
 
 
 def size_variable(environ: Mapping[str, str]) -> str:
-    """The variable that shows that this process is one of several ranks; empty if there is none.
+    """Return the name of a variable that shows that this process is one of several ranks; empty if none does.
 
-    A step of Slurm is not meant: whether a shell in it is one of several is read from Slurm's own variables.
+    PMI's variables do not count in a Slurm step: whether a shell there is one of several tasks is read from Slurm's
+    own variables.
     """
     of_slurm = "SLURM_STEP_ID" in environ
     names = [name for name in _SIZES if not (of_slurm and name.startswith("PMI_"))]
@@ -80,17 +84,17 @@ def size_variable(environ: Mapping[str, str]) -> str:
 
 
 def is_place(name: str) -> bool:
-    """Whether a variable describes a rank's place among the others."""
+    """Whether a launcher sets the variable `name` to tell a process its rank or its peers."""
     return _PLACE.fullmatch(name) is not None
 
 
 def is_of_launch(name: str) -> bool:
-    """Whether a launch sets this variable itself: a value of the user's for all ranks would break it."""
+    """Whether a launch sets the variable `name` itself: one value from the user for all ranks would break it."""
     return name in _OF_THE_LAUNCH or is_place(name)
 
 
 def without_place(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without what makes a process a rank."""
+    """Return `environ` without the variables that make a process a rank."""
     return {name: value for name, value in environ.items() if not is_place(name)}
 
 

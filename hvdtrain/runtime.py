@@ -1,7 +1,7 @@
-"""Make this process a rank of the job: start Horovod, pin the GPU, divide the CPU's threads, seed.
+"""Make this process a rank of the job: start Horovod, pin the GPU, set the number of CPU threads, seed.
 
-Call `init` before the first TensorFlow operation, which fixes TensorFlow's threads and its use of GPU memory.
-`hvdtrain run` sets the threads even earlier, in the worker's environment.
+Call `init` before the first TensorFlow operation, which fixes TensorFlow's thread counts and GPU memory settings.
+`hvdtrain run` sets the thread counts even earlier, in the worker's environment.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from hvdtrain.worker.rank_environment import available_cores, rank_environment
 from hvdtrain.worker.stuck_rank import end_when_stuck
 
 GONE = "Horovod has not been initialized"
-"""Horovod's message before it has started, and after it has ended because another rank has."""
+"""Horovod's message before it has started, and after it has shut down because another rank ended."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """This process's place among the workers of the job.
+    """Rank of this process in the job, and the number of ranks.
 
     Attributes:
-        rank: number of this process in the job, from 0.
-        size: number of ranks in the job.
-        local_rank: number of this process on its host, from 0.
-        local_size: number of ranks on its host.
+        rank: Number of this process in the job, from 0.
+        size: Number of ranks in the job.
+        local_rank: Number of this process on its host, from 0.
+        local_size: Number of ranks on its host.
     """
 
     rank: int
@@ -57,39 +57,49 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and prints to the terminal."""
+        """Whether this is rank 0, which writes files and prints to the terminal."""
         return self.rank == 0
 
 
 class RankGroups(Protocol):
-    """What `init` must know of a mesh (hvdtrain.Mesh): the groups in which ranks communicate."""
+    """The part of hvdtrain.Mesh that `init` uses: the groups in which ranks communicate."""
 
     def rank_lists(self, ranks: int) -> list[list[int]]:
-        """Return the groups of a job of `ranks` ranks; UsageError if it cannot have them."""
+        """Return the ranks of each process set of a job of `ranks` ranks.
+
+        Raises:
+            UsageError: The mesh does not fit that number of ranks.
+        """
 
 
 def engine_environment(environ: Mapping[str, str], kernel: str) -> dict[str, str]:
-    """Return what Horovod's and MPI's environment lacks for a job that wastes no core and may run alone.
+    """Return Horovod's and MPI's variables that a rank should have and `environ` lacks.
+
+    They keep waiting ranks from taking CPU time, and let a process without a launcher run alone.
 
     Args:
-        environ: this process's environment.
-        kernel: release of the operating system's kernel.
+        environ: Environment of this process.
+        kernel: Release of the operating system's kernel.
     """
-    # A rank that waits inside MPI spins; where ranks fill the cores it takes the time from its own
+    # A rank that waits inside MPI spins; where ranks fill the cores, that takes time from its own
     # computation (measured: a small network trained 1.25 times faster with this on two cores).
     wanted = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     if kernel_knows_slices(kernel) and is_one_host(environ):
-        # Horovod asks every millisecond which tensors are ready. Asking more often costs nothing where
-        # its thread has its turn at once (see scheduling): 1.05 times faster on the same network.
+        # Horovod checks every millisecond which tensors are ready. Checking more often costs nothing where
+        # its thread is scheduled at once (see schedule_promptly): 1.05 times faster on the same network.
         wanted["HOROVOD_CYCLE_TIME"] = "0.3"
     if not is_rank(environ):
-        # Started alone: no MPI, which could not find its own daemon outside mpirun.
+        # No MPI without a launcher: outside mpirun it cannot find its daemon.
         wanted |= {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def load_horovod() -> Any:
-    """Import and return horovod.tensorflow, or raise EngineError that says how to get it."""
+    """Import and return horovod.tensorflow.
+
+    Raises:
+        EngineError: Horovod is not installed or does not load; the message says how to build it.
+    """
     try:
         return importlib.import_module("horovod.tensorflow")
     except ImportError as error:
@@ -100,9 +110,13 @@ def load_horovod() -> Any:
 
 
 def start_horovod(*args: Any, **kwargs: Any) -> None:
-    """Call Horovod's init (same arguments) in this rank's environment; do nothing if it runs already.
+    """Set this rank's environment and call Horovod's `init` with the same arguments; do nothing if it runs already.
 
-    TensorFlow reads its threads from the environment with its first operation, so they are shared, too.
+    The environment includes thread counts, which TensorFlow reads at its first operation.
+
+    Raises:
+        EngineError: Horovod is not installed or does not load.
+        UsageError: HVDTRAIN_HANG_TIMEOUT is invalid.
     """
     hvd = load_horovod()
     if hvd.is_initialized():
@@ -121,21 +135,26 @@ def start_horovod(*args: Any, **kwargs: Any) -> None:
 def init(
     seed: int | None = None, mesh: RankGroups | None = None, *, whole_machine: bool = False
 ) -> Rank:
-    """Make this process a rank of the job: start Horovod, pin the GPU, divide the threads and, if given, seed.
+    """Make this process a rank of the job: start Horovod, pin the GPU, set the thread counts and, if given, the seed.
 
     Calling it again is safe. Without a launcher the job has one rank. After this call, an uncaught HvdtrainError is
     printed as one message without a traceback.
 
     Args:
-        seed: for Python, NumPy and Keras; the same on all ranks, so that initial weights and shuffles agree.
-        mesh: the hvdtrain.Mesh of a model that is divided over the ranks. Horovod must know its process sets from the
-            start.
-        whole_machine: use all devices of the machine instead of one GPU. Default: True if HVDTRAIN_STRATEGY names a
-            strategy that does so (tpu, central-storage).
+        seed: Seed of Python, NumPy and Keras, the same on all ranks, so that initial weights and shuffles agree.
+        mesh: Mesh (hvdtrain.Mesh) of a model that is divided over the ranks. Horovod creates its process sets when it
+            starts.
+        whole_machine: Use all devices of the machine instead of one GPU. Always so if HVDTRAIN_STRATEGY names a
+            strategy that needs it (tpu, central-storage).
+
+    Returns:
+        The rank of this process.
 
     Raises:
         EngineError: Horovod is not installed or does not load.
-        UsageError: the host has fewer visible GPUs than ranks; the mesh does not fit the number of ranks.
+        UsageError: The host has fewer visible GPUs than ranks (or than HVDTRAIN_REPLICAS), TensorFlow was used before
+            this call, the mesh does not fit the number of ranks, or one of HVDTRAIN_STRATEGY, HVDTRAIN_REPLICAS and
+            HVDTRAIN_HANG_TIMEOUT is invalid.
     """
     sys.excepthook = _message_alone
     hvd = load_horovod()
@@ -156,7 +175,7 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job. No collective can be called afterwards."""
+    """Shut Horovod down. No collective can be called afterwards."""
     import horovod.tensorflow as hvd
 
     if hvd.is_initialized():
@@ -165,10 +184,13 @@ def shutdown() -> None:
 
 @contextmanager
 def engine_errors(rank: Rank) -> Iterator[None]:
-    """Turn the failure of a collective inside this block into an EngineError that says what it means.
+    """Turn the failure of a collective inside this block into an EngineError that explains it.
+
+    Args:
+        rank: Rank of this process, for the message.
 
     Raises:
-        EngineError: another rank failed, ended, or did not come in time.
+        EngineError: Another rank failed, ended or was too late for a collective, or a parameter server is lost.
     """
     import tensorflow as tf
 
@@ -193,15 +215,15 @@ def engine_errors(rank: Rank) -> Iterator[None]:
 
 
 def _message_alone(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """sys.excepthook: errors that hvdtrain raises on purpose say all in their message."""
+    """sys.excepthook that prints an HvdtrainError without its traceback."""
     if isinstance(error, HvdtrainError):
         print(f"Error: {error}", file=sys.stderr)
-        raise SystemExit(error.exit_code)  # Without this it would be 1 for usage errors as well.
+        raise SystemExit(error.exit_code)  # Otherwise Python exits with 1.
     sys.__excepthook__(kind, error, trace)
 
 
 def _pin_gpu(rank: Rank) -> None:
-    """Let this rank see one GPU, and take its memory as needed."""
+    """Make one GPU visible to this rank, and let its memory grow as needed."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -220,7 +242,7 @@ def _pin_gpu(rank: Rank) -> None:
         )
     if _context_is_open():
         if rank.local_size == 1:
-            return  # It has the host alone, and layers may be on several of its GPUs (parallel.placement).
+            return  # The only rank of its host: layers may be on several GPUs (parallel.placement).
         raise UsageError(
             f"Rank {rank.rank}: TensorFlow was used before hvdtrain.init(), so the GPU can no "
             "longer be pinned: call hvdtrain.init() first, before building a model"
@@ -230,7 +252,7 @@ def _pin_gpu(rank: Rank) -> None:
 
 
 def _take_all_devices(replicas: int | None) -> None:
-    """Let this process see all GPUs of its machine, or the first `replicas`; without GPUs so many logical CPUs."""
+    """Make all GPUs, or the first `replicas`, visible to this process; without GPUs, make `replicas` logical CPUs."""
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -263,7 +285,7 @@ def _take_all_devices(replicas: int | None) -> None:
 
 
 def _context_is_open() -> bool:
-    """Whether TensorFlow has started its devices: its settings are fixed from then on."""
+    """Whether TensorFlow has initialized its devices, after which its settings are fixed."""
     from tensorflow.python.eager import context
 
     return context.context()._initialized

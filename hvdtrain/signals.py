@@ -1,4 +1,4 @@
-"""Which signals end a command, how it exits then, and how its end is reported."""
+"""Signal handling of commands and ranks: which signals end a process, and the exit code that reports it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _PR_SET_PDEATHSIG = 1
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a run. SIGHUP (a closed terminal) is not among them if it is ignored, as under nohup."""
+    """Return the signals that end a run: without SIGHUP (a closed terminal) if it is ignored, as under nohup."""
     hangup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else []))
 
 
 def shell_code(returncode: int) -> int:
-    """The exit code that a shell would report; Python reports a process that a signal ended as -signal."""
+    """Return the exit code that a shell would report for `returncode`, which Python sets to -N for signal N."""
     return returncode if returncode >= 0 else EXIT_SIGNAL_BASE - returncode
 
 
 def heed_children() -> None:
-    """Restore SIGCHLD: where a parent ignores it (`trap '' CHLD`), the system forgets how children ended."""
+    """Stop ignoring SIGCHLD: if a parent ignored it (`trap '' CHLD`), the exit codes of children would be lost."""
     with suppress(ValueError):  # Not in the main thread.
         if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def quit_on_ctrl_c() -> None:
-    """Call this first in a program: Ctrl-C ends it at once and without a word wherever it has nothing to clean up.
+    """Let Ctrl-C end this program at once and silently, except in an `interruptible` block. Call this first.
 
-    Elsewhere, within `interruptible`, it is KeyboardInterrupt, which Python would print in an import or at its end.
+    Otherwise Python would print a KeyboardInterrupt's traceback from an import or from interpreter shutdown.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # Not where it is ignored.
         signal.signal(signal.SIGINT, _quit)
@@ -46,7 +46,7 @@ def _quit(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt here; see `quit_on_ctrl_c`."""
+    """Let Ctrl-C raise KeyboardInterrupt in this block; see `quit_on_ctrl_c`."""
     quits = signal.getsignal(signal.SIGINT) is _quit
     if quits:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -58,10 +58,10 @@ def interruptible() -> Iterator[None]:
 
 
 def listen_for_warnings() -> None:
-    """Call this first: a warning that comes early waits until `supervise` of hvdtrain.start takes it.
+    """Keep SIGUSR1 and SIGUSR2 pending until `supervise` (hvdtrain.start) waits for them. Call this first.
 
-    The handler never runs; it shows in /proc that a warning does not end this process. The mask
-    does not: it is lifted while `supervise` waits.
+    The handler never runs; it shows in /proc that these signals do not end this process. The mask does not show
+    that, because it is lifted while `supervise` waits.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
@@ -69,28 +69,29 @@ def listen_for_warnings() -> None:
 
 
 def at_parents_end(number: signal.Signals) -> Callable[[], object]:
-    """A function after which the kernel sends this signal to its caller when the caller's parent ends."""
-    import ctypes  # Programs that call nothing here start sooner.
+    """Return a function that asks the kernel to send signal `number` to the calling process when its parent ends."""
+    import ctypes  # Slow to import, and rarely needed.
 
     libc = ctypes.CDLL(None)
     return lambda: libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def outlive_signals() -> None:
-    """Signals do not end this process; what it starts is ended by them, as usual.
+    """Let no signal end this process; SIGINT, SIGTERM and SIGHUP still end the processes that it starts.
 
-    Except SIGUSR1, the warning of a job that will end, and SIGUSR2, which shows stacks: until a rank listens for them
-    they are lost, and not deadly.
+    Those processes ignore SIGUSR1 (the job will end soon) and SIGUSR2 (print the stacks) until they install a handler,
+    so that these signals cannot end them either.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: None)  # Not inherited, where an ignored one is.
+        # A handler, which children do not inherit; they would inherit SIG_IGN.
+        signal.signal(number, lambda number, frame: None)
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP unless it is ignored, take the way of Ctrl-C: what was started is ended."""
+    """Let SIGTERM, and SIGHUP unless it is ignored, raise SystemExit in this block, so that cleanup runs."""
     numbers = set(ending_signals()) - {signal.SIGINT}
     before = {number: signal.signal(number, _leave) for number in numbers}
     try:

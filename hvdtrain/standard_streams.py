@@ -1,4 +1,4 @@
-"""The standard streams: open where a parent left them closed, and written to as a whole."""
+"""Standard streams: open those that the parent process closed, and write all bytes to a descriptor."""
 
 import os
 import select
@@ -8,9 +8,9 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
 def open_streams() -> None:
-    """Open the standard streams that are closed (`>&-`), to nowhere.
+    """Open closed standard streams (`>&-`) on the null device.
 
-    Else the next files and pipes that are opened take their numbers, and what is meant for the user is written there.
+    Otherwise the next file or pipe would get the stream's number, and output for the user would be written to it.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         try:
@@ -19,14 +19,15 @@ def open_streams() -> None:
             nowhere = os.open(os.devnull, os.O_RDWR)  # Takes the lowest number, which is free.
             os.set_inheritable(nowhere, True)
         if getattr(sys, name) is None:
-            # The process ends with it: nothing closes it before.
+            # Stays open until the process ends.
             setattr(sys, name, open(number, mode, errors="surrogateescape", closefd=False))  # noqa: SIM115
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write every byte. Waits for the reader, also where another process has set the descriptor to non-blocking.
+    """Write all of `data`, waiting for the reader even if another process has set the descriptor to non-blocking.
 
-    Raises OSError.
+    Raises:
+        OSError: A write failed.
     """
     rest = memoryview(data)
     while rest:

@@ -1,4 +1,4 @@
-"""The strategies by name: what each is for, what it needs, and how a process learns which one it runs under."""
+"""Names and descriptions of the strategies, and how a process learns which one it runs under."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ CENTRAL_STORAGE = "central-storage"
 PARAMETER_SERVER = "parameter-server"
 
 STRATEGY = "HVDTRAIN_STRATEGY"
-"""The strategy of a process whose script names none; `hvdtrain run --strategy` sets it."""
+"""Strategy of a process whose script names none; `hvdtrain run --strategy` sets it."""
 
 REPLICAS = "HVDTRAIN_REPLICAS"
-"""How many replicas one process trains (tpu, central-storage); `hvdtrain run -np` sets it for these."""
+"""Number of replicas that one process trains (tpu, central-storage); `hvdtrain run -np` sets it for these."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a user chooses a strategy by.
+    """Description of a strategy, by which a user chooses one.
 
     Attributes:
-        name: what --strategy and `Trainer(strategy=...)` call it.
-        purpose: what it is for.
-        needs: without which it cannot run.
-        replaces: the names in tf.distribute that it stands for.
-        runs_as: one process for each device (ranks), for all devices of a machine, or for each role.
-        place: of its class, "module:class", which is loaded when it is chosen.
+        name: Name of the strategy in --strategy and `Trainer(strategy=...)`.
+        purpose: What the strategy is for.
+        needs: What it requires to run.
+        replaces: Names of the tf.distribute strategies that it replaces.
+        runs_as: "ranks": a process for each device; "one process": one for all devices of a machine; "servers": one
+            for each task (chief, workers, parameter servers).
+        place: Location of its class, "module:class", imported when the strategy is chosen.
     """
 
     name: str
@@ -87,16 +88,16 @@ ALIASES = {
     "multi-worker-mirrored": "what tf.distribute.MultiWorkerMirroredStrategy does on several "
     "machines, also for Keras 3 models",
 }
-"""Names of tf.distribute that Horovod replaces -> why."""
+"""tf.distribute strategies that Horovod replaces -> what Horovod does in their place."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A strategy that was asked for.
+    """Strategy that the user chose.
 
     Attributes:
-        name: a key of STRATEGIES.
-        note: one line for the user when another name stands for it; else empty.
+        name: Key of STRATEGIES.
+        note: One line for the user if they gave another name for it; otherwise empty.
     """
 
     name: str
@@ -104,9 +105,12 @@ class Choice:
 
 
 def choose_strategy(text: str) -> Choice:
-    """The strategy that `text` names.
+    """Return the strategy that `text` names.
 
-    Upper case, `_` for `-` and the class names of tf.distribute are taken as well. Raises UsageError.
+    Upper case, `_` in place of `-`, and the class names of tf.distribute are accepted.
+
+    Raises:
+        UsageError: There is no such strategy.
     """
     name = _plain(text)
     if name in STRATEGIES:
@@ -119,9 +123,10 @@ def choose_strategy(text: str) -> Choice:
 
 
 def strategy_of(environ: Mapping[str, str]) -> str:
-    """The strategy of this process as its launcher or its user set it; horovod if neither did.
+    """Return the name of the strategy in HVDTRAIN_STRATEGY; "horovod" if it is not set.
 
-    Raises UsageError.
+    Raises:
+        UsageError: There is no such strategy.
     """
     text = environ.get(STRATEGY)
     try:
@@ -131,7 +136,11 @@ def strategy_of(environ: Mapping[str, str]) -> str:
 
 
 def replicas_of(environ: Mapping[str, str]) -> int | None:
-    """The number of replicas that was asked for, at least 1; None if none was. Raises UsageError."""
+    """Return the number of replicas in HVDTRAIN_REPLICAS; None if it is not set.
+
+    Raises:
+        UsageError: The variable is not a number of at least 1.
+    """
     text = environ.get(REPLICAS)
     if not text:
         return None
@@ -141,6 +150,6 @@ def replicas_of(environ: Mapping[str, str]) -> int | None:
 
 
 def _plain(text: str) -> str:
-    """`MultiWorkerMirroredStrategy` and `multi_worker_mirrored` -> `multi-worker-mirrored`."""
+    """Return e.g. `multi-worker-mirrored` for `MultiWorkerMirroredStrategy` and `multi_worker_mirrored`."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", text.strip())
     return words.replace("_", "-").lower().removesuffix("-strategy")

@@ -1,4 +1,4 @@
-"""TF_CONFIG: how TensorFlow's processes of a parameter server job find each other.
+"""TF_CONFIG: the variable by which the TensorFlow processes of a parameter server job find each other.
 
     {"cluster": {"chief": ["a:1"], "worker": ["a:2", "b:2"], "ps": ["a:3"]}, "task": {"type": "worker", "index": 0}}
 
@@ -23,14 +23,14 @@ CHIEF, WORKER, SERVER = "chief", "worker", "ps"
 
 @dataclass(frozen=True)
 class TfConfig:
-    """A job with parameter servers, and which of its processes this one is.
+    """Cluster of a job with parameter servers, and the task of this process in it.
 
     Attributes:
-        chief: "host:port" of the process that runs the user's script.
-        workers: "host:port" of those that compute.
-        servers: "host:port" of those that hold the variables.
-        kind: "chief", "worker" or "ps".
-        index: number of this process among those of its kind.
+        chief: Address ("host:port") of the process that runs the user's script.
+        workers: Addresses of the processes that compute.
+        servers: Addresses of the processes that hold the variables.
+        kind: Task type of this process: "chief", "worker" or "ps".
+        index: Number of this process among those of its type, from 0.
     """
 
     chief: str
@@ -41,20 +41,20 @@ class TfConfig:
 
     @property
     def cluster(self) -> dict[str, list[str]]:
-        """As in TF_CONFIG."""
+        """The cluster as in TF_CONFIG: task type -> addresses."""
         return {CHIEF: [self.chief], WORKER: list(self.workers), SERVER: list(self.servers)}
 
     @property
     def name(self) -> str:
-        """Of this process, for messages."""
+        """Name of this process, for messages."""
         return CHIEF if self.kind == CHIEF else f"{self.kind} {self.index}"
 
 
 def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
-    """Return what TF_CONFIG says; None if it is not set or names no cluster.
+    """Parse TF_CONFIG; return None if it is not set or has no cluster.
 
     Raises:
-        UsageError: it cannot be read, or is not that of a job with parameter servers.
+        UsageError: TF_CONFIG is malformed, or does not describe a job with parameter servers.
     """
     text = environ.get(TF_CONFIG)
     if not text:
@@ -82,7 +82,7 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
 
 
 def answers(address: str, seconds: float = 3.0) -> bool:
-    """Whether a process listens at "host:port"."""
+    """Whether a process listens at `address` ("host:port"); waits at most `seconds` for the connection."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), seconds):
@@ -92,13 +92,13 @@ def answers(address: str, seconds: float = 3.0) -> bool:
 
 
 def lost_server(text: str, config: TfConfig) -> str | None:
-    """The message for the loss of a server, if that is what an error of TensorFlow with `text` means."""
+    """Return a message if `text`, of a TensorFlow error, says that a parameter server is lost; otherwise None."""
     found = re.search(r"/job:ps/replica:0/task:(\d+)", text)
     return None if found is None else describe_lost(int(found[1]), config)
 
 
 def describe_lost(server: int, config: TfConfig) -> str:
-    """The message about a server that is lost."""
+    """Return the message for the loss of parameter server number `server`."""
     return (
         f"Parameter server {server} ({config.servers[server]}) is lost, and with it the variables "
         "that it held: the run cannot continue. Trainer.load resumes from the last file that "
@@ -107,7 +107,7 @@ def describe_lost(server: int, config: TfConfig) -> str:
 
 
 def _addresses(cluster: Any, kind: str) -> tuple[str, ...]:
-    """The addresses of one kind: a list, or a table by number."""
+    """Return the addresses of one task type, given as a list or as an object with the indices as keys."""
     if not isinstance(cluster, dict):
         raise UsageError(f"{TF_CONFIG}: the cluster must be an object, not {cluster!r}")
     entries = cluster.get(kind) or []
