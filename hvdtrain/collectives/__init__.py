@@ -1,1 +1,1 @@
-"""The one room that talks to Horovod: what travels between ranks, under which name, and how it is combined."""
+"""Communication between ranks, through Horovod: communicators, gradient reduction, replica checks and metrics."""

@@ -1,8 +1,8 @@
-"""Inputs of collectives that no graph optimiser computes ahead.
+"""Inputs of collectives that TensorFlow cannot fold into constants.
 
-TensorFlow takes Horovod's operations for pure functions: in a tf.function the "allreduce" of a constant would be
-computed once and for all. So a collective's input is made to depend on a variable. (TensorFlow sees through
-PlaceholderWithDefault.)
+TensorFlow takes Horovod's operations for pure functions: in a tf.function, the allreduce of a constant would be
+computed only once, during graph optimization. So the input of a collective is made to depend on a variable.
+(TensorFlow sees through PlaceholderWithDefault.)
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from hvdtrain.errors import UsageError
 
 
 def anchored(tensor: tf.Tensor) -> tf.Tensor:
-    """Return `tensor` as something that no graph optimiser takes for a constant.
+    """Return `tensor` in a form that no graph optimizer takes for a constant.
 
-    It is cut from the place on that a variable holds, which is 0: nothing is copied, and only a running step
-    can know what a variable holds.
+    It is sliced from an index that a variable holds, which is 0: nothing is copied, and the value of a variable is
+    known only when a step runs.
 
     Raises:
-        UsageError: XLA compiles the function as a whole.
+        UsageError: XLA compiles the whole function (jit_compile=True).
     """
     if tf.executing_eagerly():
         return tensor
     _require_no_xla()
     if not tensor.shape.rank:
-        # A scalar has no place to cut at; an unknown rank no number of places.
+        # A scalar has no dimension to slice; with an unknown rank their number is unknown.
         return tf.reshape(anchored(tf.reshape(tensor, [-1])), tf.shape(tensor))
     rank = tensor.shape.rank
-    with tf.device(None):  # It is where the variable is, not where the tensor is.
+    with tf.device(None):  # The device of the variable, not that of the tensor.
         begin = tf.raw_ops.ReadVariableOp(resource=_origin(rank), dtype=tf.int32)
     result = tf.slice(tensor, begin, [-1] * rank)
     result.set_shape(tensor.shape)
@@ -39,7 +39,7 @@ def anchored(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _require_no_xla() -> None:
-    """Raise UsageError in a function that XLA compiles as a whole: none of its operations can be Horovod's."""
+    """Raise UsageError in a function that XLA compiles as a whole: XLA cannot compile Horovod's operations."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise UsageError(
             "A function with jit_compile=True communicates (DistributedGradientTape, DistributedOptimizer or a "
@@ -52,9 +52,9 @@ def _require_no_xla() -> None:
 
 @functools.cache
 def _origin(rank: int) -> tf.Tensor:
-    """The handle of a variable that holds `rank` zeros, for all graphs of this process.
+    """Return the handle of a variable of `rank` zeros, shared by all graphs of this process.
 
-    A tf.Variable cannot be made in the later calls of a tf.function.
+    A tf.Variable could not be created after the first call of a tf.function.
     """
     with tf.init_scope(), tf.device("CPU:0"):
         handle = tf.raw_ops.VarHandleOp(

@@ -1,7 +1,7 @@
-"""Clip gradients by norm where a rank holds only parts of the gradients.
+"""Gradient clipping by norm when a rank holds only parts of the gradients.
 
-A norm is of a whole variable, or of all of the model's: the squares of parts are added up over the ranks that
-hold them, whichever way the parts were made (split layers, sharded optimizer state, stages of a pipeline).
+A norm is that of a whole variable, or of all variables of the model: squares are summed over the ranks that hold the
+parts, however the model is divided (split layers, sharded optimizer state, pipeline stages).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator
 
 Parts: TypeAlias = Callable[[Any], Sequence[Communicator]]
-"""The groups of ranks over which the parts of a variable lie; none: this rank holds all of it."""
+"""Returns the groups of ranks over which a variable is split; none if this rank holds all of it."""
 
 
 def squared_norms(
     gradients: Sequence[Any], variables: Sequence[Any], parts: Parts, name: str
 ) -> list[tf.Tensor | None]:
-    """Return the squared norm of each whole gradient, float32 scalars; None for None. A collective.
+    """Return the squared norm of each whole gradient, a float32 scalar, or None for None. A collective.
 
     Args:
-        gradients: this rank's parts: a tensor, IndexedSlices or None for each variable.
-        variables: the variables.
-        parts: over which ranks to add.
-        name: the first part of the collectives' names.
+        gradients: This rank's parts of the gradients: a tensor, IndexedSlices or None for each variable.
+        variables: Variables that the gradients are for.
+        parts: Returns the groups of ranks over which a variable is split.
+        name: First part of the collectives' names.
     """
     found: list[tf.Tensor | None] = [None if g is None else _square(g) for g in gradients]
     over: dict[tuple[tuple[int, ...], ...], tuple[Sequence[Communicator], list[int]]] = {}
@@ -35,9 +35,9 @@ def squared_norms(
         if square is not None and wanted:
             key = tuple(tuple(s.ranks) for s in wanted)
             over.setdefault(key, (wanted, []))[1].append(place)
-    # Named by number: of the ranks of one set each may have further sets of its own.
+    # Numbered, not named by ranks: the ranks of one set may differ in their further sets.
     for number, (wanted, places) in enumerate(over.values()):
-        # One small collective for all variables that lie over the same ranks.
+        # One small collective for all variables that are split over the same ranks.
         together = tf.stack([found[place] for place in places])
         total = _added(together, wanted, f"{name}_{number}")
         for place, square in zip(places, tf.unstack(total, num=len(places)), strict=True):
@@ -54,13 +54,13 @@ def clip_by_norm(
     rest: Sequence[Communicator],
     name: str,
 ) -> list[Any]:
-    """Return `gradients`, shortened as Keras's clipnorm or global_clipnorm shortens whole gradients. A collective.
+    """Return `gradients`, clipped as Keras's clipnorm or global_clipnorm clips whole gradients. A collective.
 
     Args:
-        gradients, variables, parts, name: see `squared_norms`.
-        limit: the largest norm that is left alone.
-        together: clip by the norm of all gradients (global_clipnorm), not each by its own (clipnorm).
-        rest: the groups of ranks over which the model's other variables lie.
+        gradients, variables, parts, name: As in `squared_norms`.
+        limit: Largest norm that is not clipped.
+        together: Clip by the norm of all gradients (global_clipnorm), not each by its own (clipnorm).
+        rest: Groups of ranks that hold the other variables of the model.
     """
     squares = squared_norms(gradients, variables, parts, name)
     if not together:
@@ -71,14 +71,14 @@ def clip_by_norm(
     own = [square for square in squares if square is not None]
     total = tf.add_n(own) if own else tf.constant(0.0)
     norm = tf.sqrt(_added(total, [s for s in rest if s.size() > 1], f"{name}_rest"))
-    # As Keras: an inf or nan makes all gradients nan, rather than 0.
+    # As in Keras: an inf or nan makes all gradients nan, rather than 0.
     scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    # As Keras, where slices become dense here, but not above: Adam squares slices of one index each.
+    # As in Keras, slices become dense with global_clipnorm, but not with clipnorm: Adam squares each slice.
     return [None if g is None else _times(tf.convert_to_tensor(g), scale) for g in gradients]
 
 
 def _square(gradient: Any) -> tf.Tensor:
-    # As Keras: each slice counts alone, also where several have one index.
+    # As in Keras: each slice counts by itself, even if several have the same index.
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
 

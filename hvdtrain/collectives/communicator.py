@@ -1,17 +1,18 @@
-"""Communicator: the ranks of one process set, and what they do together.
+"""Communicator: the ranks of one process set and their collectives.
 
-All of hvdtrain talks to Horovod through this class, so that the rules which keep ranks from waiting for each other
-for ever are written once:
+The trainer calls Horovod's collectives through this class, so that the rules that keep ranks from waiting for each
+other forever are in one place:
 
-- A collective has the name that the caller gives, the same on every rank. In a tf.function it is numbered if it
-  comes again in the same graph, for both may run at the same time; TensorFlow's name scopes, which may differ
-  between ranks, are left out.
-- In a tf.function its input depends on a variable, or TensorFlow computes it ahead: see anchoring.py.
-- Data types that Horovod 0.28.1 lacks travel all the same: bfloat16 as float32 where something is computed,
-  anything else as bytes where it is only moved.
-- A rank alone communicates nothing.
+- The caller names a collective, with the same name on every rank. If a name occurs several times in the graph of a
+  tf.function, a number is appended, because all of them may run at the same time. TensorFlow's name scopes, which may
+  differ between ranks, are not part of the name.
+- In a tf.function, the input of a collective depends on a variable; otherwise TensorFlow would fold the collective
+  into a constant: see anchoring.py.
+- Dtypes that Horovod 0.28.1 lacks are converted: bfloat16 to float32 in reductions; in collectives that only move data,
+  float8 to float16, and others to bytes.
+- A single rank communicates nothing.
 
-`HorovodRanks` is the engine, `LoneRank` a rank that has none to talk to; `threads.ThreadRanks` are ranks in one
+`HorovodRanks` is the implementation on Horovod, `LoneRank` a group of one rank; `threads.ThreadRanks` are ranks in one
 process, for tests.
 """
 
@@ -39,7 +40,7 @@ from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
 
 _FRAME = struct.Struct("<q?")
-"""Before what a rank sends in an exchange: its length, and whether it is what was to be sent."""
+"""Header of a rank's data in `exchange`: its length, and whether it is the value (True) or an error message."""
 _MOVED_AS_THEY_ARE = {
     tf.bool,
     tf.uint8,
@@ -55,16 +56,16 @@ _MOVED_AS_THEY_ARE = {
 
 
 class Communicator(ABC):
-    """The ranks of one process set. What is a collective must be called by all of them, in the same order.
+    """The ranks of one process set. All of them must call the same collectives in the same order.
 
-    Tensors may also be given as NumPy arrays or numbers. Collectives return tensors of the dtype that went in. Inside
-    a tf.function use what they return: TensorFlow drops an operation that nothing needs, and the other ranks
-    would wait for it. They have no gradient that is of use: see parallel/group_collectives.py.
+    Collectives accept tensors, NumPy arrays and numbers, and return tensors of the same dtype. Inside a tf.function,
+    use the result: TensorFlow prunes an operation whose result is not used, and the other ranks would wait for it.
+    Do not differentiate through them: see parallel/group_collectives.py.
     """
 
     @abstractmethod
     def rank(self) -> int:
-        """Return this rank's place in the set."""
+        """Return this rank's index in the set."""
 
     @abstractmethod
     def size(self) -> int:
@@ -73,7 +74,7 @@ class Communicator(ABC):
     @property
     @abstractmethod
     def ranks(self) -> list[int]:
-        """The job's ranks that are in the set."""
+        """The members of the set, as ranks of the job."""
 
     def includes_this(self) -> bool:
         """Return whether this rank is in the set."""
@@ -91,14 +92,14 @@ class Communicator(ABC):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> tf.Tensor:
-        """Return `tensor` combined over the ranks, in its own shape. A collective.
+        """Return `tensor` reduced over the ranks, in its own shape. A collective.
 
         Args:
-            tensor: of the same shape and dtype on every rank.
-            name: of the collective.
+            tensor: Tensor of the same shape and dtype on every rank.
+            name: Name of the collective.
             op: Sum, Average, Min, Max or Adasum.
-            prescale_factor: multiplies the tensor before.
-            postscale_factor: multiplies the result.
+            prescale_factor: Factor for the tensor, before the reduction.
+            postscale_factor: Factor for the result.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
@@ -115,7 +116,7 @@ class Communicator(ABC):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> list[tf.Tensor]:
-        """Return `tensors`, all of one dtype, as `allreduce` does; they travel when all are there. A collective."""
+        """Return the allreduce of each of `tensors`, which have one dtype, once all are ready. A collective."""
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self._is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
@@ -128,15 +129,15 @@ class Communicator(ABC):
     def reducescatter(
         self, tensor: Any, name: str, op: Any = Sum, postscale_factor: float = 1.0
     ) -> tf.Tensor:
-        """Return this rank's part, along the first dimension, of `tensor` combined over the ranks. A collective.
+        """Reduce `tensor` over the ranks, and return this rank's part along the first dimension. A collective.
 
-        If the ranks do not divide the first dimension, the first ranks have one row more.
+        If the rows cannot be divided equally, the first ranks get one more.
 
         Args:
-            tensor: of the same shape and dtype on every rank, of at least one dimension.
-            name: of the collective.
+            tensor: Tensor of at least one dimension, of the same shape and dtype on every rank.
+            name: Name of the collective.
             op: Sum or Average.
-            postscale_factor: multiplies the result.
+            postscale_factor: Factor for the result.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
@@ -145,11 +146,11 @@ class Communicator(ABC):
         return tf.cast(found, tensor.dtype)
 
     def allgather(self, tensor: Any, name: str) -> tf.Tensor:
-        """Return the tensors of all ranks, one behind the other along the first dimension. A collective.
+        """Return the tensors of all ranks, concatenated along the first dimension. A collective.
 
         Args:
-            tensor: of at least one dimension; only the first may differ between ranks.
-            name: of the collective.
+            tensor: Tensor of at least one dimension; only the first dimension may differ between ranks.
+            name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
@@ -157,12 +158,12 @@ class Communicator(ABC):
         return _moved(self._allgather(_to_move(tensor), in_this_graph(name)), tensor.dtype)
 
     def broadcast(self, tensor: Any, root: int, name: str) -> tf.Tensor:
-        """Return the tensor of the job's rank `root`. A collective.
+        """Return the tensor of rank `root`. A collective.
 
         Args:
-            tensor: of the same shape and dtype on every rank.
-            root: whose tensor counts; one of `ranks`.
-            name: of the collective.
+            tensor: Tensor of the same shape and dtype on every rank.
+            root: Rank of the job that sends its tensor; one of `ranks`.
+            name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
@@ -171,14 +172,14 @@ class Communicator(ABC):
         return _like(_moved(found, tensor.dtype), tensor)
 
     def alltoall(self, tensor: Any, splits: Any, name: str) -> tf.Tensor:
-        """Return what all ranks send to this one, one behind the other along the first dimension. A collective.
+        """Send rows of `tensor` to each rank, and return the rows received, in the order of ranks. A collective.
 
-        Eagerly Horovod knows all of them by one name: two threads must not call it at the same time.
+        In eager mode Horovod gives every alltoall the same name: two threads must not call it at the same time.
 
         Args:
-            tensor: of at least one dimension; only the first may differ between ranks.
-            splits: int32 of (size,): how many rows go to each rank of the set.
-            name: of the collective.
+            tensor: Tensor of at least one dimension; only the first dimension may differ between ranks.
+            splits: Number of rows to send to each rank of the set, int32 of shape (size,).
+            name: Name of the collective.
         """
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
@@ -187,14 +188,14 @@ class Communicator(ABC):
         return _moved(found, tensor.dtype)
 
     def exchange(self, value: Any, name: str) -> list[Any]:
-        """Return every rank's `value`, in the order of ranks. A collective, outside of tf.functions.
+        """Return every rank's `value`, unchanged, in the order of ranks. A collective, outside of tf.functions.
 
         Args:
-            value: this rank's; what `encoding.encode` takes. It arrives exactly as it was.
-            name: of the collective.
+            value: Python object of the types that `encoding.encode` accepts.
+            name: Name of the collective.
 
         Raises:
-            UsageError: on all ranks: the value of one cannot travel.
+            UsageError: On all ranks: the value of one of them cannot be encoded.
         """
         try:
             sent, fine = encode(value), True
@@ -216,14 +217,14 @@ class Communicator(ABC):
         return [decode(data) for data in everyone]
 
     def _is_alone(self) -> bool:
-        """Whether there are no other ranks, now and whenever a function that is traced now runs."""
+        """Whether there are no other ranks, now and at every later run of a function that is being traced."""
         return self.size() == 1 and (tf.executing_eagerly() or not self._may_grow())
 
     def _may_grow(self) -> bool:
-        """Whether other ranks may come while the process lives."""
+        """Whether other ranks may join during the life of this process."""
         return False
 
-    # What an engine does; tensors are of a dtype that Horovod knows.
+    # Implementations get tensors of dtypes that Horovod supports.
 
     @abstractmethod
     def _allreduce(
@@ -252,7 +253,11 @@ class Communicator(ABC):
 
 @dataclass(frozen=True)
 class HorovodRanks(Communicator):
-    """The ranks of one of Horovod's process sets; Horovod must run when it is used, not when it is made."""
+    """The ranks of a Horovod process set. Horovod must run when a method is called, not at construction.
+
+    Attributes:
+        process_set: The process set.
+    """
 
     process_set: hvd.ProcessSet
 
@@ -264,11 +269,11 @@ class HorovodRanks(Communicator):
 
     @property
     def ranks(self) -> list[int]:
-        # The set of all ranks knows them only once Horovod runs.
+        # The global process set has no list of ranks before Horovod runs.
         return list(self.process_set.ranks or range(self.size()))
 
     def includes_this(self) -> bool:
-        # None: not known before Horovod runs.
+        # None: unknown before Horovod runs.
         return self.process_set.included() is not False
 
     def are_all(self) -> bool:
@@ -324,7 +329,11 @@ def _nobody(*args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoneRank(Communicator):
-    """This rank alone, as a group of one; not known to Horovod."""
+    """A group of this rank alone, without a Horovod process set.
+
+    Attributes:
+        job_rank: Rank of this process in the job.
+    """
 
     job_rank: int
 
@@ -350,19 +359,19 @@ ALL_RANKS: Communicator = HorovodRanks(hvd.global_process_set)
 
 
 def ranks_of(process_set: hvd.ProcessSet | Communicator | None) -> Communicator:
-    """Return the ranks that a user's `process_set` means; None: all."""
+    """Return the communicator of a user's `process_set`; None: all ranks."""
     if process_set is None:
         return ALL_RANKS
     return process_set if isinstance(process_set, Communicator) else HorovodRanks(process_set)
 
 
 def to_add(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels where something is computed: anchored, and bfloat16, which Horovod does not know, as float32."""
+    """Return `tensor` as the input of a reduction: anchored; bfloat16, which Horovod lacks, as float32."""
     return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
 
 
 def _to_move(tensor: tf.Tensor) -> tf.Tensor:
-    """What travels where nothing is computed."""
+    """Return `tensor` as the input of a collective that only moves data."""
     if tensor.dtype in _MOVED_AS_THEY_ARE:
         return anchored(tensor)
     if _is_float8(tensor.dtype):
@@ -371,25 +380,25 @@ def _to_move(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _moved(found: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """What `_to_move` made, as it was."""
+    """Convert the result for an input from `_to_move` back to `dtype`."""
     if dtype in _MOVED_AS_THEY_ARE:
         return found
     return tf.cast(found, dtype) if _is_float8(dtype) else tf.bitcast(found, dtype)
 
 
 def _is_float8(dtype: tf.DType) -> bool:
-    """Whether tf.bitcast does not know it; float16 holds every number of it."""
+    """Whether `dtype` is a float8, which tf.bitcast does not support; float16 represents its numbers exactly."""
     return bool(dtype.is_floating and dtype.size == 1)
 
 
 def _like(found: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """`found` in the shape and dtype of `tensor`."""
+    """Return `found` with the static shape and the dtype of `tensor`."""
     found.set_shape(tensor.shape)
     return tf.cast(found, tensor.dtype)
 
 
 def _times(tensor: tf.Tensor, factor: float) -> tf.Tensor:
-    # As Horovod scales whole numbers: in float64, then cut off.
+    # As Horovod scales integers: in float64, then truncated.
     if factor == 1.0:
         return tensor
     return tf.cast(tf.cast(tensor, tf.float64) * factor, tensor.dtype)

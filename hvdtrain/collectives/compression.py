@@ -1,10 +1,9 @@
-"""What travels on the wire: full gradients, float16, or bfloat16.
+"""Gradient compression: none, float16 or bfloat16 on the wire.
 
-float16 is Horovod's own. bfloat16 is not a data type of Horovod 0.28.1, so a bfloat16 reduction goes in two
-of its collectives that only move bits: an alltoall brings every rank its part of the tensor from all ranks,
-the rank adds the parts in float32, and an allgather of the sums, again as bfloat16, brings them
-to all. That is the traffic of a ring allreduce in 16 bits, with the range of float32 (no overflow, as float16
-has above 65504) and additions in float32.
+float16 is Horovod's own. Horovod 0.28.1 has no bfloat16, so a bfloat16 reduction uses two collectives that only move
+bits: an alltoall brings every rank its part of the tensor from all ranks, the rank adds the parts in float32, and an
+allgather distributes the sums, again in bfloat16. The traffic is that of a ring allreduce in 16 bits, with the range
+of float32 (float16 overflows above 65504) and additions in float32.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from horovod.tensorflow.compression import Compressor
 from hvdtrain.collectives.communicator import Communicator
 
 BF16_MIN_ELEMENTS = 16 * 1024
-"""Smaller tensors travel as float32: their time is latency, and alltoall is not fused by Horovod."""
+"""Size below which a tensor travels as float32: latency dominates, and Horovod does not fuse alltoalls."""
 
 
 class BF16Compressor(Compressor):
-    """Round floating-point tensors to bfloat16 on the wire; sums are made in float32."""
+    """Compressor that rounds floating-point tensors to bfloat16 on the wire; sums are computed in float32."""
 
     @staticmethod
     def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, tf.DType]:
@@ -31,7 +30,7 @@ class BF16Compressor(Compressor):
 
     @staticmethod
     def decompress(tensor: tf.Tensor, ctx: tf.DType) -> tf.Tensor:
-        """Return bits from `compress` as a tensor of dtype `ctx`."""
+        """Return the result of `compress` as a tensor of dtype `ctx`."""
         if not ctx.is_floating:
             return tensor
         return tf.cast(tf.bitcast(tensor, tf.bfloat16), ctx)
@@ -44,9 +43,15 @@ class Compression(HorovodCompression):
 
 
 def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 1.0) -> tf.Tensor:
-    """Return the sum of `tensor` (floating, any static or dynamic shape) over the ranks, times `factor`.
+    """Return the sum of `tensor` over the ranks, times `factor`. A collective.
 
     Each rank's input and the sum are rounded to bfloat16 once (relative error 2**-9 each).
+
+    Args:
+        tensor: Floating-point tensor of any shape, static or dynamic; the shape is the same on every rank.
+        name: First part of the collectives' names.
+        ranks: Ranks to sum over.
+        factor: Factor for the sum.
     """
     size = ranks.size()
     flat = tf.reshape(tensor, [-1])

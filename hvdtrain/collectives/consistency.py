@@ -1,4 +1,4 @@
-"""Ranks exchange small facts, and stop together when they disagree."""
+"""Checks that ranks agree, and errors that stop all of them together."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from hvdtrain.errors import EngineError, ReplicaError, UsageError
 def require_equal(
     facts: dict[str, Any], what: str, name: str = "facts", ranks: Communicator = ALL_RANKS
 ) -> None:
-    """Raise ReplicaError on every rank if `facts` are not the same on all. A collective.
+    """Require that `facts` are the same on all ranks. A collective.
 
     Args:
-        facts: name -> value; what JSON cannot hold is compared as text.
-        what: what is about to start, for the message.
-        name: of the collective.
-        ranks: that are compared.
+        facts: Values by name; a value that JSON cannot hold is compared as text.
+        what: What is about to start, for the message.
+        name: Name of the collective.
+        ranks: Ranks to compare.
+
+    Raises:
+        ReplicaError: On all ranks: a fact differs.
     """
     everyone = ranks.exchange(json.loads(json.dumps(facts, default=str)), name)
     first = everyone[0]
@@ -42,14 +45,17 @@ def require_equal(
 def require_alike(
     values: Mapping[str, list[float | str]], what: str, ranks: Communicator = ALL_RANKS
 ) -> None:
-    """Raise ReplicaError on every rank if what was sampled from the data differs by more than rounding. A collective.
+    """Require that samples of the data are the same on all ranks, up to rounding. A collective.
 
-    Machines may round what a script computes from its data differently, so numbers may be 0.1 % apart.
+    Numbers may differ by 0.1 %, because machines may round differently in what a script computes from its data.
 
     Args:
-        values: part of the data -> its samples; names and numbers of samples are the same on all ranks.
-        what: what is about to start, for the message.
-        ranks: that are compared.
+        values: Samples by name of the part of the data; the names and the numbers of samples are the same on all ranks.
+        what: What is about to start, for the message.
+        ranks: Ranks to compare.
+
+    Raises:
+        ReplicaError: On all ranks: the samples of a part differ.
     """
     everyone = ranks.exchange(values, "samples")
     for rank, theirs in enumerate(everyone):
@@ -75,10 +81,16 @@ def alike(ours: list[float | str], theirs: list[float | str]) -> bool:
 
 
 def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS) -> Any:
-    """Let the first rank do `work`, and return its result, which can be sent (`exchange`), on all. A collective.
+    """Call `work` on the first rank only, and return its result on all ranks. A collective.
+
+    Args:
+        work: Function that returns an object that `Communicator.exchange` accepts.
+        name: Name of the collective, and of the work in messages.
+        ranks: Ranks that take part.
 
     Raises:
-        UsageError, EngineError: on all ranks, if `work` failed; see raise_alike.
+        UsageError: On all ranks: the result cannot be sent, or `work` failed as a user's mistake; see raise_alike.
+        EngineError: On all ranks but the first: `work` failed otherwise. The first rank raises the error itself.
     """
     result, failed = None, None
     if ranks.rank() == 0:
@@ -91,17 +103,17 @@ def on_first(work: Callable[[], Any], name: str, ranks: Communicator = ALL_RANKS
 
 
 def raise_alike(error: Exception | None, what: str, ranks: Communicator = ALL_RANKS) -> None:
-    """Raise on every rank if one of them has an `error`; without one, cost a small allreduce. A collective.
+    """Raise an error on all ranks if one of them has an `error`. A collective: a small allreduce without errors.
 
     Args:
-        error: what happened on this rank, if anything did.
-        what: this rank was at, for the message.
-        ranks: that look at it together.
+        error: Error on this rank, or None.
+        what: What this rank was doing, for the message.
+        ranks: Ranks that take part.
 
     Raises:
-        UsageError: on all ranks alike: the first one's UsageError, or its OSError or TensorFlow's, such as a file that
+        UsageError: On all ranks: the first error is a UsageError, OSError or TensorFlow error, such as a file that
             cannot be written.
-        EngineError: on the ranks that have no error: another one failed otherwise, and raises its own.
+        EngineError: On ranks without an error: the first error is of another type. A rank with an error raises it.
     """
     if not any_rank(error is not None, "failure", ranks):
         return

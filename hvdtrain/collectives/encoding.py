@@ -1,7 +1,7 @@
-"""Python objects as bytes that travel between ranks, and come back as they were. Never pickled.
+"""Encoding of Python objects as bytes, to send them between ranks and restore them exactly, without pickle.
 
-The bytes are the length of a text of JSON, the text, and behind it what is binary, piece by piece. In the text numbers,
-texts, None and lists stand for themselves; everything else is a dict of one entry, its kind:
+The bytes are the length of a JSON text, the text, and the binary data. In the text, numbers, strings, None and lists
+stand for themselves; any other value is an object with one entry, its kind:
 
     {"tuple": [1, 2]}    {"dict": [[key, value], ...]}    {"bytes": length}    {"array": [dtype, shape]}
 """
@@ -22,19 +22,19 @@ _LENGTH_BYTES = 8
 
 
 def encode(value: Any) -> bytes:
-    """Return `value` as bytes; see `encoded_parts`."""
+    """Return `value` as bytes; see `encoded_parts` for its types and the errors."""
     return b"".join(encoded_parts(value))
 
 
 def encoded_parts(value: Any) -> list[Any]:
-    """Return `value` as bytes-like objects, one behind the other; arrays where they lie in memory.
+    """Return the encoding of `value` as a list of bytes-like objects, without copies of its contiguous arrays.
 
     Args:
-        value: None, bool, int, float, str, bytes, arrays and scalars of NumPy, and lists, tuples, sets and dicts of
-            them. Of exactly these types: a subclass would come back as something else.
+        value: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of
+            these. Subclasses are not accepted, as they would not be restored.
 
     Raises:
-        UsageError: anything else is in it; says what and where.
+        UsageError: `value` holds an object of another type (the message says where), or is nested too deeply.
     """
     blobs: list[Any] = []
     try:
@@ -47,13 +47,13 @@ def encoded_parts(value: Any) -> list[Any]:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Return the value that `encode` was given."""
+    """Return the value that `encode` has encoded as `data`."""
     end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     return _Decoder(data, end).value(json.loads(bytes(data[_LENGTH_BYTES:end])))
 
 
 def _to_tree(value: Any, place: str, blobs: list[Any]) -> Any:
-    """Return the text form of `value`, which is at `place`, and append binary data to `blobs`."""
+    """Return the JSON form of `value`, found at `place`, and append its binary data to `blobs`."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -74,15 +74,15 @@ def _to_tree(value: Any, place: str, blobs: list[Any]) -> Any:
     if kind is np.ndarray or isinstance(value, np.generic):
         name = "array" if kind is np.ndarray else "scalar"
         dtype = _dtype_name(value.dtype, place)
-        # Not a memoryview of the array, which knows no bfloat16.
+        # Not a memoryview of the array, which does not support bfloat16.
         blobs.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
         return {name: [dtype, list(value.shape)]}
     raise UsageError(f"{_found(place)} a {kind.__module__}.{kind.__qualname__}")
 
 
 def _dtype_name(dtype: np.dtype, place: str) -> str:
-    """Return a text from which NumPy makes `dtype` again."""
-    for name in (dtype.str, dtype.name):  # The name, for bfloat16 and its like.
+    """Return a name from which np.dtype restores `dtype`."""
+    for name in (dtype.str, dtype.name):  # dtype.name is for bfloat16 and other extension types.
         try:
             if np.dtype(name) == dtype and not dtype.hasobject:
                 return name
@@ -96,7 +96,7 @@ def _found(place: str) -> str:
 
 
 class _Decoder:
-    """Takes values off a text's tree, and their binary parts off what lies behind it, in the order of `encode`."""
+    """Restores values from the JSON tree and the binary data after it, in the order of `encode`."""
 
     def __init__(self, data: bytes | memoryview, position: int) -> None:
         self._data = data

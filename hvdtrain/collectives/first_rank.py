@@ -12,7 +12,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.errors import EngineError, UsageError
 
 NEWS_SECONDS = 5.0
-"""Rank 0 says that it is still at work so often: Horovod's stall check sees no rank that waits for long."""
+"""Interval at which rank 0 reports that it is still busy, so that Horovod's stall check sees no long wait."""
 
 _NAME = "first_rank_first"
 _BUSY, _DONE = "busy", "done"
@@ -29,7 +29,7 @@ def first_rank_first() -> Iterator[None]:
     collectives. It does not help with a folder that is local to each host: only rank 0's host has the file then.
 
     Raises:
-        EngineError: on the other ranks, which then skip the block: rank 0 failed in it. Rank 0 raises its own error.
+        EngineError: On the other ranks, which then skip the block: rank 0 failed in it. Rank 0 raises its own error.
         UsageError: hvdtrain.init has not been called.
     """
     if not hvd.is_initialized():
@@ -46,14 +46,14 @@ def first_rank_first() -> Iterator[None]:
 
 @contextmanager
 def _news() -> Iterator[None]:
-    """On rank 0: report to the others that the block is running, and in the end how it ended."""
+    """On rank 0: report to the other ranks that the block is running, and finally how it ended."""
     ended = threading.Event()
 
     def tell() -> None:
         while not ended.wait(NEWS_SECONDS):
             ALL_RANKS.exchange(_BUSY, _NAME)
 
-    # A daemon: what ends this process must not wait for ranks that are gone.
+    # A daemon, so that the end of this process does not wait for ranks that are gone.
     teller = threading.Thread(target=tell, daemon=True, name="hvdtrain-first-rank")
     teller.start()
     outcome = _DONE
@@ -69,7 +69,7 @@ def _news() -> Iterator[None]:
 
 
 def _wait() -> None:
-    """On the other ranks: until rank 0 says that it is done."""
+    """On the other ranks: wait until rank 0 reports the end of its block."""
     news = _BUSY
     while news == _BUSY:
         news = ALL_RANKS.exchange(None, _NAME)[0]

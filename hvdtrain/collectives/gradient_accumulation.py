@@ -1,6 +1,7 @@
-"""Gradients that wait for an update (gradient accumulation): each rank has its own; a file has one process's.
+"""Accumulated gradients: conversion between each rank's accumulators and those of one process, which files hold.
 
-If each rank's gradients are weighted by its share of the examples, one process would have their sum; else their mean.
+One process would have accumulated the sum of the ranks' accumulators if their gradients are weighted by the ranks'
+shares of the examples, and otherwise the mean.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
     """Return what one process would have accumulated. A collective of the reduction's ranks.
 
     Args:
-        variable: this rank's accumulator.
-        reduction: of the gradients that it holds.
-        name: the end of the collective's.
+        variable: Accumulator of this rank.
+        reduction: Reduction of the accumulated gradients.
+        name: Last part of the collective's name.
     """
     value = tf_variable(variable).read_value()
     op = Sum if reduction.weighted else Average
@@ -31,12 +32,12 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
 
 
 def shared_out(value: Any, reduction: Reduction) -> Any:
-    """Return what each rank holds of what one process accumulated, so that `combined` gives it back."""
+    """Return each rank's part of `value`, which one process accumulated: the inverse of `combined`."""
     return value / reduction.process_set.size() if reduction.weighted else value
 
 
 def share_out(optimizers: Sequence[Any]) -> None:
-    """Give every rank its part of what the first rank's accumulators hold of one process. A collective."""
+    """Divide the first rank's accumulators, which hold one process's gradients, over all ranks. A collective."""
     for number, (variable, reduction) in enumerate(_waiting(optimizers)):
         ranks, name = reduction.process_set, f"hvdtrain_accumulated_{number}"
         value = ranks.broadcast(variable.read_value(), ranks.ranks[0], name)
@@ -45,9 +46,10 @@ def share_out(optimizers: Sequence[Any]) -> None:
 
 @contextmanager
 def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Around what may restore the first rank's optimizers. A collective.
+    """Context in which the first rank may restore its optimizers from a file. A collective.
 
-    Its accumulators are those of one process at the beginning; at the end all ranks share what they are then.
+    At its beginning all accumulators are set to those of one process; at its end those of the first rank are divided
+    over all ranks.
     """
     _combine(optimizers)
     yield
@@ -56,7 +58,7 @@ def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
-    """In this block every rank's accumulators hold what one process would have. A collective at its beginning."""
+    """Context in which every rank's accumulators hold what one process would have. A collective at its beginning."""
     before = [(variable, variable.numpy()) for variable, _ in _waiting(optimizers)]
     _combine(optimizers)
     try:
@@ -67,7 +69,7 @@ def as_one_process(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
-    """Return the accumulators of distributed optimizers, but for gradients that stay on their rank."""
+    """Return the accumulators of distributed optimizers with their reductions, without those of local variables."""
     found = []
     for optimizer in optimizers:
         own = {id(v) for v in accumulators(optimizer)}
@@ -79,6 +81,6 @@ def _waiting(optimizers: Sequence[Any]) -> list[tuple[tf.Variable, Reduction]]:
 
 
 def _combine(optimizers: Sequence[Any]) -> None:
-    """Give every rank's accumulators what one process would have. A collective."""
+    """Set every rank's accumulators to what one process would have. A collective."""
     for number, (variable, reduction) in enumerate(_waiting(optimizers)):
         variable.assign(combined(variable, reduction, str(number)))

@@ -1,4 +1,4 @@
-"""Ranks without an example in a step: a batch smaller than the number of ranks."""
+"""Idle ranks: ranks without an example in a step, because the batch is smaller than the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvdtrain.keras_internals.variables import tf_variable
 
 
 def take_over(variables: Sequence[Any], is_idle: bool, ranks: Communicator) -> None:
-    """Give the ranks that were idle in a training step what `variables` are on one that was not. A collective.
+    """Copy `variables` from the first rank that had examples in a training step to the idle ranks. A collective.
 
     Counters, target networks and moving statistics change without a gradient. An idle rank has run the step on a
-    filler; what it would have come to by examples, only the others know.
+    filler batch, so only the other ranks have the right values.
 
     Args:
-        variables: that the step changes without a gradient, not metrics and random seeds, which are each rank's own.
-        is_idle: whether this rank was; at least one was not.
-        ranks: that made the step together.
+        variables: Variables that the step changes without a gradient; no metrics or random seeds, which differ by rank.
+        is_idle: Whether this rank was idle; at least one rank was not.
+        ranks: Ranks that ran the step together.
     """
     if not variables:
         return

@@ -1,15 +1,15 @@
 """Mesh: the ranks as a grid of data x pipeline x tensor, and the groups in which they communicate.
 
-rank = (data_index * pipeline + stage) * tensor + tensor_index: the ranks that split one layer, which
-talk most, are neighbours and sit on one host. For rank r of the mesh:
+rank = (data_index * pipeline + stage) * tensor + tensor_index: the ranks that split one layer, which communicate most,
+have consecutive numbers, and so are usually on one host. The groups of rank r are:
 
     data       the ranks with r's stage and tensor index: they hold the same parts of the same layers
     tensor     the ranks with r's data index and stage: together they hold whole layers
     pipeline   the ranks with r's data and tensor index: the stages of one copy of the model
     stage      data x tensor: the ranks that hold the same unsplit variables
 
-A mesh of data alone, Mesh(), is plain data parallelism. Horovod must know the other groups of several ranks when it
-starts: `hvdtrain.init(mesh=...)` or `Trainer(layout=...)`.
+Mesh() has only the data dimension: plain data parallelism. Any other mesh must be given to Horovod when it starts, by
+`hvdtrain.init(mesh=...)` or `Trainer(layout=...)`, as its groups are process sets.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from hvdtrain.keras_internals.shards import shard_of
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a rank in the mesh; all numbers count from 0.
+    """Coordinates of a rank in the mesh, counted from 0.
 
     Attributes:
-        data_index: which copy of the model.
-        stage: which stage of the pipeline.
-        tensor_index: which part of the split layers.
+        data_index: Index of its copy of the model.
+        stage: Index of its pipeline stage.
+        tensor_index: Index of its part of the split layers.
     """
 
     data_index: int
@@ -46,9 +46,12 @@ class Mesh:
     """A grid of ranks: data x pipeline x tensor.
 
     Args:
-        data: number of copies of the model. 0: the number of ranks divided by tensor * pipeline.
-        tensor: number of ranks over which the weights of a layer are split.
-        pipeline: number of stages into which the model is cut.
+        data: Number of copies of the model. 0: the number of ranks divided by tensor * pipeline.
+        tensor: Number of ranks over which the weights of a layer are split.
+        pipeline: Number of stages into which the model is cut.
+
+    Raises:
+        UsageError: An argument is not an integer, or is too small.
     """
 
     data: int = 0
@@ -61,14 +64,15 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks; 0 if `data` is 0."""
+        """Number of ranks; 0 if `data` is 0."""
         return self.data * self.pipeline * self.tensor
 
     def for_ranks(self, ranks: int) -> Mesh:
         """Return the mesh with `data` filled in for a job of `ranks` ranks.
 
         Raises:
-            UsageError: there are too few ranks, or their number is not a multiple of the mesh.
+            UsageError: The number of ranks is not the size of the mesh or, without `data`, not a multiple of
+                tensor * pipeline.
         """
         copy = self.tensor * self.pipeline
         wanted = self.size or copy
@@ -95,7 +99,7 @@ class Mesh:
         return replace(self, data=ranks // copy)
 
     def place(self, rank: int) -> Place:
-        """Return the place of `rank` in the mesh."""
+        """Return the coordinates of `rank`; `data` must be filled in."""
         assert 0 <= rank < self.size, (rank, self)
         copy, tensor_index = divmod(rank, self.tensor)
         data_index, stage = divmod(copy, self.pipeline)
@@ -134,7 +138,11 @@ class Mesh:
         )
 
     def rank_lists(self, ranks: int) -> list[list[int]]:
-        """Return the process sets that a job of `ranks` ranks needs, each once: more than one rank, but not all."""
+        """Return the process sets that a job of `ranks` ranks needs, without groups of one rank or of all ranks.
+
+        Raises:
+            UsageError: The mesh does not fit that number of ranks; see `for_ranks`.
+        """
         mesh = self.for_ranks(ranks)
         groups = (
             mesh.data_ranks,
@@ -152,18 +160,18 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Position:
-    """This rank in the mesh, the groups in which it communicates, and which of them hold what of the model.
+    """Position of this rank in the mesh, and the groups in which it communicates.
 
     Attributes:
-        mesh: with `data` filled in.
-        data_index: which copy of the model, from 0.
-        stage: which stage of the pipeline, from 0.
-        tensor_index: which part of the split layers, from 0.
-        data_set: the ranks with the same parts of the same layers.
-        tensor_set: the ranks that together hold whole layers of this stage.
-        pipeline_set: the ranks of the stages of this copy of the model.
-        stage_set: the ranks that hold the same unsplit variables.
-        everyone: all ranks of the job.
+        mesh: The mesh, with `data` filled in.
+        data_index: Index of this rank's copy of the model, from 0.
+        stage: Index of its pipeline stage, from 0.
+        tensor_index: Index of its part of the split layers, from 0.
+        data_set: Ranks with the same parts of the same layers.
+        tensor_set: Ranks that together hold whole layers of this stage.
+        pipeline_set: Ranks of the stages of this copy of the model.
+        stage_set: Ranks that hold the same unsplit variables.
+        everyone: All ranks of the job.
     """
 
     mesh: Mesh
@@ -182,21 +190,22 @@ class Position:
         return self.mesh.tensor == self.mesh.pipeline == 1
 
     def holders(self, variable: Any) -> Communicator:
-        """Return the ranks that hold the same as this one of `variable`."""
+        """Return the ranks that hold the same values of `variable` as this one."""
         return self.stage_set if shard_of(variable) is None else self.data_set
 
     def copies(self, variable: Any) -> int:
-        """Return how many of the holders of `variable` compute each example: a tensor set does the same work."""
+        """Return how many of the holders of `variable` compute the same example."""
         return self.mesh.tensor if shard_of(variable) is None else 1
 
     def parts(self, variable: Any) -> list[Communicator]:
-        """Return the groups over which the parts of `variable` lie; [] if this rank has all of it."""
+        """Return the groups of ranks over which `variable` is split; [] if this rank holds all of it."""
         return [] if shard_of(variable) is None else [self.tensor_set]
 
     def by_holders(self, variables: Iterable[Any]) -> list[tuple[Communicator, list[Any]]]:
-        """Return `variables` with the ranks that hold the same values, where there are others.
+        """Group `variables` by the ranks that hold the same values; leave out those that only this rank holds.
 
-        First those that all of a stage hold: if ranks of a smaller group stop over what they compare, nobody waits.
+        The variables of the whole stage come first: if the ranks of a smaller group then stop because their values
+        differ, no other rank waits for them.
         """
         parts: list[Any] = []
         wholes: list[Any] = []
@@ -206,19 +215,19 @@ class Position:
         return [(ranks, held) for ranks, held in found if held and ranks.size() > 1]
 
     def rank_of_stage(self, stage: int) -> int:
-        """Return the rank of a stage of this copy of the model."""
+        """Return the rank with stage `stage`, and this rank's data and tensor index."""
         return self.mesh.rank(Place(self.data_index, stage, self.tensor_index))
 
     def pair_set(self, rank: int) -> Communicator:
-        """Return the set of this rank and its neighbour `rank` in the pipeline."""
+        """Return the process set of this rank and its neighbour `rank` in the pipeline."""
         return _process_set(sorted((ALL_RANKS.rank(), rank)), _known_sets())
 
 
 def position(mesh: Mesh) -> Position:
-    """Return this rank's position; Horovod runs already.
+    """Return this rank's position in `mesh`; Horovod must be running.
 
     Raises:
-        UsageError: the job's ranks do not make this mesh, or Horovod was started without its process sets.
+        UsageError: The mesh does not fit the number of ranks, or Horovod was started without its process sets.
     """
     known = _known_sets()
     return position_in(mesh, ALL_RANKS, lambda ranks: _process_set(ranks, known))
@@ -227,7 +236,16 @@ def position(mesh: Mesh) -> Position:
 def position_in(
     mesh: Mesh, everyone: Communicator, set_of: Callable[[list[int]], Communicator]
 ) -> Position:
-    """Return the position of this rank of `everyone`, whose groups `set_of` makes of their ranks."""
+    """Return this rank's position in `mesh`.
+
+    Args:
+        mesh: The mesh.
+        everyone: All ranks of the job.
+        set_of: Returns the communicator of a list of ranks.
+
+    Raises:
+        UsageError: The mesh does not fit the number of ranks.
+    """
     mesh = mesh.for_ranks(everyone.size())
     rank = everyone.rank()
     place = mesh.place(rank)
@@ -245,7 +263,7 @@ def position_in(
 
 
 def _known_sets() -> dict[tuple[int, ...], int]:
-    """Return Horovod's number of each process set."""
+    """Return Horovod's ID of each process set, by its ranks."""
     return {
         tuple(ranks): number
         for number, ranks in process_sets._basics._get_process_set_ids_and_ranks().items()

@@ -1,17 +1,17 @@
-"""How the states of a metric on several workers become that of one: found by trying it out.
+"""Rules that merge the metric states of several workers into that of one, found by experiment.
 
-A metric is updated for a few steps with whole batches, as one worker does, and with parts of them, as several do
-(uneven ones, and a worker that has nothing). The first rule that makes the states of the parts that of the whole is
-the state's:
+A metric is updated for a few steps with whole batches, as on one worker, and with parts of them, as on several workers
+(uneven parts, and a worker without examples). The first rule that merges the states of the parts into the state of the
+whole batches is used for that state:
 
 - sum: counts and sums over examples, confusion matrices;
-- share: each update counts by its part of the batch, then the states add up. For what grows by one number a batch, a
-  mean over its examples: one worker counts a batch once, and so do several whose parts add up to 1;
-- max, min: the largest and smallest so far, and counters of steps that are integers;
-- last: what is set anew in each step, averaged by examples.
+- share: each update is weighted by the worker's share of the batch, then the states are summed. For states that grow
+  by a mean over the batch in each step: one worker counts a batch once, and so do several whose shares add up to 1;
+- max, min: running maximum and minimum, and integer counters of steps;
+- last: states that each step overwrites, averaged by examples.
 
-No rule makes the square root of a mean from those of the parts, or a ratio of sums (Dice): such a state gets the
-rule that comes nearest, and the finding says how near.
+No rule fits the square root of a mean, or a ratio of sums (Dice): such a state gets the rule with the nearest result,
+and the finding contains both results.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hvdtrain.keras_internals.variables import tf_variable
 
 SUM, SHARE, MAX, MIN, LAST = RULES = ("sum", "share", "max", "min", "last")
 NEAREST = (SHARE, SUM, MAX, MIN, LAST)
-"""Where none is exact, of rules about as near the first one: most such states are means over batches."""
+"""Order of preference if no rule is exact and several are about as near: most such states are means over batches."""
 MEAN, FIRST = "mean", "first"
-"""Only where the variable says so: the plain mean over ranks, and the first rank's value."""
+"""Rules for variables that declare them: the plain mean over ranks, and the first rank's value."""
 DECLARED = {"mean": MEAN, "only_first_replica": FIRST}
 
 State = list[np.ndarray]
@@ -45,18 +45,17 @@ class Update:
 
 
 Step = Sequence[Update]
-"""The updates of a metric in one step; none on a worker that is idle."""
+"""Updates of a metric in one step; empty on an idle worker."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Some steps, as one worker makes them and as several do.
+    """The same steps on one worker and on several.
 
     Attributes:
-        whole: the steps of one worker, on whole batches.
-        parts: those of each of several workers, on their parts of the same batches.
-        shares: each worker's part of each batch, examples / examples of the batch. The last one is never 0: as in
-            training, the last worker has an example of every batch.
+        whole: Steps of one worker, on whole batches.
+        parts: Steps of each of several workers, on their parts of the same batches.
+        shares: Each worker's share of the examples of each batch.
     """
 
     whole: Sequence[Step]
@@ -66,12 +65,13 @@ class Trial:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a trial found.
+    """Rules found for a metric, and how well they fit.
 
     Attributes:
-        rules: of each variable of the metric, in their order.
-        exact: whether they make the state of one worker.
-        one, several: the metric's result on one worker, and what the rules make of the parts: arrays, flat.
+        rules: Rule of each variable of the metric, in their order.
+        exact: Whether the rules give exactly the state of one worker.
+        one, several: Result of the metric on one worker, and from the merged state of several, in the trial in which
+            they differ most: flat float64 arrays.
     """
 
     rules: tuple[str, ...]
@@ -83,13 +83,14 @@ class Finding:
 def find_rules(
     metric: keras.metrics.Metric, trials: Sequence[Trial], allowed: Sequence[str] = RULES
 ) -> Finding:
-    """Try out how the states of `metric` combine; it has its own state again afterwards.
+    """Find the rules that merge the states of `metric`, whose state is restored afterwards.
 
-    Variables with aggregation "mean" or "only_first_replica" are taken at their word.
+    Variables with aggregation "mean" or "only_first_replica" get that rule without a trial.
 
     Args:
-        trials: a rule has to fit in all of them.
-        allowed: the rules to try, in this order.
+        metric: Metric to update in the trials.
+        trials: Trials in all of which a rule must fit.
+        allowed: Rules to try, in this order.
     """
     with _kept(metric):
         tried = [_Tried.of(metric, trial) for trial in trials]
@@ -112,7 +113,7 @@ def find_rules(
 
 @dataclass(frozen=True)
 class _Tried:
-    """What a trial made of a metric: states, and the result of one worker."""
+    """States of a metric after a trial, and its result on one worker."""
 
     wanted: State
     one: np.ndarray
@@ -155,7 +156,7 @@ class _Tried:
 
 
 def _fits(tried: Sequence[_Tried], rule: str) -> list[bool]:
-    """Of each variable whether `rule` makes the state of one worker in all trials."""
+    """Return for each variable whether `rule` gives the state of one worker in all trials."""
     each = [
         [
             _close(one, other)
@@ -167,11 +168,12 @@ def _fits(tried: Sequence[_Tried], rule: str) -> list[bool]:
 
 
 def combine(rule: str, states: Sequence[np.ndarray], shares: Sequence[float]) -> np.ndarray:
-    """Return the state of all workers from one variable's `states`, one of each worker.
+    """Return the merged state of one variable.
 
     Args:
-        rule: see above; those of "share" have been weighted while they grew.
-        shares: each worker's part of the last step.
+        rule: Name of the rule; for "share", the states must have been weighted during the updates.
+        states: The variable's state on each worker.
+        shares: Each worker's share of the last step.
     """
     stacked = np.stack(states)
     wide = stacked.astype(np.float64)
@@ -189,12 +191,12 @@ def combine(rule: str, states: Sequence[np.ndarray], shares: Sequence[float]) ->
 
 
 def declared_rule(variable: Any) -> str | None:
-    """Return the rule that a variable was made with; None for "sum", which Keras gives to all."""
+    """Return the rule of a variable's declared aggregation; None for any other, such as "sum", Keras's default."""
     return DECLARED.get(getattr(variable, "aggregation", None) or "sum")
 
 
 def can_be_weighted(variable: Any) -> bool:
-    """Whether a part of a growth fits into the variable: not into an integer."""
+    """Whether the updates of a variable can be weighted by a share: not if its dtype is integer."""
     return bool(tf_variable(variable).dtype.is_floating)
 
 
@@ -204,7 +206,7 @@ def _kept(metric: keras.metrics.Metric) -> Iterator[None]:
     try:
         yield
     finally:
-        # The first update may have made the variables.
+        # The first update may have created the variables.
         metric.reset_state()
         for variable, value in zip(metric.variables, own, strict=False):
             tf_variable(variable).assign(value)
@@ -222,7 +224,7 @@ def _set_state(metric: keras.metrics.Metric, state: State) -> None:
 def _state_after(
     metric: keras.metrics.Metric, steps: Sequence[Step], shares: Sequence[float] | None = None
 ) -> State:
-    """Return the state after `steps`; with `shares` each step's growth counts by its share."""
+    """Return the state after `steps`; with `shares`, the change in each step is weighted by its share."""
     metric.reset_state()
     for number, updates in enumerate(steps):
         before = _state(metric)
@@ -245,7 +247,7 @@ def _result(metric: keras.metrics.Metric, state: State) -> np.ndarray:
 def _close(one: np.ndarray, other: np.ndarray) -> bool:
     if not np.issubdtype(other.dtype, np.floating) and other.dtype.kind in "iub":
         return bool(np.array_equal(one, other))
-    # The parts are summed in another order; a few dozen numbers, so a few dozen roundings.
+    # The parts are summed in another order: a few dozen numbers, so a few dozen roundings.
     rounding = 64 * (np.finfo(other.dtype).eps if other.dtype.kind == "f" else 2.0**-8)
     one, other = one.astype(np.float64), other.astype(np.float64)
     size = np.max(np.abs(other), initial=1.0, where=np.isfinite(other))

@@ -1,4 +1,4 @@
-"""Trials of a metric with numbers made up in the shapes and dtypes that a step gives it."""
+"""Trials of a metric, with generated arguments of the shapes and dtypes that a step passes to it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import tensorflow as tf
 from hvdtrain.collectives.metric_merging import Trial, Update
 
 PARTS = ((2, 3, 3), (4, 1, 3), (0, 1, 2))
-"""Examples of each of three workers in three steps: uneven, changing, and one worker idle in the end."""
+"""Examples of three workers in each of three steps: uneven, changing, and the first worker idle in the last step.
+
+The last worker is never idle, as in training.
+"""
 EVEN_PARTS = ((2, 2), (3, 3), (1, 1))
-"""Of two replicas of one process."""
+"""Examples of two replicas of one process in each step."""
 WHOLE_PARTS = ((5, 0), (0, 4), (3, 0))
-"""Of two workers that take whole batches in turns."""
+"""Examples of two workers that take whole batches in turns."""
 
 Calls = Sequence[tuple[Sequence[Any], dict[str, Any]]]
-"""(args, kwargs) of each update in one step."""
+"""Arguments (args, kwargs) of each update in one step."""
 
 
 def make_trials(
@@ -29,16 +32,17 @@ def make_trials(
     scalars_add_up: bool,
     parts: Sequence[Sequence[int]] = PARTS,
 ) -> list[Trial]:
-    """Return trials of a metric that a step on `examples` examples updated with `calls`.
+    """Return two trials of a metric that a step on `examples` examples updated with `calls`.
 
-    Two: with any numbers between 0 and 1 and integers 0 and 1; and, for what looks for labels or padding,
-    with first arguments of zeros and ones.
+    The first has random numbers between 0 and 1, and integers 0 and 1. In the second, for metrics that look for
+    labels or padding, first arguments hold only 0 and 1 (integers: only 1).
 
     Args:
-        calls: tensors, symbolic ones too, of which only shape and dtype count; anything else is passed as it is.
-        examples: of the step; a tensor's leading dimension of that size is that of the examples.
-        scalars_add_up: whether a number for the whole batch is a sum over its examples, else their mean.
-        parts: the examples of each worker in each step.
+        calls: Arguments of the updates. Of tensors, symbolic ones too, only shape and dtype matter; anything else is
+            passed unchanged.
+        examples: Number of examples in the step; a leading dimension of that size is the batch dimension.
+        scalars_add_up: Whether a scalar for the whole batch is a sum over its examples, not a mean.
+        parts: Number of examples of each worker in each step.
     """
     return [
         _trial(calls, examples, scalars_add_up, parts, _Numbers(seed, labels=labels))
@@ -47,13 +51,13 @@ def make_trials(
 
 
 def has_scalars(calls: Calls) -> bool:
-    """Whether a call's first argument is one number for the whole batch."""
+    """Whether the first argument of a call is a floating-point scalar for the whole batch."""
     return any(len(args) > 0 and _is_scalar(args[0]) for args, _ in calls)
 
 
 @dataclass(frozen=True)
 class _Split:
-    """One argument in one step."""
+    """One argument in one step: for the whole batch, and for the part of each worker."""
 
     whole: Any
     parts: Sequence[Any]
@@ -128,7 +132,7 @@ class _Numbers:
 
     def array(self, shape: Sequence[int], dtype: tf.DType, is_first: bool) -> np.ndarray:
         if not dtype.is_floating:
-            # The least and the largest of labels that are all 1 is 1.
+            # All 1, so that the minimum and maximum of labels are the same in all parts.
             return (
                 np.ones(shape) if self._labels and is_first else self._random.integers(0, 2, shape)
             )

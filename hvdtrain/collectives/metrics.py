@@ -1,8 +1,8 @@
-"""Metrics over all ranks: the states are merged, not the results averaged.
+"""Metrics over all ranks: their states are merged, rather than their results averaged.
 
 A Keras metric's state (a sum and a count, a confusion matrix, the counters of an AUC) adds up over examples, so the
-sum of the ranks' states is the state of one worker that saw all examples, and its result is exact. States that combine
-otherwise have rules (see metric_merging).
+sum of the ranks' states is the state of one worker that saw all examples, and its result is exact. Other states have
+rules by which they are merged (see metric_merging).
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ def state_variables(metrics: Sequence[keras.metrics.Metric]) -> list[Any]:
 
 
 def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
-    """Raise UsageError for a metric whose states cannot be added up. Call after `reset_state`.
+    """Check that the states of `metrics` start from zero, for strategies that always add them up.
 
-    For ways of training that always add: a state that begins with something other than zero (a running minimum, say)
-    would be counted once per rank.
+    Any other start value (of a running minimum, for example) would be counted once per rank. Call after `reset_state`.
+
+    Raises:
+        UsageError: A state starts from another value, and its variable declares no aggregation.
     """
     for variable in state_variables(metrics):
         if declared_rule(variable) is None and np.any(tf_variable(variable).numpy()):
@@ -52,12 +54,12 @@ def check_additive(metrics: Sequence[keras.metrics.Metric]) -> None:
 
 
 def read_state(metrics: Sequence[keras.metrics.Metric]) -> State:
-    """Return the values of all state variables."""
+    """Return the values of all state variables of `metrics`."""
     return [tf_variable(v).numpy() for v in state_variables(metrics)]
 
 
 def write_state(metrics: Sequence[keras.metrics.Metric], state: State) -> None:
-    """Set all state variables, as `read_state` returned them."""
+    """Set all state variables of `metrics` to values that `read_state` returned."""
     for variable, value in zip(state_variables(metrics), state, strict=True):
         tf_variable(variable).assign(value)
 
@@ -68,19 +70,19 @@ def merge_state(
     rules: Mapping[int, str] | None = None,
     share: float | None = None,
 ) -> None:
-    """Replace the state of `metrics` on every rank of `process_set` by that of all of them together. A collective.
+    """Replace the state of `metrics` on every rank by the merged state of all ranks. A collective.
 
-    Sums are made in float64. What a variable's aggregation says goes before `rules`: "mean" is averaged, and
-    "only_first_replica" becomes the first rank's.
+    Sums are computed in float64. A variable's aggregation overrides `rules`: "mean" is averaged, and for
+    "only_first_replica" the first rank's value is used.
 
     Args:
-        metrics: the same on all ranks.
-        process_set: the ranks.
-        rules: of the states that do not add up, by the id of the tf.Variable (see metric_merging).
-        share: this rank's part of the last step, for the rule "last"; default: equal parts.
+        metrics: Metrics, the same on all ranks.
+        process_set: Ranks to merge over.
+        rules: Rules of the states that do not add up, by the id() of the tf.Variable (see metric_merging).
+        share: This rank's share of the last step, for the rule "last". Default: equal shares.
 
     Raises:
-        ReplicaError: on all ranks: they found other rules.
+        ReplicaError: On all ranks: their rules differ.
     """
     variables = state_variables(metrics)
     ranks = process_set.size()
@@ -125,9 +127,9 @@ def merge_state(
 def without_sums(
     metrics: Sequence[keras.metrics.Metric], rules: Mapping[int, str] | None = None
 ) -> None:
-    """Set all states to 0 that `merge_state`, by the same `rules`, adds up.
+    """Set all states to 0 that `merge_state` with the same `rules` would add up.
 
-    Where every rank holds the states of one process, and all but one do this, they merge to the same again.
+    If every rank holds the states of one process, and all ranks but one call this, merging gives these states again.
     """
     for variable in state_variables(metrics):
         target = tf_variable(variable)
@@ -137,12 +139,12 @@ def without_sums(
 
 
 def _fingerprint(rules: Sequence[str]) -> float:
-    """A whole number that differs for other rules, and that float64 adds up exactly."""
+    """Return a checksum of `rules`: an integer that float64 sums exactly."""
     return float(zlib.crc32(" ".join(rules).encode()))
 
 
 def as_value(result: Any) -> float | np.ndarray:
-    """Return a metric's result as a float, or as an array if it holds several numbers (F1Score of each class)."""
+    """Return a metric's result as a float, or as an array if it has several elements (F1Score per class)."""
     value = np.asarray(result)
     return float(value.reshape(())) if value.size == 1 else value
 
@@ -153,16 +155,19 @@ def average_logs(
     process_set: Communicator = ALL_RANKS,
     known: Callable[[Sequence[str]], Mapping[str, Any]] = lambda names: {},
 ) -> dict[str, Any]:
-    """Return what the ranks of `process_set` make of the values of a step that are no metric's. A collective.
+    """Combine over the ranks the values that a step returns and that are not results of metrics. A collective.
 
-    A value that is the same on all ranks that have an example (a learning rate) stays as it is, to the last bit; others
-    are averaged by `examples`, with a warning: one worker would have had the value of the whole batch.
+    A value that is the same on all ranks with examples (a learning rate) is left unchanged, bit for bit; others are
+    averaged, weighted by `examples`, with a warning, because one worker would have had the value of the whole batch.
 
     Args:
-        logs: of the same names on all ranks.
-        examples: of the step, on this rank.
-        process_set: the ranks.
-        known: returns, of those names, the values of one worker that are known. A collective.
+        logs: Values by name; the names are the same on all ranks.
+        examples: Number of examples of this rank in the step.
+        process_set: Ranks to combine over.
+        known: Returns, for some of the given names, the exact values of one worker. A collective.
+
+    Returns:
+        The combined values by name: floats or arrays.
     """
     if not logs:
         return {}
@@ -188,7 +193,7 @@ def average_logs(
         for (name, place), array in zip(places.items(), arrays, strict=True)
     }
     differing = [name for name, place in places.items() if not np.all(same[place])]
-    # A value of the states differs on ranks without an example, too; one of the number of steps does not.
+    # A value that depends on metric states differs on idle ranks, too; one that depends on the step number does not.
     asked = [name for name, place in places.items() if not np.all(common[place])]
     exact = known(asked) if asked else {}
     found |= exact

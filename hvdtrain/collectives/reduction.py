@@ -1,16 +1,16 @@
-"""Reduce a list of gradients over ranks: what DistributedOptimizer and DistributedGradientTape share.
+"""Reduction of a list of gradients over the ranks, for DistributedOptimizer and DistributedGradientTape.
 
-Each gradient is its own Horovod collective by default, so that it travels as soon as the backward pass has
-made it; Horovod's fusion buffer packs those that are ready together. `groups` makes Horovod wait for whole
-groups instead. Measured in turns in one job, two ranks on two cores over MPI, ms a step (one collective a
-variable / all in one group / one flat buffer): MNIST's network 8.2 / 8.2 / 8.1, ResNet-20 113 / 111 / 112, six
-dense layers with 21 million parameters 162 / 189 / 190.
+By default each gradient has its own collective, which can start as soon as the backward pass has computed the
+gradient; Horovod's fusion buffer packs those that are ready together. With `groups`, Horovod waits for whole groups
+instead. Measured in turns in one job, two ranks on two cores over MPI, ms per step (one collective per variable / all
+in one group / one flat buffer): MNIST's network 8.2 / 8.2 / 8.1, ResNet-20 113 / 111 / 112, six dense layers with 21
+million parameters 162 / 189 / 190.
 
-Two rules keep ranks from waiting for each other forever, beside those of communicator.py:
+In addition to those of communicator.py, two rules keep ranks from waiting for each other forever:
 
 - A collective's name is `<prefix>_<position of the variable>`, the same on every rank. Keras's own names
-  are never used: they differ between ranks as soon as one of them has made an extra layer. See tensor_names.py.
-- The output is always an input of the variable's update. TensorFlow drops operations that nothing needs.
+  are never used: they differ between ranks as soon as one of them has created an extra layer. See tensor_names.py.
+- The result is always an input of the variable's update: TensorFlow prunes operations whose results are not used.
 """
 
 from __future__ import annotations
@@ -44,12 +44,17 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.variables import tf_variable
 
 Gradient: TypeAlias = Any
-"""tf.Tensor, tf.IndexedSlices or None; TensorFlow brings no types."""
+"""tf.Tensor, tf.IndexedSlices or None; Any, because TensorFlow has no type annotations."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How gradients are combined. The fields are Horovod's arguments of the same names."""
+    """Options of a gradient reduction. Fields without a description are Horovod's arguments of the same names.
+
+    Raises:
+        UsageError: The options are invalid or exclude each other; with op=Adasum, also if the number of ranks is not a
+            power of two or the job does not run over MPI.
+    """
 
     name: str | None = None
     device_dense: str = ""
@@ -62,11 +67,11 @@ class Reduction:
     process_set: Communicator = ALL_RANKS
     scale_local_gradients: bool = True
     postscale_factor: float = 1.0
-    """Every reduced gradient is multiplied by this (backward_passes_per_step without averaging)."""
+    """Factor for every reduced gradient (backward_passes_per_step without averaging)."""
     weighted: bool = False
-    """The gradients of a step are weighted by the ranks' shares, so that what the ranks accumulate adds up."""
+    """Whether the gradients of a step are weighted by the ranks' shares, so that their accumulators add up."""
     position: Position | None = None
-    """Which ranks hold what; None: those of the process set hold the same."""
+    """This rank's position in the mesh of a divided model; None: all ranks of the process set hold the same model."""
 
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
@@ -88,7 +93,7 @@ class Reduction:
             self._check_adasum()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reduction:
-        return self  # Immutable; a copy of `groups` would name other variables.
+        return self  # Immutable; a copy of `groups` would refer to other variables.
 
     def _check_adasum(self) -> None:
         ranks = self.process_set.size() if hvd.is_initialized() else 1
@@ -108,8 +113,9 @@ class GradientReducer:
     """Reduces gradients over the ranks of a process set.
 
     Args:
-        reduction: how.
-        prefix: makes the first part of the collectives' names from the variables.
+        reduction: Options of the reduction.
+        prefix: Function of the variables that returns the first part of the collectives' names. Default: a new
+            InstanceName.
     """
 
     def __init__(
@@ -133,11 +139,11 @@ class GradientReducer:
         return id(tf_variable(variable)) in self._local
 
     def combined(self, tensor: tf.Tensor, op: Any, suffix: str) -> tf.Tensor:
-        """Return `tensor` combined over the ranks by `op` (Sum, Min or Max)."""
+        """Return `tensor` reduced over the ranks by `op` (Sum, Min or Max)."""
         return self._over(self.reduction.process_set, tensor, op, suffix)
 
     def agreed(self, flag: tf.Tensor, suffix: str) -> tf.Tensor:
-        """Return whether `flag` is set on all ranks, those too that hold other parts of the model."""
+        """Return whether `flag` is set on all ranks, including those that hold other parts of the model."""
         position = self.reduction.position
         ranks = position.everyone if position else self.reduction.process_set
         return tf.cast(self._over(ranks, tf.cast(flag, tf.int32), Min, suffix), tf.bool)
@@ -154,16 +160,16 @@ class GradientReducer:
         positions: Sequence[int] | None = None,
         weighted: bool = False,
     ) -> list[Gradient]:
-        """Return `gradients` combined over the ranks, in the same order.
+        """Return `gradients` reduced over the ranks, in the same order.
 
         Args:
-            gradients: one tensor, IndexedSlices or None for each variable.
-            variables: the variables, Keras or tf.Variable.
-            positions: the number in each collective's name; by default the place in the list.
-            weighted: the gradients are this rank's part of the average already: add them up.
+            gradients: A tensor, IndexedSlices or None for each variable.
+            variables: Keras variables or tf.Variables.
+            positions: Number in the name of each collective. Default: the index in the list.
+            weighted: Whether the gradients are already weighted by this rank's share, and only have to be summed.
         """
         if not self.reduction.process_set.includes_this():
-            # As with Horovod: a rank outside goes on with its own.
+            # As in Horovod: a rank outside the process set keeps its own gradients.
             return [scaled(g, self.reduction.postscale_factor) for g in gradients]
         positions = range(len(gradients)) if positions is None else positions
         ranks = self.reduction.process_set.size()
@@ -197,14 +203,14 @@ class GradientReducer:
         return result
 
     def _keep_local(self, gradient: Gradient, ranks: int) -> Gradient:
-        """A local gradient, divided by the number of ranks if `scale_local_gradients` (as Horovod does)."""
+        """Return a local gradient, divided by the number of ranks if `scale_local_gradients` (as in Horovod)."""
         factor = self.reduction.postscale_factor
         if self.reduction.scale_local_gradients:
             factor /= ranks
         return gradient if factor == 1.0 else scaled(gradient, factor)
 
     def _how(self, variable: Any, weighted: bool) -> Reduction:
-        """Return how the gradient of `variable` is combined, and over which ranks."""
+        """Return the options for the gradient of `variable`, with the ranks that hold the variable."""
         reduction = self.reduction
         if weighted:
             reduction = replace(reduction, op=Sum, gradient_predivide_factor=1.0)
@@ -223,7 +229,7 @@ class GradientReducer:
         ready: dict[int, Gradient],
         how: dict[int, Reduction],
     ) -> Iterable[list[int]]:
-        """Places that go into one collective together: dense, of one dtype, over the same ranks."""
+        """Return the indices of the gradients of each collective: dense, of one dtype, over the same ranks."""
         groups = self.reduction.groups
         if groups is None:
             return [[place] for place in shared]
@@ -240,11 +246,11 @@ class GradientReducer:
 def _same_kind(
     group: list[int], ready: dict[int, Gradient], how: dict[int, Reduction]
 ) -> list[list[int]]:
-    """Split `group` where Horovod's grouped_allreduce must not mix: sparse tensors, dtypes, process sets."""
+    """Split `group` into parts that one grouped_allreduce may hold: no sparse tensors, one dtype, one process set."""
     kinds: dict[Any, list[int]] = {}
     for place in group:
         gradient = ready[place]
-        # Names, for TensorFlow's dtypes equal small integers.
+        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
         kind = str(place) if isinstance(gradient, tf.IndexedSlices) else gradient.dtype.name
         ranks = tuple(how[place].process_set.ranks)
         kinds.setdefault((kind, ranks), []).append(place)
@@ -300,7 +306,14 @@ def _reduce_dense(tensor: tf.Tensor, name: str, reduction: Reduction) -> tf.Tens
 def reduce_sparse(
     slices: tf.IndexedSlices, name: str, reduction: Reduction, variable: Any
 ) -> tf.IndexedSlices:
-    """Return the slices of all ranks, combined as one process would have them: see sparse.py."""
+    """Return the slices of all ranks, combined as one process would have them; see sparse.py. A collective.
+
+    Args:
+        slices: Gradient of this rank.
+        name: First part of the collectives' names.
+        reduction: Options of the reduction.
+        variable: Variable that the gradient is for.
+    """
     ranks = reduction.process_set
     factor = reduction.postscale_factor / (ranks.size() if reduction.op == Average else 1)
     with tf.device(reduction.device_sparse):
@@ -311,11 +324,11 @@ def reduce_sparse(
 
 
 def weighed(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Return `gradients` times this rank's share of the step, unless the share is in the loss."""
+    """Return `gradients` times this rank's share of the step, unless the loss already contains the share."""
     step = current_step()
     if step is None or step.share_in_loss:
         return list(gradients)
-    # An idle rank's gradient may be nan (a mean over nothing): its share of 0 must win.
+    # The gradient of an idle rank, whose share is 0, may be nan (a mean over no examples): it must become 0.
     return [scaled(g, step.share, no_nan=True) for g in gradients]
 
 

@@ -1,4 +1,4 @@
-"""Replicas: broadcast variables to all ranks, and check that they stay equal."""
+"""Replicas: broadcast variables to all ranks, and check that they are equal."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def broadcast_variables(
     process_set: hvd.ProcessSet | Communicator | None = None,
     inplace: bool = False,
 ) -> None:
-    """Assign the values of rank `root_rank` to the variables of all ranks.
+    """Assign the values of rank `root_rank` to the variables of all ranks. A collective.
 
     Args:
         variables: Keras or TensorFlow variables, in the same order on every rank.
-        root_rank: rank whose values are sent.
-        process_set: ranks that take part. Default: all.
-        inplace: for compatibility with Horovod; has no effect on the result.
+        root_rank: Rank whose values are sent.
+        process_set: Ranks that take part. Default: all.
+        inplace: For compatibility with Horovod; has no effect on the result.
     """
     del inplace
     ranks = ranks_of(process_set)
     targets = [tf_variable(v) for v in unique(variables)]
 
-    # Eager, one after the other: traced, it would be traced again for each model and gain nothing.
+    # Eager, one after the other: a tf.function would be traced again for each model and gain nothing.
     for index, target in enumerate(targets):
         name = f"hvdtrain_broadcast_{index}"
         target.assign(ranks.broadcast(target.read_value(), root_rank, name))
 
 
 def broadcast_global_variables(root_rank: int) -> None:
-    """Horovod's function for TensorFlow 1, where a graph knows all variables; Keras 3 has no such list.
+    """Raise UsageError: this function of Horovod's needs TensorFlow 1's list of all variables, which Keras 3 lacks.
 
     Raises:
-        UsageError: always; the message names the call to use instead. (Horovod also raises on TensorFlow 2.)
+        UsageError: Always; the message names the call to use instead. (Horovod also raises on TensorFlow 2.)
     """
     raise UsageError(
         "broadcast_global_variables: Keras 3 keeps no list of all variables. Use "
@@ -59,7 +59,7 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 def fingerprints(variables: Sequence[Any]) -> np.ndarray:
     """Return a 64-bit fingerprint of each variable's bits, uint8 of shape (variables, 8)."""
-    # Eager on purpose: a traced function would be traced again for every model, for a pass each epoch.
+    # Eager on purpose: a tf.function would be traced again for every model, for one call per epoch.
     rows = [tf.reshape(tf_variable(v).read_value(), [1, -1]) for v in variables]
     hashed = [tf.raw_ops.Fingerprint(data=row, method="farmhash64").numpy() for row in rows]
     return np.concatenate([np.zeros((0, 8), np.uint8), *hashed])
@@ -73,16 +73,19 @@ def check_replicas(
     when: str = "",
     process_set: hvd.ProcessSet | Communicator | None = None,
 ) -> None:
-    """Raise ReplicaError unless every rank holds the same bits in every replicated variable.
+    """Check that every rank holds the same bits in every replicated variable. A collective.
 
     The cost is one pass over the variables (about 1 ms per 10 MB) and one allgather of 8 bytes per variable.
 
     Args:
-        model: model whose weights, statistics and optimizer state are compared.
-        optimizer: optimizer whose state is also compared.
-        variables: variables to compare instead.
-        when: part of the message, such as "after epoch 3".
-        process_set: ranks to compare. Default: all.
+        model: Model whose weights, statistics and optimizer state are compared.
+        optimizer: Optimizer whose state is also compared.
+        variables: Variables to compare instead.
+        when: Part of the message, such as "after epoch 3".
+        process_set: Ranks to compare. Default: all.
+
+    Raises:
+        ReplicaError: On all ranks: a variable differs. The message names the first one, and the ranks.
     """
     ranks = ranks_of(process_set)
     if ranks.size() == 1:
@@ -104,7 +107,7 @@ def _drift_message(
     when: str,
     ranks: Communicator,
 ) -> str:
-    """Name the first variable that differs, the ranks, and by how much. A collective: all ranks call it."""
+    """Return a message with the first variable that differs, the ranks, and by how much. A collective."""
     first = variables[int(drifted[0])]
     names = ranks.ranks
     equal = (everyone[:, drifted[0]] == everyone[0, drifted[0]]).all(axis=1)

@@ -1,11 +1,11 @@
-"""Sparse gradients (IndexedSlices) over the ranks, with the slices that one process with the whole batch would have.
+"""Reduction of sparse gradients (IndexedSlices) to the slices that one process with the whole batch would have.
 
-Which slices there are matters: what is not linear in a gradient (Adam squares it, clipnorm takes its norm) is done
-slice by slice, in plain Keras too. A lookup by the data makes a slice for each index in the data: the slices of all
-ranks, one behind the other, are those of the whole batch. A lookup by something else (the positions 0, 1, 2, ... of a
-sequence, a table of relative positions) may be made once for a batch, and each of its slices is a sum over the
-examples: the ranks' slices are added up. That also sends fewer bytes: an allreduce of the values alone. Looked up anew
-for each example, positions make as many slices as words do.
+The slices themselves matter, not only their sum by index: operations that are not linear in a gradient (Adam squares
+it, clipnorm takes its norm) work slice by slice, in plain Keras too. An embedding lookup of the data makes a slice for
+each index in the data: the slices of all ranks, concatenated, are those of the whole batch. A lookup of other indices
+(positions 0, 1, 2, ... of a sequence, a table of relative positions) may be done once per batch, and each of its
+slices is a sum over the examples: then the ranks' slices are added up, which also sends fewer bytes (an allreduce of
+the values). If positions are looked up for each example, they make as many slices as the data does.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tensorflow as tf
 from hvdtrain.collectives.communicator import Communicator, Max
 
 Run: TypeAlias = tuple[int, int]
-"""The first of some indices that count up by 1, and how many there are."""
+"""Consecutive indices: the first one, and their number."""
 
 _ONLY_SHAPES = {"Shape", "ShapeN", "Size", "Rank"}
 _OTHER_ON_EACH_RANK = ("Iterator", "PyFunc", "EagerPyFunc", "Random", "Stateless", "Multinomial")
-"""Beginnings of the types of operations whose results differ between ranks though none of their inputs does."""
+"""Prefixes of the types of operations whose results differ between ranks even if their inputs are equal."""
 
 
 def sum_slices(
@@ -32,16 +32,16 @@ def sum_slices(
     """Return the sum of the ranks' slices, as the slices of one process with all of their examples. A collective.
 
     Args:
-        slices: this rank's.
-        ranks: that add up.
-        name: the first part of the collectives' names.
-        once: whether there are as many slices for a batch of any size; None: to be found out.
+        slices: Gradient of this rank.
+        ranks: Ranks to sum over.
+        name: First part of the collectives' names.
+        once: Whether the number of slices is independent of the batch size; None: determine it from the graph.
     """
     if tf.executing_eagerly():
         gathered = _behind_each_other(slices, ranks, name)
         return _by_index(gathered) if _are_positions(gathered.indices, ranks) else gathered
     if once is None:
-        graph = tf.compat.v1.get_default_graph()  # The indices may be a constant from outside.
+        graph = tf.compat.v1.get_default_graph()  # The indices may be an eager constant.
         once = _any_batch(graph) and slices.indices.shape.is_fully_defined()
     if not once or follows_data(slices.indices):
         return _behind_each_other(slices, ranks, name)
@@ -52,16 +52,17 @@ def sum_slices(
 
 
 def _any_batch(graph: Any) -> bool:
-    """Whether a graph is for batches of any size: what has a known size in it does not grow with the batch."""
+    """Whether a graph takes batches of any size: a tensor of known size in it then does not grow with the batch."""
     captured = {id(inside) for _, inside in getattr(graph, "captures", ())}
     arguments = [one for one in getattr(graph, "inputs", ()) if id(one) not in captured]
     return any(one.shape.rank and one.shape[0] is None for one in arguments)
 
 
 def follows_data(tensor: tf.Tensor) -> bool:
-    """Whether the values of a tensor of a graph may depend on what the graph is fed, and so on the rank's examples.
+    """Whether the values of a graph's tensor may depend on the inputs of the graph, and so on the rank's examples.
 
-    Shapes do not count, and variables are equal on all ranks. Of a call of another function all inputs count.
+    A dependence on shapes or variables does not count; variables are equal on all ranks. The result of a function call
+    is taken to depend on all of its inputs.
     """
     waiting: list[Any] = [tensor]
     seen: set[int] = set()
@@ -84,7 +85,7 @@ def follows_data(tensor: tf.Tensor) -> bool:
 
 
 def _captured(placeholder: tf.Tensor) -> Any:
-    """What a placeholder stands for that a tf.function took from outside; None for an argument."""
+    """Return the outer tensor that a tf.function captured as `placeholder`; None for an argument."""
     for outside, inside in getattr(placeholder.graph, "captures", ()):
         if inside is placeholder:
             return outside
@@ -92,7 +93,7 @@ def _captured(placeholder: tf.Tensor) -> Any:
 
 
 def run_of(indices: Any) -> Run | None:
-    """Return (first, count) of indices that count up by 1, at least two; else None. Outside of graphs."""
+    """Return (first, count) of two or more consecutive indices; otherwise None. Outside of graphs."""
     values = np.asarray(indices)
     if values.size < 2 or (np.diff(values) != 1).any():
         return None
@@ -100,7 +101,7 @@ def run_of(indices: Any) -> Run | None:
 
 
 def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Return the sum of the slices of two parts of a batch, as those of one batch. Outside of graphs."""
+    """Return the sum of the gradients of two parts of a batch, as the slices of one batch. Outside of graphs."""
     run = run_of(one.indices)
     if run is not None and run == run_of(other.indices):
         return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
@@ -112,11 +113,11 @@ def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlic
 
 
 def runs_of_all(slices: Mapping[int, tf.IndexedSlices], ranks: Communicator) -> dict[int, Run]:
-    """Return the runs that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
+    """Return the index runs that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
 
     Args:
-        slices: with the same keys on all ranks.
-        ranks: that have them.
+        slices: Gradients of this rank, with the same keys on all ranks.
+        ranks: Ranks to compare.
     """
     mine = [run_of(one.indices) or (-1, 0) for one in slices.values()]
     if not mine:
@@ -137,14 +138,14 @@ def _behind_each_other(
 
 
 def _by_index(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Add up the slices of one index."""
+    """Add up the slices of equal indices."""
     indices, places = tf.unique(slices.indices)
     values = tf.math.unsorted_segment_sum(slices.values, places, tf.size(indices))
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def _are_positions(gathered: tf.Tensor, ranks: Communicator) -> bool:
-    """Whether all ranks have looked up the same run of indices, each once: eagerly nothing else is known of them."""
+    """Whether all ranks have looked up the same run of indices, each index once: all that can be known eagerly."""
     count, rest = divmod(int(tf.size(gathered)), ranks.size())
     if rest or count < 2:
         return False

@@ -1,4 +1,4 @@
-"""Per-rank state of a model that is not trained: moving statistics to average, seeds to keep apart."""
+"""State of a model that differs between ranks: moving statistics, which are averaged, and random seeds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from hvdtrain.keras_internals.models import own_non_trainable_variables
 from hvdtrain.keras_internals.variables import row_states, seed_variables, tf_variable, unique
 
 SEED_STRIDE = 0x9E3779B1
-"""Odd, so that no two ranks' seeds meet; the 32-bit golden ratio spreads them."""
+"""Factor from rank to seed offset: odd, so that no two ranks get equal seeds; the 32-bit golden ratio spreads them."""
 
 
 def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
     """Return the floating-point variables that training changes without a gradient (BatchNormalization).
 
-    Weights of a frozen layer are none: averaging them would hide that they differ.
+    Weights of frozen layers are left out: averaging them would hide a difference between ranks.
+
+    Args:
+        model: A built model.
+        local: Variables to leave out, because each rank keeps its own.
     """
     left_out = {id(tf_variable(v)) for v in [*local, *seed_variables(model), *row_states(model)]}
     found = [
@@ -31,9 +35,14 @@ def statistics_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[
 def average_statistics(
     model: keras.Model, local: Iterable[Any] = (), ranks: Communicator = ALL_RANKS
 ) -> None:
-    """Replace moving statistics by their average over the ranks. A collective.
+    """Replace the moving statistics of `model` by their average over the ranks. A collective.
 
     Each rank's statistics come from its own examples: without this, replicas differ in evaluation.
+
+    Args:
+        model: A built model.
+        local: Variables to leave as they are.
+        ranks: Ranks to average over.
     """
     targets = [tf_variable(v) for v in statistics_variables(model, local)]
     if not targets or ranks.size() == 1:
@@ -46,9 +55,9 @@ def average_statistics(
 
 
 def fold_rank_into_seeds(model: keras.Model, rank: int) -> None:
-    """Give each rank its own random numbers (dropout masks) from seeds that are the same on all.
+    """Derive each rank's random seeds (for dropout masks) from seeds that are the same on all ranks.
 
-    Rank 0 keeps the seeds, so one worker draws what plain Keras would.
+    Rank 0 keeps the seeds, so that a job of one rank draws the same numbers as plain Keras.
     """
     for variable in seed_variables(model):
         target = tf_variable(variable)

@@ -1,9 +1,9 @@
-"""The step that is being run or traced: which part of the global batch this rank computes.
+"""The step that is being run or traced: this rank's share of the global batch, and how it weights the gradients.
 
-The one place where a rank's part is weighed. With n examples in the global batch and n_r on rank r, each rank's
-loss, or its gradients, are multiplied by its share n_r / n and then added up over the ranks:
-sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n, the mean over the global batch. Whoever takes part (the optimizer, losses,
-synchronized layers) asks `current_step`; outside a step it returns None, and everything is Keras's own.
+With n examples in the global batch and n_r on rank r, each rank's loss, or its gradients, are multiplied by its share
+n_r / n and then summed over the ranks: sum_r (n_r / n) (S_r / n_r) = sum_r S_r / n, the mean over the global batch.
+The optimizer, losses and synchronized layers call `current_step`; outside a step it returns None, and they work as in
+plain Keras.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 Total: TypeAlias = Callable[[tf.Tensor], tf.Tensor]
-"""Returns the sum over the global batch of what a loss divides by in this part of it, both float32 scalars."""
+"""Returns the sum of a loss's divisor over the global batch, given the divisor of this rank's part: float32 scalars."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One step on one rank.
+    """Context of one step on one rank.
 
     Attributes:
-        share: this rank's examples / global examples, a float32 scalar variable or tensor. 0: the rank is idle,
+        share: This rank's examples / global examples, a float32 scalar variable or tensor. 0: the rank is idle,
             and its batch is a filler that must not count.
-        total: of what a loss is divided by, where that is not the number of examples.
-        share_in_loss: the step passes its loss through `optimizer.scale_loss`, where the share costs nothing and,
-            with loss scaling, comes before anything can overflow; otherwise the gradients are multiplied by it.
-        loss_is_sum: what the model's compute_loss returns is a sum over examples, not a mean.
-        checked: the probe has found that the step of a batch is what those of its parts add up to.
-        once: id() of the tf.Variables that are looked up as often for a batch of any size.
+        total: Sums a loss's divisor over the ranks, for losses that are not divided by the number of examples.
+        share_in_loss: Whether `optimizer.scale_loss` multiplies the loss by the share, which costs nothing and, with
+            loss scaling, comes before anything can overflow; otherwise the gradients are multiplied.
+        loss_is_sum: Whether the model's compute_loss returns a sum over examples, not a mean.
+        checked: Whether a probe has shown that the steps of the parts of a batch add up to that of the batch.
+        once: id() of the tf.Variables whose number of lookups is independent of the batch size.
         half: id() of the tf.Variables whose gradients are computed in float16.
     """
 
@@ -45,11 +45,11 @@ class Step:
     half: frozenset[int] = frozenset()
 
     def weigh_loss(self, loss: Any) -> Any:
-        """Return `loss`, on its way through `optimizer.scale_loss`, times the share if it belongs there."""
+        """Return `loss`, in `optimizer.scale_loss`, times the share if `share_in_loss`."""
         return loss * tf.cast(self.share, loss.dtype) if self.share_in_loss else loss
 
     def is_idle(self) -> tf.Tensor:
-        """Whether this rank has nothing but a filler: a bool scalar."""
+        """Return whether this rank has only a filler batch, as a bool scalar."""
         return tf.equal(self.share, 0)
 
 
@@ -63,7 +63,7 @@ def current_step() -> Step | None:
 
 @contextlib.contextmanager
 def in_step(step: Step | None) -> Iterator[None]:
-    """In this block `current_step` returns `step`."""
+    """Context in which `current_step` returns `step`."""
     token = _CURRENT.set(step)
     try:
         yield

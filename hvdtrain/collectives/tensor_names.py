@@ -1,11 +1,11 @@
 """Names of collectives that are the same on every rank, whatever else a rank did before.
 
-Horovod pairs the ranks' tensors by name, and waits forever for a name that one rank never submits. A name
-here counts only what the ranks do in common: the first *use* of an optimizer, of a tuple of variables, of
-a prefix in a graph. Nothing depends on Keras's automatic names, on how often a function was traced (a
-rank with a smaller last batch traces once more), or on objects that were made and never used.
+Horovod matches the ranks' tensors by name, and waits forever for a name that one rank never submits. The numbers in
+these names count only events that all ranks have in common: the first *use* of an optimizer, of a tuple of variables,
+of a prefix in a graph. They do not depend on Keras's automatic names, on how often a function was traced (a rank with
+a smaller last batch traces once more), or on objects that were created and never used.
 
-The counts live as long as the process, as Horovod's own table of names does.
+The counters live as long as the process, as Horovod's own table of names does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _prefixes_in_graph: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakK
 
 
 class InstanceName:
-    """A name for each object: numbered when it is first asked for, not when it is made."""
+    """Name of an object's collectives, numbered at its first use, not at its creation.
+
+    Args:
+        kind: Part of the name, such as "gradient".
+    """
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -41,10 +45,9 @@ class InstanceName:
 
 
 def variables_name(variables: Sequence[Any]) -> str:
-    """Return a name for each tuple of variables: every step makes a new tape, but not new variables."""
-    # TensorFlow never gives a _unique_id twice; Python's id() is given again when an object dies,
-    # which may happen on one rank and not on another.
-    # A watched tensor has neither a life nor a name beyond its step: its place is enough.
+    """Return the name for a tuple of variables: every step creates a new tape, but not new variables."""
+    # A _unique_id is never used twice; Python reuses the id() of an object that was deleted, which may happen on one
+    # rank and not on another. A watched tensor exists for one step only, and is known by its position.
     key = tuple(getattr(tf_variable(v), "_unique_id", "tensor") for v in variables)
     if key not in _variable_tuples:
         _variable_tuples[key] = next(_tuples)
@@ -52,9 +55,9 @@ def variables_name(variables: Sequence[Any]) -> str:
 
 
 def in_this_graph(prefix: str) -> str:
-    """Return `prefix` with how often it came before in the graph that is being traced.
+    """Return `prefix`, with a number appended if it has been used before in the graph that is being traced.
 
-    The collectives of one graph may run at the same time, and then need names of their own.
+    The collectives of a graph may run at the same time, and then need different names.
     """
     if tf.executing_eagerly():
         return prefix

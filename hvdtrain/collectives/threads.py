@@ -1,12 +1,12 @@
-"""Ranks that are threads of one process: what needs ranks, but neither a launch nor Horovod, is tested on them.
+"""Ranks that are threads of one process, for tests that need several ranks but neither a launch nor Horovod.
 
     def work(ranks: ThreadRanks) -> Any:
         return ranks.allreduce(tf.constant(1.0), "votes").numpy()
 
     assert run_ranks(thread_ranks(4), work) == [4.0] * 4
 
-Ranks must call the same collectives in the same order. Where they do not, or where one has ended, the others get
-an EngineError at once. Collectives also work in a tf.function, if no more threads of TensorFlow wait than it has.
+Ranks must call the same collectives in the same order. If they do not, or if one has ended, the others get an
+EngineError at once. Collectives also work in a tf.function, as long as TensorFlow has a thread for each that waits.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from hvdtrain.collectives.communicator import Average, Communicator, Max, Min, S
 from hvdtrain.errors import EngineError
 
 SECONDS = 30.0
-"""A rank that comes this late is taken for lost."""
+"""Time after which a rank that has not called a collective is considered lost."""
 
 _COMBINE = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum}
 
 
 @dataclass
 class _Job:
-    """What the threads share.
-
-    Args:
-        size: number of ranks.
+    """State that the threads share.
 
     Attributes:
-        said: what each rank of a set says in its first, second, ... collective: (name, value).
-        calls: how many collectives of a set a rank has begun.
-        ended: ranks that have returned or failed.
+        size: Number of ranks.
+        changed: Condition that guards the other attributes, notified when one of them changes.
+        said: (process set, number of the collective) -> rank -> (name, value) that the rank contributed.
+        calls: (process set, rank) -> number of collectives that the rank has begun.
+        ended: Ranks that have returned or failed.
     """
 
     size: int
@@ -55,12 +54,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class ThreadRanks(Communicator):
-    """One rank of a job of threads: made by `thread_ranks`, and by `subset`.
+    """Communicator of one rank that is a thread; created by `thread_ranks` and `subset`.
 
-    Args:
-        job: what the threads share.
-        job_rank: this rank.
-        members: the ranks of the set.
+    Attributes:
+        job: State that the threads share.
+        job_rank: This rank.
+        members: Ranks of the process set.
     """
 
     job: _Job
@@ -68,7 +67,7 @@ class ThreadRanks(Communicator):
     members: tuple[int, ...]
 
     def subset(self, ranks: Sequence[int]) -> ThreadRanks:
-        """Return the process set of the job's `ranks`, of which this is one."""
+        """Return the process set of `ranks`, which include this one."""
         return replace(self, members=tuple(sorted(ranks)))
 
     def rank(self) -> int:
@@ -129,7 +128,7 @@ class ThreadRanks(Communicator):
         return _scaled(functools.reduce(_COMBINE[op], everyone), postscale)
 
     def _meet(self, name: str, value: Any) -> list[Any]:
-        """Return what the ranks of the set say in this collective, in their order."""
+        """Return the values that the ranks of the set contribute to this collective, in their order."""
         job = self.job
         with job.changed:
             job.calls[self.members, self.job_rank] += 1
@@ -142,7 +141,7 @@ class ThreadRanks(Communicator):
             if missing:
                 why = "ended before it" if come else f"did not call it within {SECONDS:g} s"
                 raise EngineError(f"{name}: rank {missing[0]} {why}")
-            # Optimizers and layers are numbered by process, and these ranks are one.
+            # Optimizers and layers are numbered per process, and these ranks share one.
             if len({re.sub(r"\d+", "", other) for other, _ in said.values()}) > 1:
                 names = {rank: other for rank, (other, _) in sorted(said.items())}
                 raise EngineError(f"The ranks are in different collectives: {names}")
@@ -154,13 +153,13 @@ class ThreadRanks(Communicator):
 
 
 def thread_ranks(size: int) -> list[ThreadRanks]:
-    """Return the ranks of a new job of `size`."""
+    """Return the ranks of a new job of `size` ranks."""
     job = _Job(size)
     return [ThreadRanks(job, rank, tuple(range(size))) for rank in range(size)]
 
 
 def run_ranks(everyone: Sequence[ThreadRanks], work: Callable[[ThreadRanks], Any]) -> list[Any]:
-    """Return what `work` returns, or the exception that it raises, on each rank of a job."""
+    """Run `work` on all ranks of a job; return each rank's result, or the exception that it raised."""
     job = everyone[0].job
     job.ended.clear()
     results: list[Any] = [None] * len(everyone)
@@ -184,5 +183,5 @@ def run_ranks(everyone: Sequence[ThreadRanks], work: Callable[[ThreadRanks], Any
 
 
 def _scaled(value: np.ndarray, factor: float) -> np.ndarray:
-    # As Horovod scales whole numbers: in float64, then cut off.
+    # As Horovod scales integers: in float64, then truncated.
     return value if factor == 1.0 else (value * np.float64(factor)).astype(value.dtype)
