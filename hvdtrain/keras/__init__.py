@@ -13,7 +13,7 @@ from hvdtrain.runtime import load_horovod
 if uses_legacy_keras():
     globals().update(horovod_names())
 else:
-    load_horovod()  # or one clear error
+    load_horovod()  # Raises one clear error if Horovod cannot be loaded.
     from hvdtrain.collectives.compression import Compression as Compression
     from hvdtrain.collectives.replicas import (
         broadcast_global_variables as broadcast_global_variables,

@@ -1,7 +1,7 @@
-"""Horovod's Keras callbacks: equal replicas from the first step on, averaged metrics, learning rates.
+"""Horovod's Keras callbacks: broadcast of the initial variables, averaged metrics, learning rates, the best model.
 
-`BroadcastGlobalVariablesCallback` does more than its name suggests. Before the first step it compares what the ranks
-are about to do, so that a different number of steps or a different model ends the job at once instead of hanging it.
+`BroadcastGlobalVariablesCallback` does more than its name suggests. Before the first step it compares the ranks'
+settings, so that a different number of steps or a different model ends the job at once instead of hanging it.
 After the first step and after every epoch it compares the ranks' weights. The cost is one pass over the weights per
 epoch (1 ms per 10 MB) and a few collectives of some bytes.
 """
@@ -47,14 +47,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     number of steps is known. Variables that the first batch creates are broadcast after it.
 
     Args:
-        root_rank: rank whose variables are broadcast.
-        device: device for the broadcast. Default: Horovod's choice.
-        local_variables: one or more Keras variables or tf.Variables to leave as they are on each rank.
-        guard: compare the replicas after the first step and after every epoch; warn if a weight is nan.
+        root_rank: Rank whose variables are broadcast.
+        device: Device for the broadcast. Default: Horovod's choice.
+        local_variables: One or more Keras variables or tf.Variables to leave as they are on each rank.
+        guard: Compare the replicas after the first step and after every epoch, and warn if a weight is nan or inf.
 
     Raises:
-        ReplicaError: from fit, on all ranks: the ranks disagree on steps, epochs, optimizer or shapes of variables,
-            have drifted apart, or end the training after different epochs.
+        UsageError: An item of `local_variables` is not a variable.
+        ReplicaError: From fit, on all ranks: the ranks differ in steps, epochs, optimizer or shapes of variables, the
+            replicas have drifted apart, or the ranks end the training after different epochs.
     """
 
     hvdtrain_on_all_ranks = True
@@ -115,7 +116,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._first_batch_done = True
         if self._guard and not self._first_step_checked and self._has_updated(batch):
             self._first_step_checked = True
-            # Moving statistics of the step differ by nature.
+            # Without moving statistics, which differ between ranks after a step.
             self._check(trained_variables(self.model, self._local), "after the first step")
         if batch + 1 == self.params.get("steps"):
             self._average_statistics()
@@ -137,7 +138,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._finite.look(self.model.trainable_variables, when)
 
     def _facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks, or one would wait for another forever."""
+        """Return settings that must be the same on all ranks, or one would wait for another forever."""
         optimizer = inner_of(self.model.optimizer)
         facts = {
             "the number of steps in an epoch": self.params.get("steps"),
@@ -150,7 +151,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         common = [v for v in self.model.variables if id(tf_variable(v)) not in local]
         facts["the number of variables"] = len(common)
         for number, variable in enumerate(common):
-            # Keras's full paths count layers and may differ; their last part does not.
+            # Keras's paths contain layer counts, which may differ between ranks; their last part does not.
             label = f"variable {number} ({variable_name(variable).split('/')[-1]})"
             facts[label] = f"{tf_variable(variable).dtype.name} {list(variable.shape)}"
         return facts
@@ -174,7 +175,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._averaged = True
 
     def _has_updated(self, batch: int) -> bool:
-        """Whether weights have changed by now: not before the end of a gradient accumulation."""
+        """Whether the weights have been updated: with gradient accumulation, not in the first steps."""
         return batch + 1 >= (inner_of(self.model.optimizer).gradient_accumulation_steps or 1)
 
 
@@ -186,11 +187,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     your own metrics.
 
     Args:
-        device: device for the allreduce. Default: Horovod's choice.
+        device: Device for the allreduce. Default: Horovod's choice.
 
     Raises:
-        ReplicaError: on all ranks, at the end of an epoch: a metric is missing on one rank.
-        UsageError: at the end of an epoch: a metric is not a number.
+        ReplicaError: On all ranks, at the end of an epoch: a metric is missing on one rank, or its shape differs.
+        UsageError: At the end of an epoch: a metric is not a number.
     """
 
     hvdtrain_on_all_ranks = True
@@ -204,7 +205,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._counted = {}
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._keep("")  # The validation is about to reset what the training has counted.
+        self._keep("")  # Validation is about to reset the training metrics.
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if ALL_RANKS.size() == 1:
@@ -239,15 +240,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """Saves the best model so far, on rank 0.
 
     Args:
-        monitor: metric to compare; put MetricAverageCallback before this callback.
+        monitor: Metric to compare; put MetricAverageCallback before this callback.
         verbose: 1: print a line for each save.
-        save_weights_only: save only the weights; `filepath` must end in .weights.h5.
+        save_weights_only: Save only the weights; `filepath` must end in .weights.h5.
         mode: "auto", "min" or "max".
         save_freq: "epoch", or a number of batches.
-        filepath: file to write. As with Horovod, it may be set later, as the attribute `filepath`.
+        filepath: File to write. As with Horovod, it may be set later, as the attribute `filepath`.
 
     Raises:
-        UsageError: from fit: `filepath` is not set.
+        UsageError: From fit: `filepath` is not set.
     """
 
     def __init__(
@@ -261,7 +262,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         filepath: Any = None,
     ) -> None:
         super().__init__(
-            # Keras wants a path here, and looks at how it ends.
+            # Keras requires a path here, and checks its suffix.
             filepath=filepath or ("later.weights.h5" if save_weights_only else "later.keras"),
             monitor=monitor,
             verbose=verbose,
@@ -289,7 +290,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 def _agree_on_course(what: str) -> None:
-    """Raise ReplicaError on all ranks if one continues and another ends. A collective."""
+    """Raise ReplicaError on all ranks if some continue training and others stop. A collective."""
     everyone = ALL_RANKS.exchange(what, "course")
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:

@@ -1,10 +1,10 @@
-"""Horovod's queries and collectives under their own names and signatures.
+"""Horovod's queries and collectives, with Horovod's names and signatures.
 
-They include those of horovod.tensorflow.keras, and those that custom training loops import from horovod.tensorflow.
+They are those of horovod.tensorflow.keras, and those that custom training loops import from horovod.tensorflow.
 
-Unlike Horovod's, the collectives accept Keras variables and bfloat16, work inside a tf.function, and have the gradients
-of the sum of all ranks' losses (see differentiable.py). `init` configures the stall check, `allreduce` supports
-`Compression.bf16`, and `broadcast_object` and `allgather_object` never unpickle what they receive.
+Unlike Horovod's, the collectives accept Keras variables and bfloat16, work inside a tf.function, and their gradients
+are those of the sum of all ranks' losses (see differentiable.py). `init` configures the stall check, `allreduce`
+supports `Compression.bf16`, and `broadcast_object` and `allgather_object` never unpickle the data they receive.
 
 Inside a tf.function, use the result of a collective: TensorFlow prunes an operation whose result is not used, and the
 other ranks would wait for it.
@@ -88,11 +88,12 @@ def init(*args: Any, **kwargs: Any) -> None:
     """Start Horovod in this process; do nothing if it has already been started.
 
     Args:
-        args: positional arguments of Horovod's init.
-        kwargs: keyword arguments of Horovod's init.
+        args: Positional arguments of Horovod's init.
+        kwargs: Keyword arguments of Horovod's init.
 
     Raises:
         EngineError: Horovod is not installed or does not load.
+        UsageError: HVDTRAIN_HANG_TIMEOUT is invalid.
     """
     start_horovod(*args, **kwargs)
     prepare_keras()
@@ -114,19 +115,19 @@ def allreduce(
     """Return `value` reduced over the ranks, in the shape of `value`.
 
     Args:
-        value: a number, array, tensor, variable or tf.IndexedSlices, of the same shape and dtype on every rank.
-        name: name of the collective. Pass a different one to each if tf.functions that use collectives call each other.
-        average: older form of `op`: True for Average, False for Sum.
-        prescale_factor: factor for the value, before the reduction.
-        postscale_factor: factor for the result.
+        value: A number, array, tensor, variable or tf.IndexedSlices, of the same shape and dtype on every rank.
+        name: Name of the collective. Pass a different one to each if tf.functions that use collectives call each other.
+        average: Older form of `op`: True for Average, False for Sum.
+        prescale_factor: Factor for the value, before the reduction.
+        postscale_factor: Factor for the result.
         op: Average (default), Sum, Min, Max, Product or Adasum.
         compression: `Compression.none`, `.fp16`, or `.bf16` (for Average and Sum).
-        device_dense: device for the reduction. Default: Horovod's choice.
-        device_sparse: device for the allgathers that reduce IndexedSlices.
-        process_set: ranks that take part. Default: all.
+        device_dense: Device for the reduction. Default: Horovod's choice.
+        device_sparse: Device for the allgathers that reduce IndexedSlices.
+        process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: bf16 or IndexedSlices do not support this `op`.
+        UsageError: `Compression.bf16` or IndexedSlices do not support this `op`.
     """
     call = _call(
         "allreduce",
@@ -163,13 +164,13 @@ def grouped_allreduce(
     reduced one by one. Other arguments as in allreduce.
 
     Args:
-        tensors: arrays, tensors, variables or tf.IndexedSlices; the same number, shapes and dtypes on every rank.
-        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
+        tensors: Arrays, tensors, variables or tf.IndexedSlices; the same number, shapes and dtypes on every rank.
+        ignore_name_scope: For compatibility with Horovod; names never include scopes here.
 
     Raises:
-        UsageError: bf16 or IndexedSlices do not support this `op`.
+        UsageError: `Compression.bf16` or IndexedSlices do not support this `op`.
     """
-    del ignore_name_scope  # Names of scopes are never part of ours.
+    del ignore_name_scope
     call = _call(
         "grouped_allreduce",
         name,
@@ -198,9 +199,9 @@ def allgather(
     """Return the values of all ranks, concatenated along the first dimension.
 
     Args:
-        value: an array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
-        name: name of the collective.
-        process_set: ranks that take part. Default: all.
+        value: An array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
+        name: Name of the collective.
+        process_set: Ranks that take part. Default: all.
 
     Raises:
         UsageError: `value` is a scalar.
@@ -218,13 +219,13 @@ def grouped_allgather(
     """Return the allgather of each of `tensors`, in one collective that waits until all of them are ready.
 
     Args:
-        tensors: arrays, tensors or variables of at least one dimension; only the first dimension may differ by rank.
-        name: name of the collective.
-        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
-        process_set: ranks that take part. Default: all.
+        tensors: Arrays, tensors or variables of at least one dimension; only the first dimension may differ by rank.
+        name: Name of the collective.
+        ignore_name_scope: For compatibility with Horovod; names never include scopes here.
+        process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: one of `tensors` is a scalar.
+        UsageError: One of `tensors` is a scalar.
     """
     del ignore_name_scope
     values = [_with_dimensions(_tensor(t), "grouped_allgather") for t in tensors]
@@ -238,10 +239,10 @@ def broadcast(
     """Return the value of rank `root_rank` on every rank.
 
     Args:
-        value: a number, array, tensor or variable, of the same shape and dtype on every rank.
-        root_rank: rank that sends its value.
-        name: name of the collective.
-        process_set: ranks that take part, including the root. Default: all.
+        value: A number, array, tensor or variable, of the same shape and dtype on every rank.
+        root_rank: Rank that sends its value.
+        name: Name of the collective.
+        process_set: Ranks that take part, including the root. Default: all.
     """
     return differentiable.broadcast(
         _tensor(value), root_rank, _call("broadcast", name, process_set)
@@ -258,11 +259,11 @@ def alltoall(
     """Send rows of `tensor` to each rank, and return the rows received, concatenated in the order of ranks.
 
     Args:
-        tensor: an array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
-        splits: number of rows to send to each rank, integers of shape (ranks,). Default: equal parts.
-        name: name of the collective.
-        ignore_name_scope: for compatibility with Horovod; names never include scopes here.
-        process_set: ranks that take part. Default: all.
+        tensor: An array, tensor or variable of at least one dimension; only the first dimension may differ by rank.
+        splits: Number of rows to send to each rank, integers of shape (ranks,). Default: equal parts.
+        name: Name of the collective.
+        ignore_name_scope: For compatibility with Horovod; names never include scopes here.
+        process_set: Ranks that take part. Default: all.
 
     Returns:
         The rows received; with `splits`, also the number of rows from each rank, int32 of shape (ranks,).
@@ -299,15 +300,15 @@ def reducescatter(
     """Reduce `value` over the ranks, and return this rank's part of the result along the first dimension.
 
     Args:
-        value: an array, tensor or variable of at least one dimension, of the same shape on every rank. If the rows
+        value: An array, tensor or variable of at least one dimension, of the same shape on every rank. If the rows
             cannot be divided equally, the first ranks get one more.
-        name: name of the collective.
+        name: Name of the collective.
         op: Average or Sum.
-        device_dense: device for the reduction. Default: Horovod's choice.
+        device_dense: Device for the reduction. Default: Horovod's choice.
         compression: `Compression.none` or `.fp16`.
-        process_set: ranks that take part. Default: all.
-        prescale_factor: factor for the value, before the reduction.
-        postscale_factor: factor for the result.
+        process_set: Ranks that take part. Default: all.
+        prescale_factor: Factor for the value, before the reduction.
+        postscale_factor: Factor for the result.
 
     Raises:
         UsageError: `value` is a scalar; `op` or `compression` is not supported.
@@ -340,10 +341,10 @@ def grouped_reducescatter(
     Other arguments as in reducescatter.
 
     Args:
-        tensors: arrays, tensors or variables of at least one dimension; the same shapes on every rank.
+        tensors: Arrays, tensors or variables of at least one dimension; the same shapes on every rank.
 
     Raises:
-        UsageError: one of `tensors` is a scalar; `op` or `compression` is not supported.
+        UsageError: One of `tensors` is a scalar; `op` or `compression` is not supported.
     """
     values = [_with_dimensions(_tensor(t), "grouped_reducescatter") for t in tensors]
     call = _call(
@@ -369,11 +370,11 @@ def join() -> tf.Tensor:
         The rank that joined last, int32.
 
     Raises:
-        UsageError: the call is inside a tf.function.
+        UsageError: The call is inside a tf.function.
     """
     if not tf.executing_eagerly():
         raise UsageError("join: call it outside tf.function, between two steps")
-    # TensorFlow takes an operation without inputs for a constant, and runs it once in each function: take a new one.
+    # TensorFlow takes an operation without inputs for a constant, and runs it once per function: use a new function.
     return tf.function(horovod_join).get_concrete_function()()
 
 
@@ -387,12 +388,12 @@ def broadcast_object(
 
     Args:
         obj: None, bool, int, float, str, bytes, NumPy arrays and scalars, and lists, tuples, sets and dicts of these.
-        root_rank: rank that sends its object, as numbered in the job; part of the process set.
-        name: name of the collective.
-        process_set: ranks that take part. Default: all.
+        root_rank: Rank that sends its object, as numbered in the job; part of the process set.
+        name: Name of the collective.
+        process_set: Ranks that take part. Default: all.
 
     Raises:
-        UsageError: on all ranks: `obj` holds anything else, or the root is not in the process set.
+        UsageError: On all ranks: `obj` holds anything else, or the root is not in the process set.
     """
     ranks = ranks_of(process_set)
     if root_rank not in ranks.ranks:
@@ -411,7 +412,7 @@ def allgather_object(
     Other arguments as in broadcast_object.
 
     Raises:
-        UsageError: on all ranks: an `obj` holds anything that broadcast_object does not accept.
+        UsageError: On all ranks: an `obj` holds anything that broadcast_object does not accept.
     """
     return ranks_of(process_set).exchange(obj, f"object_{name or ''}")
 
@@ -452,7 +453,7 @@ def _require_additive(call: Call) -> None:
 
 
 def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.IndexedSlices:
-    """Concatenate the slices of all ranks: their sum, since duplicate indices add up."""
+    """Concatenate the slices of all ranks, which is their sum, since slices of equal indices add up."""
     parts = {"values": slices.values, "indices": slices.indices}
     with tf.device(device):
         values, indices = (
@@ -460,7 +461,7 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
             for part, tensor in parts.items()
         )
     if call.factor != 1.0 and not values.dtype.is_floating:
-        # As Horovod's division: of slices with the same index the fractions count together.
+        # As in Horovod: fractions must not be truncated before slices of the same index are added up.
         values = tf.cast(values, tf.float64)
     return scaled(tf.IndexedSlices(values, indices, slices.dense_shape), call.factor)
 
@@ -468,14 +469,14 @@ def _reduce_slices(slices: tf.IndexedSlices, call: Call, device: str) -> tf.Inde
 def _by_groups(
     tensors: Sequence[Any], call: Call, work: Callable[[list[Any], Call], list[Any]]
 ) -> list[Any]:
-    """Return what `work` returns for the tensors of each dtype together, and for each of those that go alone."""
+    """Apply `work` to the tensors of each dtype as a group, and to each tensor that must be reduced by itself."""
     groups: dict[str, list[int]] = {}
     for place, tensor in enumerate(tensors):
         alone = isinstance(tensor, tf.IndexedSlices) or call.compression is BF16Compressor
-        # A name, for TensorFlow's dtypes equal small integers.
+        # The dtype's name, because TensorFlow's dtypes compare equal to small integers.
         groups.setdefault(str(place) if alone else tensor.dtype.name, []).append(place)
     result: list[Any] = [None] * len(tensors)
-    # Numbers, not dtypes: a dtype that differs between the ranks shall be an error, not another collective.
+    # Numbered, not named by dtype: a dtype that differs between ranks must be an error, not another collective.
     for number, places in enumerate(groups.values()):
         done = work([tensors[p] for p in places], replace(call, name=f"{call.name}_{number}"))
         for place, value in zip(places, done, strict=True):

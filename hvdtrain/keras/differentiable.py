@@ -1,15 +1,15 @@
-"""Collectives that TensorFlow differentiates.
+"""Differentiable collectives, used by hvdtrain.keras.
 
-What a rank gives goes into the losses of all ranks. So its gradient is that of the sum of their losses, as in PyTorch:
-a reduction's gradient is a reduction of the ranks' gradients, an allgather's adds up what all ranks have for this
-rank's rows, a broadcast's adds up all of them on the root. DistributedGradientTape, which averages over the ranks, then
-gives the gradient of their mean loss, whatever collectives are in it.
+The input of one rank affects the losses of all ranks. As in PyTorch, its gradient is that of the sum of their losses:
+the gradient of a reduction is a reduction of the ranks' gradients, that of an allgather is the sum of all ranks'
+gradients for this rank's rows, and that of a broadcast is the sum of all gradients, on the root. So
+DistributedGradientTape, which averages over the ranks, gives the gradient of their mean loss with any collectives.
 
-Horovod's registered gradients do not all agree with that, nor with each other: those of allgather and broadcast are
+Horovod's registered gradients are not consistent with that, nor with each other: those of allgather and broadcast are
 divided by the number of ranks, that of a reducescatter with Sum is multiplied by it, and those of Min, Max and Product
 reduce the gradients by minimum, maximum and product.
 
-A gradient is a collective as well: where one rank's loss depends on the result, that of every rank must.
+A gradient is a collective, too: if one rank's loss depends on the result, every rank's loss must.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hvdtrain.errors import UsageError
 
 @dataclass(frozen=True)
 class Call:
-    """How one collective is called.
+    """Arguments of one collective.
 
     Attributes:
-        name: of the collective, the same on all ranks.
-        ranks: those that take part.
-        op: of a reduction.
-        prescale, postscale: factors of a reduction, before and after.
-        compression: of a reduction.
+        name: Name of the collective, the same on all ranks.
+        ranks: Ranks that take part.
+        op: Operation of a reduction.
+        prescale, postscale: Factors before and after a reduction.
+        compression: Compression of a reduction.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of all of Horovod's collectives."""
+        """Keyword arguments common to all of Horovod's collectives."""
         return {"process_set": self.ranks, "ignore_name_scope": True}
 
     @property
     def scaling(self) -> dict[str, Any]:
-        """Arguments of Horovod's reductions."""
+        """Keyword arguments of Horovod's reductions."""
         factors = {"prescale_factor": self.prescale, "postscale_factor": self.postscale}
         plain = self.compression is BF16Compressor
         compression = Compression.none if plain else self.compression
@@ -64,20 +64,20 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """What a sum over the ranks is multiplied by."""
+        """Factor for the sum over the ranks that gives the same result, with op Sum or Average."""
         mean = self.ranks.size() if self.op == hvd.Average else 1
         return self.prescale * self.postscale / mean
 
     def of_gradient(self, part: str = "") -> Call:
-        """The same call for the gradient, in the graph where that is computed."""
+        """Return the call for the gradient, with a name for the graph in which it is computed."""
         return replace(self, name=in_this_graph(f"{self.name}_gradient{part}"))
 
 
 def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return `tensors`, which are of one dtype, combined over the ranks.
+    """Return `tensors`, which have one dtype, reduced over the ranks.
 
     Raises:
-        UsageError: `op` is Adasum, which has no gradient.
+        UsageError: From the backward pass: `op` is Adasum, which has no gradient.
     """
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -98,7 +98,7 @@ def allreduce(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
 
 
 def allgather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return the rows of `tensors` of all ranks, one rank's behind the other's."""
+    """Return each of `tensors`, concatenated over the ranks along the first dimension."""
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         if len(wire) > 1:
@@ -115,14 +115,14 @@ def allgather(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
 
 
 def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
-    """Return `tensor` of the rank `root_rank`."""
+    """Return the `tensor` of rank `root_rank`."""
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         return [hvd.broadcast(wire[0], root_rank, name=call.name, **call.options)]
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         total = allreduce([gradient], again)[0]
-        # Not zeros: every rank must need its part of the sum, or TensorFlow leaves out its collective.
+        # Not tf.zeros: TensorFlow would prune a collective whose result this rank does not use.
         mine = anchored(tf.constant(hvd.rank() == root_rank))
         return tf.math.multiply_no_nan(total, tf.cast(mine, total.dtype))
 
@@ -130,7 +130,7 @@ def broadcast(tensor: tf.Tensor, root_rank: int, call: Call) -> tf.Tensor:
 
 
 def alltoall(tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> tuple[tf.Tensor, tf.Tensor]:
-    """Send `splits[r]` rows of `tensor` to each rank r; return what came, and how many rows from each."""
+    """Send `splits[r]` rows of `tensor` to each rank r; return the rows received, and their number from each rank."""
     received: list[tf.Tensor] = []
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -140,19 +140,19 @@ def alltoall(tensor: tf.Tensor, splits: tf.Tensor, call: Call) -> tuple[tf.Tenso
 
     def backward(tensor: tf.Tensor, gradient: tf.Tensor, again: Call) -> tf.Tensor:
         back = alltoall(gradient, received[0], again)[0]
-        # Rows that went to nobody have no gradient.
+        # Rows that were not sent have a gradient of zero.
         return tf.concat([back, tf.zeros_like(tensor[tf.shape(back)[0] :])], 0)
 
     return _differentiable([tensor], call, forward, backward)[0], received[0]
 
 
 def reducescatter(tensors: Sequence[tf.Tensor], call: Call) -> list[tf.Tensor]:
-    """Return this rank's rows of `tensors`, which are of one dtype, combined over the ranks."""
+    """Return this rank's rows of `tensors`, which have one dtype, reduced over the ranks."""
 
     def forward(wire: list[tf.Tensor]) -> list[tf.Tensor]:
         if len(wire) == 1:
             return [hvd.reducescatter(wire[0], name=call.name, **call.scaling, **call.options)]
-        # Horovod's public function takes no name, and its own would differ between ranks.
+        # Horovod's public function takes no name, and the name that it makes would differ between ranks.
         scaling = call.scaling
         compression = scaling.pop("compression")
         compressed, contexts = zip(*map(compression.compress, wire), strict=True)
@@ -173,7 +173,7 @@ def _differentiable(
     forward: Callable[[list[tf.Tensor]], list[tf.Tensor]],
     backward: Callable[[tf.Tensor, tf.Tensor, Call], tf.Tensor],
 ) -> list[tf.Tensor]:
-    """Return `forward` of what travels for `tensors`; `backward` gives the gradient of one of them."""
+    """Apply `forward` to `tensors`, converted to wire dtypes; `backward` computes the gradient of one of them."""
 
     @tf.custom_gradient
     def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
@@ -182,7 +182,7 @@ def _differentiable(
         def gradient(*gradients: tf.Tensor) -> list[tf.Tensor]:
             numbers = range(len(tensors)) if len(tensors) > 1 else [""]
             return [
-                # A zero that TensorFlow made up for an output that was not used is float32.
+                # TensorFlow's zero gradient of an unused output is float32.
                 backward(t, tf.cast(g, t.dtype), call.of_gradient(str(n)))
                 for t, g, n in zip(tensors, gradients, numbers, strict=True)
             ]
@@ -200,7 +200,7 @@ _ELEMENTWISE = {
 
 
 def _elementwise_gradient(tensor: tf.Tensor, gradient: tf.Tensor, call: Call) -> tf.Tensor:
-    """The gradient of a minimum, maximum or product over the ranks: TensorFlow's own, of all ranks' values."""
+    """Return the gradient of a minimum, maximum or product over the ranks: TensorFlow's, on the gathered values."""
     total = allreduce([gradient], replace(call, op=hvd.Sum, prescale=1.0, postscale=1.0))[0]
     gathered = replace(call, name=f"{call.name}_values")
     everyone = allgather([tensor[tf.newaxis]], gathered)[0]

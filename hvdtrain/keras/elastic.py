@@ -1,4 +1,4 @@
-"""Elastic training with Keras: workers may join and leave while the state of the training is kept in memory.
+"""Elastic training with Keras: workers may join and leave, and the state of the training is kept in memory.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -12,9 +12,10 @@
 
     train(state)
 
-Start it with `--min-np ... --host-discovery-script ...`, over Gloo. Horovod's KerasState does not work with Keras 3.
-Other differences: values passed to KerasState are never pickled; `run` raises every error that is not Horovod's, where
-Horovod's may return None instead; and the training step is traced again when the number of workers changes.
+Start it with `--min-np ... --host-discovery-script ...`, over Gloo. Horovod's own KerasState does not work with Keras
+3. Other differences from Horovod: values passed to KerasState are never pickled; `run` raises every error that is not
+Horovod's, where Horovod's `run` may return None; and the training step is traced again when the number of workers
+changes.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from hvdtrain.keras_internals.variables import (
 from hvdtrain.runtime import start_horovod
 
 _HOROVOD = ("horovod", "hvdtrain_")
-"""One of these is in the message of every failed collective: Horovod's text, its operation or our name for it."""
+"""Every failed collective has one of these in its message: from Horovod's text, or the name of the operation."""
 
 
 class TensorFlowState(ObjectState):
-    """The state of a custom training loop: variables, and values such as batch and epoch.
+    """State of a custom training loop: variables, and values such as batch and epoch.
 
     Args:
         variables: Keras or TensorFlow variables, in the same order on every worker.
-        session: for TensorFlow 1; not used.
-        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
+        session: For TensorFlow 1; not used.
+        kwargs: Further values, which become attributes of the state, of the types that `broadcast_object` accepts.
 
     Raises:
         UsageError: `variables` is missing.
@@ -73,7 +74,7 @@ class TensorFlowState(ObjectState):
         super().__init__(bcast_object=_from_first_rank, get_rank=hvd.rank, **kwargs)
 
     def save(self) -> None:
-        """Store the current state, to return to after a failure."""
+        """Store a copy of the current state in memory, to return to it after a failure."""
         self._values = self._read()
         super().save()
 
@@ -98,15 +99,15 @@ class TensorFlowState(ObjectState):
 
 
 class KerasState(TensorFlowState):
-    """The state of `model.fit`: a model, its optimizer, and values such as batch and epoch.
+    """State of `model.fit`: a model, its optimizer, and values such as batch and epoch.
 
     Args:
-        model: a built model.
-        optimizer: its optimizer. Default: the one that the model was compiled with.
-        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
+        model: A built model.
+        optimizer: Optimizer of the model. Default: the one that the model was compiled with.
+        kwargs: Further values, which become attributes of the state, of the types that `broadcast_object` accepts.
 
     Raises:
-        UsageError: the model is not built, or has no optimizer.
+        UsageError: The model is not built, has no optimizer, or has a sharded optimizer.
     """
 
     def __init__(self, model: keras.Model, optimizer: Any = None, **kwargs: Any) -> None:
@@ -129,7 +130,7 @@ class KerasState(TensorFlowState):
         super().__init__([*model.variables, *self.optimizer.variables], **kwargs)
 
     def reset(self) -> None:
-        """Discard the traced steps, in which the number of workers is a constant."""
+        """Discard the traced steps, which contain the number of workers as a constant."""
         self.model.train_function = self.model.test_function = None
 
     def _broadcast(self) -> None:
@@ -142,13 +143,16 @@ class KerasState(TensorFlowState):
 
 
 class TensorFlowKerasState(KerasState):
-    """KerasState under the name that custom training loops use in Horovod.
+    """KerasState under Horovod's name for custom training loops.
 
     Args:
-        model: a built model.
-        optimizer: its optimizer. Default: the one that the model was compiled with.
-        backend: for TensorFlow 1; not used.
-        kwargs: attributes of the state, of the types that `broadcast_object` accepts.
+        model: A built model.
+        optimizer: Optimizer of the model. Default: the one that the model was compiled with.
+        backend: For TensorFlow 1; not used.
+        kwargs: Further values, which become attributes of the state, of the types that `broadcast_object` accepts.
+
+    Raises:
+        UsageError: As in KerasState.
     """
 
     def __init__(
@@ -159,10 +163,10 @@ class TensorFlowKerasState(KerasState):
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator that runs `func(state, ...)` again from the last commit whenever workers have joined or left.
+    """Decorate `func` so that `func(state, ...)` is run again from the last commit when workers join or leave.
 
     Args:
-        func: function that trains; its first argument is a KerasState, or another of Horovod's states.
+        func: Function that trains; its first argument is a KerasState, or another of Horovod's states.
     """
 
     @functools.wraps(func)
@@ -177,9 +181,9 @@ class CommitStateCallback(keras.callbacks.Callback):
     """Commits `state` after every `batches_per_commit` batches, and at the end of each epoch.
 
     Args:
-        state: a KerasState, or another of Horovod's states.
-        batches_per_commit: number of batches between commits. Fewer lose less work when a worker fails; each commit
-            copies the state.
+        state: A KerasState, or another of Horovod's states.
+        batches_per_commit: Number of batches between commits. With fewer, less work is lost when a worker fails, but
+            each commit copies the state.
     """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
@@ -189,7 +193,7 @@ class CommitStateCallback(keras.callbacks.Callback):
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # Workers that joined count from here, so all do.
+        # New workers start to count here, so the others must as well.
         self.batches_remaining = self.batches_per_commit
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -212,7 +216,7 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
             model.fit(..., steps_per_epoch=steps - state.batch, epochs=1)
 
     Args:
-        state: a KerasState with the attribute `batch`.
+        state: A KerasState with the attribute `batch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -231,12 +235,12 @@ class UpdateBatchStateCallback(keras.callbacks.Callback):
 
 
 class UpdateEpochStateCallback(keras.callbacks.Callback):
-    """Keeps the number of finished epochs in `state.epoch`, across resets, after which fit counts from 0 again.
+    """Keeps the number of finished epochs in `state.epoch`, across resets (after which fit counts from 0 again).
 
     Put it before CommitStateCallback.
 
     Args:
-        state: a KerasState with the attribute `epoch`.
+        state: A KerasState with the attribute `epoch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -253,7 +257,7 @@ class UpdateEpochStateCallback(keras.callbacks.Callback):
 
 @contextmanager
 def _horovod_errors() -> Iterator[None]:
-    """Turn the TensorFlow error of a failed collective into HorovodInternalError, which means: try again."""
+    """Turn the TensorFlow error of a failed collective into HorovodInternalError, on which Horovod tries again."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -270,7 +274,7 @@ def is_horovods(error: tf.errors.OpError) -> bool:
 
 def _from_first_rank(obj: Any) -> Any:
     if isinstance(obj, tuple):
-        # Horovod's own, of what it knows of hosts: their change is a flag, which travels as its number.
+        # Horovod's host update, whose flag is sent as an integer.
         obj = tuple(int(part) if isinstance(part, enum.IntFlag) else part for part in obj)
     return ALL_RANKS.exchange(obj if hvd.rank() == 0 else None, "state")[0]
 

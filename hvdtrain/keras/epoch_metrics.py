@@ -1,7 +1,7 @@
-"""What Keras's own metrics have counted in an epoch of model.fit on one rank, and their results over all ranks.
+"""States of Keras's own metrics after an epoch of model.fit on one rank, and their results over all ranks.
 
-Their states add up (see collectives/metric_merging.py, and the test of all of them), which a mean of results does
-not give: precision, AUC, a root, or shares of unequal size.
+Summing the states is exact (see collectives/metric_merging.py, and its test of all of Keras's metrics). A mean of the
+ranks' results is not, for precision, AUC, a root, or ranks with different numbers of examples.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hvdtrain.keras_internals.metric_calls import Source, is_of_keras, metrics_o
 
 @dataclass(frozen=True)
 class Counted:
-    """The metrics of a model at one time.
+    """Snapshot of a model's metrics.
 
     Attributes:
-        metrics: those of Keras.
-        state: their variables' values.
-        sources: which of them stands behind each name in the logs.
-        results: their values on this rank.
+        metrics: Metrics whose class is Keras's own.
+        state: Values of their variables.
+        sources: Metric behind each name in the logs.
+        results: Their results on this rank, by name in the logs.
     """
 
     metrics: list[keras.metrics.Metric]
@@ -37,7 +37,7 @@ class Counted:
 
     @classmethod
     def of(cls, model: keras.Model) -> Counted:
-        """Return what the metrics of a compiled model have counted since their reset."""
+        """Return a snapshot of the metrics of a compiled model."""
         found = metrics_of(model)
         with watched(found) as calls:
             results = model.get_metrics_result()
@@ -47,11 +47,11 @@ class Counted:
         return cls(metrics, read_state(metrics), sources, values)
 
     def over_all_ranks(self, logs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        """Return the results of all ranks together, for those of `logs` that are results here. A collective.
+        """Return the results over all ranks of the metrics whose results are in the logs. A collective.
 
         Args:
-            logs: of the epoch, with the same names on all ranks.
-            prefix: before the metrics' names in `logs`.
+            logs: Logs of the epoch, with the same names on all ranks.
+            prefix: Prefix of the metrics' names in `logs`, such as "val_".
         """
         names = [name for name in self.sources if prefix + name in logs]
         if not names:

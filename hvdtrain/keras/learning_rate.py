@@ -1,10 +1,10 @@
 """Callbacks that set the learning rate during training: schedules and warm-up.
 
-Momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3): the velocity of SGD holds past learning
+Momentum correction (Goyal et al. 2017, arXiv:1706.02677, section 3): the velocity of SGD contains past learning
 rates, v = m v - lr g. When the rate changes, Horovod multiplies the momentum m by new / old for one step. In Keras 3
-the momentum is a number inside the compiled step, so the velocity is multiplied instead, which is the same step.
-(With Nesterov's look-ahead, m v again in the same step, only the old velocity is corrected: the new one holds the
-new rate already.)
+the momentum is a constant in the compiled step, so the velocity is multiplied instead, which gives the same step.
+(With Nesterov momentum, which uses m v a second time in the same step, only the old velocity is corrected: the new one
+already contains the new rate.)
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
     Adds the rate to the logs of each epoch as "lr".
 
     Args:
-        initial_lr: learning rate to multiply.
-        multiplier: a function of the epoch, or a number, for a factor of multiplier ** (epoch - start_epoch).
-        start_epoch: first epoch to adjust.
-        end_epoch: epoch at which to stop adjusting. Default: never.
-        staircase: adjust the rate at the start of each epoch. Otherwise it is adjusted before each batch, and `epoch`
+        initial_lr: Learning rate to multiply.
+        multiplier: Function of the epoch that returns the factor; or a number, for a factor of
+            multiplier ** (epoch - start_epoch).
+        start_epoch: First epoch to adjust.
+        end_epoch: Epoch at which to stop adjusting. Default: never.
+        staircase: Adjust the rate at the start of each epoch. Otherwise it is adjusted before each batch, and `epoch`
             is epoch + batch / steps_per_epoch.
-        momentum_correction: scale the velocity of SGD or RMSprop with momentum when the rate changes (Goyal et al.
+        momentum_correction: Scale the velocity of SGD or RMSprop with momentum when the rate changes (Goyal et al.
             2017, arXiv:1706.02677, section 3).
-        steps_per_epoch: number of batches per epoch. Default: that of fit.
+        steps_per_epoch: Number of batches per epoch. Default: that of fit.
 
     Raises:
-        UsageError: `initial_lr` is missing; from fit: the optimizer's learning rate is a schedule, or
+        UsageError: `initial_lr` is None; from fit: the optimizer's learning rate is a schedule, or
             `steps_per_epoch` is needed and unknown.
     """
 
@@ -120,14 +121,14 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     initial_lr / size * (1 + (size - 1) * (epoch + (b + 1) / steps_per_epoch) / warmup_epochs).
 
     Args:
-        initial_lr: learning rate after the warm-up, usually that of one worker times the number of workers.
-        warmup_epochs: length of the warm-up.
-        momentum_correction: as in LearningRateScheduleCallback.
-        steps_per_epoch: as in LearningRateScheduleCallback.
+        initial_lr: Learning rate after the warm-up, usually that of one worker times the number of workers.
+        warmup_epochs: Length of the warm-up.
+        momentum_correction: As in LearningRateScheduleCallback.
+        steps_per_epoch: As in LearningRateScheduleCallback.
         verbose: 1: print the learning rate after the warm-up, on rank 0.
 
     Raises:
-        UsageError: as in LearningRateScheduleCallback.
+        UsageError: As in LearningRateScheduleCallback.
     """
 
     def __init__(
@@ -164,7 +165,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 def require_settable(optimizer: Any, what: str) -> None:
-    """Raise UsageError, naming what wants to set it, unless the learning rate is a number."""
+    """Check that the learning rate of `optimizer` is a number, which can be set.
+
+    Args:
+        optimizer: A Keras optimizer.
+        what: What needs to set the rate, for the message.
+
+    Raises:
+        UsageError: The learning rate is a schedule.
+    """
     if rate_variable(optimizer) is None:
         raise UsageError(
             f"{what} needs a learning rate that is a number; this optimizer has a schedule: "
@@ -177,7 +186,7 @@ def _exponential(base: float, start_epoch: int) -> Multiplier:
 
 
 def _velocities(optimizer: Any) -> list[tf.Variable]:
-    """Return the momenta that hold past learning rates; warn where it is not known whether they do."""
+    """Return the momenta that contain past learning rates; warn if that is unknown for this optimizer."""
     found = velocities(optimizer)
     if found is None:
         name = type(optimizer).__name__

@@ -1,6 +1,6 @@
-"""Keras 2: hand over the names of Horovod's own module, which works there.
+"""Keras 2 (tf-keras): the names of Horovod's own module, which hvdtrain.keras exports in this case.
 
-Imports no Keras: whether there is a Keras 3 to import is settled here.
+This module does not import Keras, because it decides whether Keras 3 is used at all.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def uses_legacy_keras() -> bool:
 
 
 def horovod_names() -> dict[str, Any]:
-    """Return the public names of horovod.tensorflow.keras, made for tf-keras.
+    """Return the public names of horovod.tensorflow.keras, imported with tf-keras.
 
-    Only `init` is ours: it sets the stall check, so that a job ends in place of hanging.
+    Only `init` is replaced: it configures the stall check, so that a stalled job ends instead of hanging.
 
     Raises:
-        EngineError: tf-keras or Horovod is not installed.
+        EngineError: tf-keras or Horovod is not installed or does not load.
     """
     try:
         tf_keras = importlib.import_module("tf_keras")
@@ -45,7 +45,7 @@ def horovod_names() -> dict[str, Any]:
 
 @contextmanager
 def _keras_is(module: Any) -> Iterator[None]:
-    """Let `import keras` find `module`: Horovod's callbacks take their backend from there."""
+    """Let `import keras` return `module` in this block, because Horovod's callbacks import their backend from it."""
     before = sys.modules.get("keras")
     sys.modules["keras"] = module
     try:

@@ -1,15 +1,15 @@
-"""Loss scaling (mixed_float16) over a distributed optimizer: all ranks skip the same steps.
+"""Loss scaling (mixed_float16) around a distributed optimizer: all ranks skip the same steps.
 
-In a step that is weighed by shares (the Trainer's) what overflows is what would overflow in one process with the whole
-batch: the sum of the ranks' gradients, in float16 where one process would have summed them in float16. The same steps
-are skipped, and the scale moves alike, for any number of ranks.
+In a step weighted by shares (the Trainer's), the test for overflow is that of one process with the whole batch: it
+tests the sum of the ranks' gradients, in float16 where one process would have summed them in float16. So the same
+steps are skipped, and the scale changes in the same way, for any number of ranks.
 
-The gradients are added up first, and then tested. Where that would cost a reduction that the update does not need
-(while gradients accumulate) or gives each rank only parts (ZeRO, divided models), the ranks first add up their largest
-gradients, one number a variable: no sum is larger than that. Only if one may overflow are the gradients themselves
-added up to see.
+The gradients are summed first, and then tested. If that needs a reduction that the update does not (while gradients
+accumulate), or gives each rank only parts (ZeRO, divided models), the ranks first sum the largest absolute value of
+each gradient, one number per variable, which is an upper bound of the sum. Only if a bound may overflow are the
+gradients themselves summed for the test.
 
-Outside of such a step each rank tests its own gradients, and all skip if one must.
+Outside of such a step each rank tests its own gradients, and all ranks skip the step if one must.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdtrain.keras_internals.variables import tf_variable
 
 
 def correct_loss_scaling() -> None:
-    """Correct Keras's LossScaleOptimizer around a distributed optimizer; calling again changes nothing."""
+    """Correct Keras's LossScaleOptimizer for distributed optimizers. Idempotent."""
     correct(keras.optimizers.LossScaleOptimizer, "apply", _apply_scaled)
     correct(keras.optimizers.LossScaleOptimizer, "check_finite", _check_finite)
     correct(keras.optimizers.LossScaleOptimizer, "scale_loss", _scale_loss)
@@ -50,7 +50,7 @@ def _apply_scaled(
 
 
 def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
-    """Return whether to apply `grads`: the same on all ranks, or one would wait for the others forever."""
+    """Return whether to apply `grads`: the same on all ranks, as otherwise one would wait for the others forever."""
     inner = self.inner_optimizer
     reducer = getattr(inner, "hvdtrain_reducer", None)
     if reducer is None:
@@ -72,7 +72,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
 
 
 def _bounds(gradients: Sequence[Any]) -> tf.Tensor:
-    """Return the largest absolute value of each of this rank's gradients, inf if it is not finite."""
+    """Return the largest absolute value of each of this rank's gradients; inf for one that is not finite."""
     values = [_values(g) for g in weighed(gradients) if g is not None]
     sizes = [tf.abs(tf.cast(v, tf.float32)) for v in values]
     largest = [tf.reduce_max(tf.pad(tf.reshape(size, [-1]), [[0, 1]])) for size in sizes]
@@ -81,14 +81,14 @@ def _bounds(gradients: Sequence[Any]) -> tf.Tensor:
 
 
 def _limits(gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> tf.Tensor:
-    """Return what the sum of each gradient over the ranks must not reach."""
+    """Return the limit for the sum of each gradient over the ranks: the largest number of its dtype."""
     present = [v for g, v in zip(gradients, variables, strict=True) if g is not None]
     dtypes = [tf.float16 if _is_half(v, step) else tf.float32 for v in present]
     return tf.constant([dtype.max for dtype in dtypes], tf.float32)
 
 
 def _in_half(gradients: Sequence[Any], variables: Sequence[Any], step: Step) -> list[Any]:
-    """Return sums of gradients as one process would have found them, if that computes them in float16."""
+    """Cast the summed gradients that one process would have computed in float16 to float16."""
     return [
         tf.cast(g, tf.float16) if g is not None and _is_half(v, step) else g
         for g, v in zip(gradients, variables, strict=True)
@@ -104,5 +104,5 @@ def _values(gradient: Any) -> tf.Tensor:
 
 
 def _scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
-    """Keras's loss scaling does not pass the loss on to the optimizer inside it."""
+    """Also apply the inner optimizer's scale_loss, which Keras's loss scaling does not call."""
     return original(self, self.inner_optimizer.scale_loss(loss))

@@ -1,16 +1,15 @@
 """DistributedOptimizer: a Keras 3 optimizer whose gradients are averaged over the ranks.
 
-Why this design. Keras 3 calls `_clip_gradients` exactly once for each real update: after loss
-unscaling and gradient accumulation, before clipping, weight decay and moving averages. The
-reduction sits there, so clipping sees averaged gradients and accumulation communicates only at its
-boundary. (Horovod's own class overrides methods that Keras 3 never calls, and averages nothing.)
+Keras 3 calls `_clip_gradients` exactly once for each update of the weights: after loss unscaling and gradient
+accumulation, before clipping, weight decay and moving averages. The gradients are reduced there, so that clipping sees
+averaged gradients, and gradient accumulation communicates only when it updates. (Horovod's own class overrides methods
+that Keras 3 never calls, and averages nothing.)
 
-The wrapped optimizer becomes an instance of a subclass of its own class, in place: `isinstance`, built
-state, learning rate and configuration stay, and files name the original class, so plain Keras loads
-them where Horovod is not installed.
+The class of the wrapped optimizer is replaced by a subclass, in place: `isinstance`, built state, learning rate and
+configuration stay, and files name the original class, so that plain Keras loads them where Horovod is not installed.
 
-Loss scaling: the inner optimizer of a LossScaleOptimizer is the distributed one, whichever way they were
-nested, and the ranks agree on whether the gradients are finite before any of them skips the step.
+Loss scaling: with a LossScaleOptimizer, its inner optimizer becomes the distributed one, and the ranks agree on whether
+the gradients are finite before any of them skips the step.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from hvdtrain.keras_internals.overlay import overlay
 
 
 class OptimizerReducer(GradientReducer):
-    """The reducer of one optimizer.
+    """Gradient reducer of one optimizer.
 
     Attributes:
-        pending: the variables of the update that is being made: Keras calls the hooks below without them.
-        reduced: whether their gradients have been reduced.
-        early: they were, before the update: see `reduce_before`.
+        pending: Variables of the current update, because Keras calls `_clip_gradients` without them.
+        reduced: Whether their gradients have been reduced.
+        early: Whether they were reduced before the update; see `reduce_before`.
     """
 
     def __init__(self, reduction: Reduction) -> None:
@@ -57,19 +56,19 @@ class OptimizerReducer(GradientReducer):
         self.reduced = self.early = False
 
     def reduce(self, gradients: list[Any], optimizer: Any) -> list[Any]:
-        """Return the gradients of the variables in `pending`, combined over the ranks."""
+        """Return the gradients of the variables in `pending`, reduced over the ranks."""
         self.reduced = True
         positions = [optimizer._get_variable_index(v) for v in self.pending]
         return self(gradients, self.pending, positions, weighted=current_step() is not None)
 
     @property
     def holds_parts(self) -> bool:
-        """Whether this rank has only parts of the reduced gradients, whose norms it cannot know alone."""
+        """Whether this rank has only parts of the reduced gradients, and cannot compute their norms by itself."""
         position = self.reduction.position
         return position is not None and not position.has_all
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
-        """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`."""
+        """Return the reduced gradients of `pending`, clipped by norm; see `clip_by_norm`. A collective."""
         position = self.reduction.position
         assert position is not None
         rest = [position.pipeline_set]
@@ -78,25 +77,25 @@ class OptimizerReducer(GradientReducer):
 
 
 class _Distributed(AppliesByKeras):
-    """Methods that DistributedOptimizer lays over the wrapped optimizer's class."""
+    """Mixin that DistributedOptimizer adds to the wrapped optimizer's class."""
 
     hvdtrain_reduction: Reduction
     hvdtrain_reducer: OptimizerReducer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        # Reached by from_config and copies; DistributedOptimizer itself changes the class in place.
+        # Called by from_config and copies; DistributedOptimizer itself replaces the class of an instance.
         super().__init__(*args, **kwargs)
         object.__setattr__(self, "hvdtrain_reducer", OptimizerReducer(self.hvdtrain_reduction))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Keras pickles and copies through a file, which holds the plain optimizer: without this a
-        # copy (copy.deepcopy) would not be distributed, and not say so.
+        # copy (copy.deepcopy) would silently not be distributed.
         _, (file,) = super().__reduce__()  # type: ignore[str-unpack]
         return _distributed_copy, (file, self.hvdtrain_reduction)
 
     @property
     def process_set(self) -> Communicator:
-        """The ranks over which gradients are reduced."""
+        """Ranks over which gradients are reduced."""
         return self.hvdtrain_reducer.reduction.process_set
 
     @property
@@ -122,11 +121,11 @@ class _Distributed(AppliesByKeras):
         known = self._trainable_variables  # type: ignore[attr-defined]
         variables = list(known if trainable_variables is None else trainable_variables)
         with self.reduce_before(grads, variables) as reduced:
-            # Past AppliesByKeras: whatever it does, all workers do alike.
+            # Skips the check in AppliesByKeras: the gradients are already reduced, so all ranks update alike.
             return super(AppliesByKeras, self).apply(reduced, variables)  # type: ignore[misc]
 
     def _looks_first(self, method: str) -> bool:
-        """Whether a user's own `method` gets the gradients before they are reduced: they must be, or it sees a part."""
+        """Whether the user's class overrides `method`, and so must be given gradients that are already reduced."""
         own = getattr(super(AppliesByKeras, self), method).__func__
         is_keras = own is getattr(keras.optimizers.Optimizer, method)
         reducer = self.hvdtrain_reducer
@@ -139,7 +138,7 @@ class _Distributed(AppliesByKeras):
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
         reducer = self.hvdtrain_reducer
         reducer.pending, reducer.reduced = list(trainable_variables), reducer.early
-        # Before they are accumulated: the steps between two updates may have other shares.
+        # Weighted before they are accumulated, because the shares may differ between the steps of one update.
         grads = list(grads) if reducer.early else weighed(grads)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
@@ -159,10 +158,10 @@ class _Distributed(AppliesByKeras):
 
     @contextlib.contextmanager
     def reduce_before(self, grads: Any, variables: Any) -> Iterator[list[Any]]:
-        """Reduce the gradients of an update before it begins; in this block the update takes them as they are.
+        """Reduce the gradients before the update; in this block the update does not reduce them again.
 
-        For loss scaling in a step (what overflows is then what overflows in one process with the whole batch), and
-        for optimizers that look at the gradients in an `apply` of their own.
+        For loss scaling in a step (so that the test for overflow is that of one process with the whole batch), and
+        for optimizers that override `apply` and use the gradients there.
         """
         reducer = self.hvdtrain_reducer
         if not self.built:  # type: ignore[attr-defined]
@@ -175,9 +174,9 @@ class _Distributed(AppliesByKeras):
             reducer.early = False
 
     def summed(self, grads: Any, variables: Any) -> list[Any]:
-        """Return the gradients of a step on this rank, weighed by its share, added up over the ranks.
+        """Return this rank's gradients of a step, weighted by its share and summed over the ranks.
 
-        Those that overwrite their variable stay as they are.
+        Gradients that overwrite their variable are returned unchanged.
         """
         reducer = self.hvdtrain_reducer
         found = list(grads)
@@ -194,7 +193,7 @@ class _Distributed(AppliesByKeras):
         return found
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
-        # float8 scales travel as "gradients" that replace the variable: the largest of all ranks is safe.
+        # float8 scales are "gradients" that replace the variable: the maximum over the ranks is safe for all.
         reducer = self.hvdtrain_reducer
         grads = [
             reducer.combined(g, Max, f"overwrite_{self._get_variable_index(v)}")  # type: ignore[attr-defined]
@@ -206,10 +205,11 @@ class _Distributed(AppliesByKeras):
 
 
 def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:
-    """Return a Keras optimizer, or the one inside its loss scaling, that may be made distributed.
+    """Return `optimizer`, or the one inside a LossScaleOptimizer, after checks that it can be made distributed.
 
     Raises:
-        UsageError: it is already distributed, it is not one of Keras's, or it holds several.
+        UsageError: It is already distributed, is not a Keras optimizer, or is a MultiOptimizer.
+        EngineError: This version of Keras lacks a method that the reduction needs.
     """
     if is_distributed(optimizer):
         raise UsageError("The optimizer is already distributed: wrap it only once")
@@ -222,13 +222,18 @@ def require_plain(optimizer: Any) -> keras.optimizers.Optimizer:
 
 
 def distribute(optimizer: Any, reduction: Reduction) -> Any:
-    """Make a plain Keras optimizer, or the one inside its loss scaling, reduce its gradients; return `optimizer`."""
+    """Make a plain Keras optimizer, or the one inside a LossScaleOptimizer, reduce its gradients; return `optimizer`.
+
+    Raises:
+        UsageError: See `require_plain`.
+        EngineError: See `require_plain`.
+    """
     inner = require_plain(optimizer)
     prepare_keras()
     correct_loss_scaling()
     prepare_fit()
     overlay(inner, _Distributed, hvdtrain_reduction=reduction)
-    # Not through Keras's __setattr__, which would track (and save) what it holds.
+    # Not through Keras's __setattr__, which would track (and save) the reducer's attributes.
     object.__setattr__(inner, "hvdtrain_reducer", OptimizerReducer(reduction))
     return optimizer
 
@@ -260,25 +265,26 @@ def DistributedOptimizer(
     The optimizer is changed in place and returned; it remains an instance of its class.
 
     Args:
-        optimizer: a keras.optimizers.Optimizer, or a LossScaleOptimizer around one.
-        name: part of the names of the collectives; the same on every rank.
-        device_dense: device for the reduction of dense gradients. Default: Horovod's choice.
-        device_sparse: device for the reduction of sparse gradients.
+        optimizer: A keras.optimizers.Optimizer, or a LossScaleOptimizer around one.
+        name: Part of the names of the collectives; the same on every rank.
+        device_dense: Device for the reduction of dense gradients. Default: Horovod's choice.
+        device_sparse: Device for the reduction of sparse gradients.
         compression: `Compression.none`, `.fp16` or `.bf16`, or your own Horovod Compressor.
-        sparse_as_dense: reduce IndexedSlices (from embeddings) as dense tensors.
-        gradient_predivide_factor: with op=Average, divide by this factor before the sum, and by size / factor after it.
+        sparse_as_dense: Reduce IndexedSlices (from embeddings) as dense tensors.
+        gradient_predivide_factor: With op=Average, divide by this factor before the sum, and by size / factor after it.
         op: Average, Sum or Adasum (which needs MPI, and a number of ranks that is a power of two).
-        backward_passes_per_step: accumulate the gradients of this many batches before each reduction
+        backward_passes_per_step: Accumulate the gradients of this many batches before each reduction
             (gradient_accumulation_steps in Keras).
-        average_aggregated_gradients: divide the accumulated gradients by the number of batches.
-        num_groups: older name of `groups`.
-        groups: number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
+        average_aggregated_gradients: Divide the accumulated gradients by the number of batches.
+        num_groups: Older name of `groups`.
+        groups: Number of groups to reduce the gradients in, or a list of groups (lists of variables). A variable in no
             group is reduced alone.
-        process_set: ranks to reduce over. Default: all.
-        scale_local_gradients: divide the gradients of local variables by the number of ranks.
+        process_set: Ranks to reduce over. Default: all.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Raises:
-        UsageError: arguments exclude each other; the optimizer is already distributed, or is a MultiOptimizer.
+        UsageError: An argument is invalid, or arguments exclude each other; the optimizer is already distributed, is
+            not a Keras optimizer, or is a MultiOptimizer.
     """
     inner = require_plain(optimizer)
     if num_groups:
@@ -308,7 +314,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     if passes == 1:
         return
     if optimizer.gradient_accumulation_steps == passes:
-        return  # A saved optimizer brings its accumulation with it.
+        return  # A saved optimizer keeps its accumulation.
     if optimizer.gradient_accumulation_steps:
         raise UsageError(
             f"backward_passes_per_step={passes}, but the optimizer has gradient_accumulation_steps="
@@ -338,10 +344,10 @@ def PartialDistributedOptimizer(
     Other arguments as in DistributedOptimizer.
 
     Args:
-        local_layers: a built Keras layer, or several.
+        local_layers: A built Keras layer, or several.
 
     Raises:
-        UsageError: a local layer is not a Keras layer or not built; also as in DistributedOptimizer.
+        UsageError: A local layer is not a Keras layer or not built; also as in DistributedOptimizer.
     """
     layers = layers_of(local_layers)
     distributed = DistributedOptimizer(
@@ -364,14 +370,18 @@ def PartialDistributedOptimizer(
 
 
 def reducer_of(optimizer: Any) -> OptimizerReducer:
-    """Return the reducer inside a distributed optimizer, or inside the loss scaling around it."""
+    """Return the reducer of a distributed optimizer, or of the one inside a LossScaleOptimizer."""
     return inner_of(optimizer).hvdtrain_reducer
 
 
 def layers_of(
     local_layers: keras.layers.Layer | Iterable[keras.layers.Layer] | None,
 ) -> list[keras.layers.Layer]:
-    """Return `local_layers` as a list of built layers, or raise UsageError."""
+    """Return `local_layers` as a list of built layers.
+
+    Raises:
+        UsageError: One of them is not a Keras layer, or is not built.
+    """
     layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else local_layers or []
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):

@@ -1,4 +1,4 @@
-"""Load a saved model to continue training it on all ranks.
+"""Loading a saved model to continue training it on all ranks.
 
 Saving needs no code here: a model with a distributed optimizer is saved as if its optimizer were plain (see
 optimizer.py).
@@ -34,12 +34,12 @@ def load_model(
     with keras.saving.load_model and wrap `model.optimizer`.
 
     Args:
-        filepath: a .keras or .h5 file.
-        custom_optimizers: your own optimizer classes.
-        custom_objects: your own classes and functions, by name. For the optimizer this may be, as with Horovod, a
+        filepath: A .keras or .h5 file.
+        custom_optimizers: Your own optimizer classes.
+        custom_objects: Your own classes and functions, by name. As in Horovod, the entry of the optimizer may be a
             function that creates it: {"Mine": lambda **config: hvd.DistributedOptimizer(Mine(**config))}.
-        compression: compression of the gradients, as in DistributedOptimizer.
-        legacy_opts: for Keras 2's legacy optimizers; must be False.
+        compression: Compression of the gradients, as in DistributedOptimizer.
+        legacy_opts: For Keras 2's legacy optimizers; must be False.
 
     Returns:
         The model, compiled if it was compiled when it was saved.
@@ -63,7 +63,7 @@ def load_model(
 
 
 def _with_makers(custom: dict[str, Any], optimizer: str) -> dict[str, Any]:
-    """Return `custom` with a class in place of a function that makes the optimizer: Keras 3 calls no function."""
+    """Return `custom` with a class in place of a function that creates the optimizer, which Keras 3 does not accept."""
     make = custom.get(optimizer)
     if not isinstance(make, types.FunctionType):
         return custom
@@ -78,9 +78,9 @@ def _with_makers(custom: dict[str, Any], optimizer: str) -> dict[str, Any]:
 
 
 def _with_state(model: keras.Model, path: str) -> Any:
-    """Return the model's optimizer with its state in the .h5 file, which Keras 3.15 does not restore.
+    """Return a new optimizer like the model's, with the state from the .h5 file, which Keras 3.15 does not restore.
 
-    It builds the optimizer for no variables, so a new one is built.
+    (Keras builds the optimizer without variables.)
     """
     optimizer = type(model.optimizer).from_config(model.optimizer.get_config())
     optimizer.build(model.trainable_variables)

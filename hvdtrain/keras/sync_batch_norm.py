@@ -1,13 +1,13 @@
 """SyncBatchNormalization: batch normalization with the statistics of the whole global batch.
 
-Each rank takes count, mean and variance of its own examples; one allgather brings these few numbers to all, and
-each combines them by Chan's formula, which subtracts nothing large (Horovod's E[x^2] - E[x]^2 does).
+Each rank computes count, mean and variance of its own examples; one allgather exchanges these few numbers, and each
+rank combines them by Chan's formula, which avoids cancellation, unlike Horovod's E[x^2] - E[x]^2.
 
-Gradient. A rank's mean and variance enter the losses of all ranks, so the gradients with respect to the global
-moments are summed over the ranks (one allreduce) before they go back through the rank's own examples. The sum
-over ranks of a rank's gradients is then that of the sum of the losses, and the average, which DistributedOptimizer
-takes, is that of one process with the whole batch. Uneven batches need their weight in the loss, before the
-backward pass (the Trainer puts it there); a weight on the gradients afterwards comes too late.
+Gradient: a rank's mean and variance enter the losses of all ranks, so the gradients with respect to the global
+moments are summed over the ranks (one allreduce) before they are propagated to the rank's own examples. The gradients
+summed over the ranks are then those of the sum of the losses, and their average, which DistributedOptimizer computes,
+is that of one process with the whole batch. With batches of different sizes, the weight must be in the loss, before
+the backward pass (the Trainer puts it there); weighting the gradients afterwards is too late.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from hvdtrain.errors import UsageError
 
 @keras.saving.register_keras_serializable(package="hvdtrain")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """A keras.layers.BatchNormalization that normalises over the batch of all ranks during training.
+    """A keras.layers.BatchNormalization that normalizes over the batches of all ranks during training.
 
     Every unmasked position of every example has the same weight, however the batch is divided. Inference needs no
     communication. XLA cannot compile this layer; Keras turns `jit_compile` off.
 
     Args:
-        fused: for compatibility with Horovod; must be False.
-        kwargs: arguments of keras.layers.BatchNormalization, except `synchronized`.
+        fused: For compatibility with Horovod; must be False.
+        kwargs: Arguments of keras.layers.BatchNormalization, except `synchronized`.
 
     Raises:
         UsageError: `fused` or `synchronized` is True.
     """
 
     hvdtrain_synchronized = True
-    """Its statistics are those of all ranks, in every training step."""
+    """Marks layers whose statistics are those of all ranks in every training step."""
 
     def __init__(self, fused: bool = False, **kwargs: Any) -> None:
         if fused is not False:
@@ -74,12 +74,12 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
 def local_moments(
     inputs: tf.Tensor, mask: tf.Tensor | None, axes: list[int]
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """Return count, mean and variance of `inputs` over `axes`, each of shape (channels,); 0 for no examples.
+    """Return count, mean and variance of `inputs` over `axes`, each of shape (channels,); 0 without examples.
 
     Args:
-        inputs: floating point, any rank.
-        mask: bool, of the shape of `inputs` without its last dimension; False does not count. Or None.
-        axes: all but the channels' axis.
+        inputs: Floating-point tensor with any number of dimensions.
+        mask: Bool tensor of the shape of `inputs` without its last dimension, False for entries to ignore; or None.
+        axes: All axes but that of the channels.
     """
     if mask is None:
         counted = tf.ones_like(inputs, tf.bool)
@@ -87,24 +87,27 @@ def local_moments(
         counted = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(inputs))
     weights = tf.cast(counted, inputs.dtype)
     count = tf.reduce_sum(weights, axes, keepdims=True)
-    # where, not times: a masked entry may be inf or nan.
+    # tf.where, not a product: a masked entry may be inf or nan.
     zero = tf.zeros_like(inputs)
     mean = tf.math.divide_no_nan(
         tf.reduce_sum(tf.where(counted, inputs, zero), axes, keepdims=True), count
     )
-    # The variance does not change with its mean to first order: no gradient is lost.
+    # To first order the variance does not depend on the mean, so stop_gradient loses nothing.
     offsets = tf.where(counted, inputs - tf.stop_gradient(mean), zero)
     variance = tf.math.divide_no_nan(tf.reduce_sum(tf.square(offsets), axes, keepdims=True), count)
     return tf.reshape(count, [-1]), tf.reshape(mean, [-1]), tf.reshape(variance, [-1])
 
 
 def combine_moments(rows: tf.Tensor) -> tf.Tensor:
-    """Return mean and variance, stacked to (2, channels), of parts given by their own.
+    """Combine the moments of several parts into those of the whole.
 
     Chan, Golub and LeVeque 1979: var = sum n_i (var_i + (mean_i - mean)^2) / sum n_i.
 
     Args:
-        rows: shape (parts, 3, channels): count, mean and variance of each part.
+        rows: Count, mean and variance of each part, of shape (parts, 3, channels).
+
+    Returns:
+        Mean and variance, of shape (2, channels).
     """
     counts, means, variances = tf.unstack(rows, axis=1)
     weights = tf.math.divide_no_nan(counts, tf.reduce_sum(counts, axis=0))
@@ -114,7 +117,7 @@ def combine_moments(rows: tf.Tensor) -> tf.Tensor:
 
 
 def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
-    """Return `row` of all ranks, stacked; differentiable by this rank's own."""
+    """Return the rows of all ranks, stacked; differentiable with respect to this rank's own row."""
 
     @tf.custom_gradient
     def gather(row: tf.Tensor) -> tuple[tf.Tensor, Any]:
@@ -126,9 +129,10 @@ def _gather(row: tf.Tensor, name: str) -> tf.Tensor:
 
 
 def _with_summed_gradient(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Return `tensor`, which is the same on all ranks; its gradient is the sum of theirs.
+    """Return `tensor`, which is the same on all ranks, with a gradient that is the sum of all ranks' gradients.
 
-    Where a step multiplies this rank's gradients by its share only in the end, the others' are weighted here by theirs.
+    If the step multiplies gradients by the ranks' shares afterwards, the sum here is weighted by the shares, too, and
+    divided by this rank's share.
     """
     step = current_step()
     share = None if step is None or step.share_in_loss else step.share

@@ -1,4 +1,4 @@
-"""DistributedGradientTape: gradients that are averaged over the ranks, for custom training loops."""
+"""DistributedGradientTape: gradients averaged over the ranks, for custom training loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.keras_internals.variables import tf_variable
 
 
 class _DistributedTape:
-    """Methods that DistributedGradientTape lays over the wrapped tape's class."""
+    """Mixin that DistributedGradientTape adds to the wrapped tape's class."""
 
     hvdtrain_reducer: GradientReducer
 
@@ -37,8 +37,8 @@ class _DistributedTape:
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """Return the gradients of `target` by `sources`, reduced over the ranks, in the structure of `sources`."""
-        del use_generic_names  # Horovod's: names never depend on the variables here.
+        """Return the gradients of `target` with respect to `sources`, in their structure, reduced over the ranks."""
+        del use_generic_names  # Names of collectives never depend on the variables' names here.
         flat = tf.nest.flatten(sources)
         gradients = super().gradient(  # type: ignore[misc]
             target, [tf_variable(s) for s in flat], output_gradients, unconnected_gradients
@@ -46,11 +46,11 @@ class _DistributedTape:
         return tf.nest.pack_sequence_as(sources, self.hvdtrain_reducer(gradients, flat))
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise UsageError: see the message."""
+        """Raise UsageError: the result could not be averaged over the ranks."""
         raise _no_jacobian("jacobian")
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise UsageError: see the message."""
+        """Raise UsageError: the result could not be averaged over the ranks."""
         raise _no_jacobian("batch_jacobian")
 
     def get_local_and_global_gradients(
@@ -60,7 +60,7 @@ class _DistributedTape:
         output_gradients: Any = None,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """Return (source, gradient) pairs of the local sources, and of the others."""
+        """Return the (source, gradient) pairs of the local sources, and those of the other sources."""
         del use_generic_names
         flat = tf.nest.flatten(sources)
         pairs = list(zip(flat, self.gradient(target, flat, output_gradients), strict=True))
@@ -100,11 +100,11 @@ def DistributedGradientTape(
     Other arguments as in DistributedOptimizer.
 
     Args:
-        gradtape: the tf.GradientTape.
+        gradtape: The tf.GradientTape.
 
     Raises:
-        UsageError: arguments exclude each other; from the `jacobian` and `batch_jacobian` methods, whose results
-            cannot be averaged.
+        UsageError: `gradtape` is not a tf.GradientTape; an argument is invalid, or arguments exclude each other. The
+            methods `jacobian` and `batch_jacobian` always raise it, because their results cannot be averaged.
     """
     if not isinstance(gradtape, tf.GradientTape):
         raise UsageError(f"Expected a tf.GradientTape, not {type(gradtape).__name__}")
@@ -147,10 +147,10 @@ def PartialDistributedGradientTape(
     Other arguments as in DistributedGradientTape.
 
     Args:
-        local_layers: a built Keras layer, or several.
+        local_layers: A built Keras layer, or several.
 
     Raises:
-        UsageError: a local layer is not a Keras layer or not built; arguments exclude each other.
+        UsageError: A local layer is not a Keras layer or not built; arguments exclude each other.
     """
     layers = layers_of(local_layers)
     tape = DistributedGradientTape(

@@ -1,7 +1,7 @@
-"""What `model.fit` does with a distributed optimizer: the first rank runs the callbacks that write, and ranks that
-were never made equal are found out.
+"""`model.fit` with a distributed optimizer: callbacks that write files on the first rank only, and replica checks.
 
-Ranks that write the same files at the same time break them. The first rank is that of the optimizer's process set.
+Ranks that write the same files at the same time would corrupt them. The first rank is that of the optimizer's process
+set.
 """
 
 from __future__ import annotations
@@ -32,26 +32,31 @@ from hvdtrain.keras_internals.variables import (
 )
 
 WRITERS = (kc.ModelCheckpoint, kc.TensorBoard, kc.CSVLogger, kc.BackupAndRestore, kc.RemoteMonitor)
-"""They write files or talk to a server, and decide nothing: rank 0 runs them alone."""
+"""Callbacks that write files or send to a server, and do not control training: only the first rank runs them."""
 LOGGERS = (kc.TensorBoard, kc.CSVLogger, kc.RemoteMonitor)
-"""Of them, those without which a training that has begun is as good."""
+"""Writers whose failure does not harm a training that has begun."""
 
 
 def on_this_rank(
     callbacks: Sequence[keras.callbacks.Callback], is_first: bool
 ) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that this rank runs: all on the first rank, elsewhere those that do not write."""
+    """Return the callbacks that this rank runs: all on the first rank, on the others those that do not write."""
     return [c for c in callbacks if is_first or not isinstance(c, WRITERS)]
 
 
 def failing_together(
     callbacks: Sequence[keras.callbacks.Callback], ranks: Communicator
 ) -> list[keras.callbacks.Callback]:
-    """Return this rank's callbacks for a CallbackList: what one that writes cannot write is an error on all ranks.
+    """Return callbacks for a CallbackList that raise the error of one rank's writer on all ranks.
 
     They raise it when training begins or ends, at the end of an epoch, and at the end of an evaluation that is not
-    part of a training, where some ranks may have no validation data. Costs a small allreduce each time; a rank alone
-    raises at once. A log that can no longer be written is warned of and left out; the training goes on.
+    part of a training (within one, some ranks may have no validation data). Each check costs a small allreduce; a
+    single rank raises at once. If a log can no longer be written, its callback warns and is not called again, and the
+    training continues.
+
+    Args:
+        callbacks: Callbacks of this rank, from `on_this_rank`.
+        ranks: Ranks that train together.
     """
     kinds = WRITERS if ranks.size() > 1 else LOGGERS
     own = [_Writer(c) if isinstance(c, kinds) else c for c in callbacks]
@@ -59,13 +64,17 @@ def failing_together(
 
 
 def prepare_fit() -> None:
-    """Let `model.fit` leave writers to the first rank, and these write whole files; calling again changes nothing."""
+    """Let `model.fit` run writers on the first rank only, and let them replace files atomically. Idempotent."""
     correct(keras.Model, "fit", _fit)
     prepare_saving()
 
 
 def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-    """keras.Model.fit. A CallbackList of the user's own stays as it is; a divided optimizer is saved by all ranks."""
+    """Replacement of keras.Model.fit.
+
+    The callbacks are left unchanged if the user passes a CallbackList, and with a sharded optimizer, which all ranks
+    must save together.
+    """
     call = inspect.signature(original).bind(self, *args, **kwargs)
     callbacks = call.arguments.get("callbacks")
     optimizer = getattr(self, "optimizer", None)
@@ -89,9 +98,9 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
 
 
 class _Writer(keras.callbacks.Callback):
-    """A callback that writes; after its first error, which is kept, it is not called again.
+    """Wraps a callback that writes: keeps its first error, and does not call it again after that.
 
-    A disk that becomes full ends a training whose model could not be saved, not one that loses lines of a log.
+    A full disk ends the training if the model cannot be saved, but not if only lines of a log are lost.
     """
 
     def __init__(self, callback: keras.callbacks.Callback) -> None:
@@ -125,7 +134,7 @@ class _Writer(keras.callbacks.Callback):
 
 
 class _RaiseAlike(keras.callbacks.Callback):
-    """Behind the writers: raises on all ranks what one of them has met."""
+    """Callback after the writers that raises the error of one rank's writer on all ranks."""
 
     def __init__(self, writers: Sequence[_Writer], ranks: Communicator) -> None:
         super().__init__()
@@ -156,20 +165,20 @@ class _RaiseAlike(keras.callbacks.Callback):
 
 
 class _GoOnTogether(keras.callbacks.Callback):
-    """The last one: what the first rank has restored (BackupAndRestore) holds for all, and weights must stay equal.
+    """Last callback: broadcasts what BackupAndRestore has restored on the first rank, and checks the replicas.
 
-    Whoever forgets to broadcast the first weights trains a model on each rank, with averaged gradients.
+    Without a broadcast of the initial weights, each rank would train a model of its own with averaged gradients.
     """
 
     def __init__(self, ranks: Communicator, restores: bool, guarded: bool) -> None:
         super().__init__()
         self._ranks = ranks
         self._restores = restores
-        # By BroadcastGlobalVariablesCallback, unless that was disabled.
+        # BroadcastGlobalVariablesCallback checks the replicas, unless its guard is off.
         self._guarded = guarded
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # The epoch at which fit begins, if it is not that of its argument initial_epoch.
+        # BackupAndRestore sets _initial_epoch, which overrides fit's argument.
         mine = tf.constant([self.model._initial_epoch or 0, int(self._restores)])
         root = self._ranks.ranks[0]
         epoch, restored = self._ranks.broadcast(mine, root, "hvdtrain_restored").numpy()
@@ -179,7 +188,7 @@ class _GoOnTogether(keras.callbacks.Callback):
             broadcast_variables(common, root, process_set=self._ranks)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Not before: Horovod's own examples broadcast after the first batch.
+        # No earlier, because Horovod's own examples broadcast after the first batch.
         if not self._guarded:
             variables, when = trained_variables(self.model), f"after epoch {epoch + 1}"
             check_replicas(variables=variables, when=when, process_set=self._ranks)
