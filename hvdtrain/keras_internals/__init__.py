@@ -1,1 +1,1 @@
-"""All that reaches into Keras's private parts, one Keras release at a time. Tested with Keras 3.15."""
+"""All code that uses Keras's private API. Tested with Keras 3.15."""

@@ -1,9 +1,9 @@
-"""Create the variables of a model before its first step, as Keras does in that step. Tested with Keras 3.15.
+"""Creation of a model's variables before its first step, in which Keras would create them. Tested with Keras 3.15.
 
-Ranks compare their variables and share them out before any of them trains, so these must exist by then. What a model
-computes is asked of Keras symbolically. A model that cannot be asked (it has a train_step and no `call`, or several
-optimizers, or runs eagerly what no graph can hold) rehearses a step instead: traced, or run on zeros, with
-nothing assigned and no gradient applied.
+Ranks compare and broadcast their variables before training, so these must exist by then. Keras builds the model
+symbolically. A model for which that is impossible (it has a train_step and no `call`, or several optimizers, or runs
+code eagerly that cannot be in a graph) rehearses a step instead: the step is traced, or run on zeros, without
+assignments to variables and without updates.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
     """Create all variables of a compiled model, its metrics and its optimizers from the shapes of `data`.
 
     Args:
-        model: compiled.
-        data: (x[, y[, sample_weight]]) as Keras's symbolic tensors.
+        model: A compiled model.
+        data: (x[, y[, sample_weight]]), as symbolic Keras tensors.
     """
     optimizers = optimizers_of(model)
     if len(optimizers) > 1 or overridden(model, "call") is None:
@@ -42,21 +42,21 @@ def build_model(model: keras.Model, data: tuple[Any, ...]) -> None:
         except Exception:
             if trains_by_keras(model) and not model.run_eagerly:
                 raise
-            # What is wrong with it, if anything, is said in the terms of the step.
+            # If the model has an error, the rehearsed step raises it in its own terms.
             _rehearse(model, data)
-    # Keras sets this where a model is called, and saves none without it.
+    # Keras sets this when a model is called, and does not save a model without it.
     model.built = model.built or all(layer.built for layer in children(model))
     if len(optimizers) == 1 and not optimizers[0].built:
         optimizers[0].build(model.trainable_variables)
 
 
 def symbolic_call(model: keras.Model, x: Any) -> Any:
-    """Return the symbolic outputs of `model` for symbolic inputs; an unbuilt model is built."""
+    """Return the symbolic outputs of `model` for symbolic inputs; builds the model if it is not built."""
     return backend.compute_output_spec(model, x, training=False)
 
 
 def _rehearse(model: keras.Model, data: Any) -> None:
-    """Let the model's train_step create what it needs, and change nothing."""
+    """Run or trace the model's train_step so that it creates its variables, without changing any."""
     step = model.train_step
     with contextlib.ExitStack() as stack:
         for optimizer in optimizers_of(model):
@@ -81,7 +81,7 @@ def _builder(optimizer: Any) -> Callable[[list[tuple[Any, Any]]], bool]:
 
 @contextlib.contextmanager
 def _nothing_assigned() -> Iterator[None]:
-    """Drop what is assigned to Keras variables in this block; new ones get their first values."""
+    """Ignore assignments to Keras variables in this block; new variables get their initial values."""
     variable_class = backend.Variable
     assign = variable_class._direct_assign
     variable_class._direct_assign = lambda self, value: None

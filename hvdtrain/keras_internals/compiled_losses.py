@@ -1,4 +1,4 @@
-"""What hvdtrain needs from the internals of compiled losses. Tested with Keras 3.15."""
+"""Access to the internals of compiled losses. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compiled_losses(model: keras.Model) -> list[keras.losses.Loss]:
 
 
 def own_losses(model: keras.Model) -> list[str]:
-    """Return the names of compiled losses that are not Keras's, functions and classes."""
+    """Return the names of the compiled losses whose function or class is not Keras's."""
 
     def is_keras(loss: keras.losses.Loss) -> bool:
         made_of = (type(loss), getattr(loss, "fn", type(loss)))
@@ -31,13 +31,18 @@ def own_losses(model: keras.Model) -> list[str]:
 
 
 def mask_in_loss(y_pred: Any, own_mask: Any) -> Any:
-    """Return which entries count in a loss: by the mask of `y_pred` and that of the values it found; None: all."""
+    """Return the mask of the entries that count in a loss; None: all of them.
+
+    Args:
+        y_pred: Predictions, which may carry a mask.
+        own_mask: Mask of the loss values, or None.
+    """
     masks = [mask for mask in (get_keras_mask(y_pred), own_mask) if mask is not None]
     return functools.reduce(operator.and_, masks) if masks else None
 
 
 def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.Tensor | None:
-    """Return the entries whose sum `loss` divides by, where that is not the number of entries; else None."""
+    """Return the weights whose sum `loss` divides by; None if it divides by the number of entries."""
     if loss.reduction == "mean_with_sample_weight":
         if mask is None and sample_weight is None:
             return None
@@ -47,7 +52,7 @@ def loss_weights(loss: keras.losses.Loss, mask: Any, sample_weight: Any) -> tf.T
 
 
 def needs_whole_batch(model: keras.Model) -> str | None:
-    """Return the error for a loss of Keras's that cannot be computed from parts of a batch; None if there is none."""
+    """Return an error message if a Keras loss of `model` cannot be computed from parts of a batch; otherwise None."""
     for loss in compiled_losses(model):
         function = getattr(loss, "fn", None)
         if function is keras.losses.circle:

@@ -1,7 +1,6 @@
-"""Corrections of Keras classes for models that communicate; others stay as they are. Tested with Keras 3.15.
+"""Corrections of Keras classes for models that communicate, without effect on others. Tested with Keras 3.15.
 
-In a model that is to be compiled by XLA Horovod's operations, which have no XLA kernel, stand between the
-compiled parts.
+With jit_compile=True, XLA compiles the parts of a step between Horovod's operations, which have no XLA kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from hvdtrain.keras_internals.optimizers import is_distributed
 
 
 def prepare_keras() -> None:
-    """Install the corrections; calling again changes nothing."""
+    """Install the corrections. Idempotent."""
     correct(keras.Model, "_make_function", _make_function)
-    # Of the class that has it: Keras asks whether a model's own class has another one.
+    # Of Trainer, which defines it, because Keras checks whether a model's class overrides it.
     correct(Trainer, "compile", _compile)
 
 
 def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-    """Let `replacement(original, self, ...)` stand in for a method of `owner`; calling again changes nothing."""
+    """Replace the method `name` of `owner`: calls go to `replacement(original, self, ...)`. Idempotent."""
     original = getattr(owner, name)
     if getattr(original, "hvdtrain_corrected", False):
         return
@@ -41,13 +40,13 @@ def correct(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _compile(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Horovod's examples, and so most scripts, pass an argument that TensorFlow 2.0 needed, and Keras 3 refuses."""
+    """Drop an argument for TensorFlow 2.0 that Horovod's examples, and so most scripts, pass, and Keras 3 rejects."""
     kwargs.pop("experimental_run_tf_function", None)
     return original(self, *args, **kwargs)
 
 
 def _make_function(original: Callable[..., Any], self: Any, step: Callable[[Any], Any]) -> Any:
-    """Of a train_step or test_step that may communicate, XLA compiles all but the collectives."""
+    """Let XLA compile all but the collectives of a train_step or test_step that may communicate."""
     communicates = is_distributed(self.optimizer) or overridden(self, "train_step", "test_step")
     if not (self.jit_compile and communicates):
         return original(self, step)
@@ -59,11 +58,10 @@ def _make_function(original: Callable[..., Any], self: Any, step: Callable[[Any]
 
 
 def in_clusters(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `step` for a tf.function of which XLA compiles what it can, cluster by cluster.
+    """Return `step` for a tf.function of which XLA compiles the clusters of operations that it supports.
 
-    It is the program that was written, in its order, however often it applies gradients and whatever it reads
-    afterwards: TensorFlow finds the clusters in the finished graph. (Compiled as a whole, a step could not hold
-    Horovod's operations.)
+    TensorFlow finds the clusters in the complete graph, so the step may apply gradients and read variables in any
+    order. (A step compiled as a whole could not contain Horovod's operations.)
     """
 
     def clustered(data: Any) -> Any:
@@ -76,7 +74,7 @@ def in_clusters(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def outside_clusters() -> contextlib.AbstractContextManager[Any]:
-    """In this block of a step `in_clusters` XLA compiles nothing; elsewhere it changes nothing."""
+    """Context in which XLA compiles nothing of a step from `in_clusters`; without effect elsewhere."""
     if tf.executing_eagerly():
         return contextlib.nullcontext()
     return tf.xla.experimental.jit_scope(compile_ops=False)

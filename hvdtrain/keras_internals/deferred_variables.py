@@ -1,8 +1,8 @@
-"""Keras variables without values: a model whose parts are on several ranks is built on none of them whole.
+"""Keras variables with deferred values, so that a model divided over ranks need not fit on any one of them.
 
-What this knows of Keras's inside: a Variable that has an `_initializer` and no `_value` is one that waits
-(Keras makes them in its StatelessScope, where, however, neither optimizers nor weights with given
-values can be made). Tested with Keras 3.15.
+A Keras variable with an `_initializer` and no `_value` is deferred. (Keras creates such variables in a
+StatelessScope, where, however, neither optimizers nor weights with given values can be created.) Tested with Keras
+3.15.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from keras.src import backend
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 
 LEAST_ELEMENTS = 1024
-"""Smaller variables get their values at once: they cost nothing, and some (random seeds) belong to no model."""
+"""Size below which variables get their values at once: they cost little, and some (seeds) belong to no model."""
 
 
 @contextmanager
 def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
-    """Give the Keras variables that are made in this block no memory; yield the list of them.
+    """Create Keras variables without values in this block; yield the list of these variables.
 
-    Shapes, dtypes, names and initializers are as ever, so `initialize` gives each the value that it would have
-    got, and `keep_part` a part of it. A variable that is assigned to in the block gets that value.
-    Whoever opens the block must treat all of the list in one of these ways before the model is used.
+    Their shapes, dtypes, names and initializers are as usual, so that `initialize` gives a variable the value that it
+    would have had, and `keep_part` reduces it to a part. A variable that is assigned in the block gets that value. The
+    caller must handle all variables in the list before the model is used.
 
     Args:
-        least: variables with fewer elements do not wait.
+        least: Variables with fewer elements get their values at once.
     """
     variable_class = backend.Variable
     initialize_now = variable_class._initialize_with_initializer
@@ -75,22 +75,22 @@ def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
 
 
 def is_waiting(variable: Any) -> bool:
-    """Whether the Keras variable has no value yet; a tf.Variable always has one."""
+    """Whether `variable` is a Keras variable that has no value yet."""
     return isinstance(variable, keras.Variable) and variable._value is None
 
 
 def initialize(variable: Any) -> None:
-    """Give a waiting variable its value; others stay as they are."""
-    # What is made in a StatelessScope, Keras itself initializes where that ends.
+    """Give a variable without a value its initial value; leave others unchanged."""
+    # Variables of a StatelessScope are initialized by Keras when the scope ends.
     if is_waiting(variable) and not backend.in_stateless_scope():
         variable._deferred_initialize()
 
 
 def keep_part(variable: Any, shard: Shard) -> None:
-    """Make the Keras variable hold only `shard` of what it holds, or of what it waits for, and mark it.
+    """Reduce a Keras variable to `shard` of its value, or of its deferred initial value, and mark it.
 
-    The variable stays the same object: its path, regularizer, constraint and place in its layer stay. One that
-    waits continues to wait. The whole value is in memory for a moment.
+    The variable remains the same object, with its path, regularizer and constraint. If it is deferred, it remains so.
+    The whole value is in memory temporarily.
     """
     whole = tuple(variable._shape)
     if is_waiting(variable):

@@ -1,7 +1,7 @@
-"""Which optimizers update each element from that element's own gradient and state alone.
+"""Elementwise optimizers: those that update each element from that element's gradient and state alone.
 
-Only those can work on parts of variables. They are known by class: a subclass may do anything, so one of a
-user's own says so itself, by a class attribute `hvdtrain_elementwise = True`.
+Only they can update parts of variables. Keras's are listed by class. Subclasses may do anything, so a user's own
+optimizer class declares it by the attribute `hvdtrain_elementwise = True`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ WHOLE = {
     "ScheduleFreeAdamW": "initializes its state from the weights",
     "MultiOptimizer": "holds several optimizers",
 }
-"""Keras's other optimizers: why not."""
+"""Keras's other optimizers, and why they are not elementwise."""
 
 
 def require_elementwise(optimizer: Any, cannot: str) -> None:
-    """Raise UsageError unless `optimizer` can update parts of variables; `cannot` says what it cannot do else."""
+    """Check that `optimizer` can update parts of variables.
+
+    Args:
+        optimizer: A Keras optimizer, without loss scaling.
+        cannot: What the message says of any other optimizer, such as "cannot be sharded".
+
+    Raises:
+        UsageError: It is not known to be elementwise.
+    """
     kind = type(optimizer)
     if kind in ELEMENTWISE or getattr(kind, "hvdtrain_elementwise", False):
         return

@@ -1,7 +1,7 @@
-"""What Keras writes over an older file is written beside it, then renamed: who is killed meanwhile keeps the older one.
+"""Atomic replacement of files that Keras writes: a new file is written beside the old one, then renamed.
 
-`Model.save`, `Model.save_weights`, and with them ModelCheckpoint; and the two files of BackupAndRestore, as a pair.
-Tested with Keras 3.15, which writes in place.
+A process that is killed meanwhile keeps the old file. Applies to `Model.save`, `Model.save_weights`, and so to
+ModelCheckpoint; and to the two files of BackupAndRestore, as a pair. Tested with Keras 3.15, which writes in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUFFIXES = (".keras", ".h5", ".hdf5")
 
 
 def prepare_saving() -> None:
-    """Install the corrections; calling again changes nothing."""
+    """Install the corrections. Idempotent."""
     correct(saving_api, "save_model", _save)
     correct(saving_api, "save_weights", _save)
     correct(BackupAndRestore, "_save_model", _save_backup)
@@ -33,7 +33,7 @@ def prepare_saving() -> None:
 def _save(
     original: Callable[..., Any], model: Any, filepath: Any, overwrite: bool = True, **kwargs: Any
 ) -> Any:
-    """saving_api.save_model and save_weights. Several files, and what is no file of this machine, are Keras's own."""
+    """Replacement of saving_api.save_model and save_weights; saves to several or remote files are left to Keras."""
     single = kwargs.get("zipped") is not False and kwargs.get("max_shard_size") is None
     path = _local_file(filepath) if single else None
     if path is None or (path.exists() and not overwrite):
@@ -43,17 +43,17 @@ def _save(
 
 
 def _local_file(filepath: Any) -> Path | None:
-    """The file that a save replaces or makes; None if it is not a plain one, or its folder takes no other."""
+    """Return the file to write; None if it is no local .keras or .h5 file, or its folder is not writable."""
     if not isinstance(filepath, str | os.PathLike) or file_utils.is_remote_path(str(filepath)):
         return None
-    path = Path(filepath).resolve()  # A link stays, and leads to the new file.
+    path = Path(filepath).resolve()  # A symbolic link is kept, and points to the new file.
     plain = path.suffix in _SUFFIXES and (path.is_file() or not path.exists())
     return path if plain and os.access(path.parent, os.W_OK) else None
 
 
 @contextmanager
 def _in_place_of(path: Path) -> Iterator[Path]:
-    """A file to write, which then takes the place of `path`; nothing is left of one that was not finished."""
+    """Yield a temporary file to write, which then replaces `path`; remove it if writing fails."""
     temporary = _beside(path)
     try:
         yield temporary
@@ -67,7 +67,7 @@ def _in_place_of(path: Path) -> Iterator[Path]:
 
 
 def _save_backup(original: Callable[..., Any], self: Any) -> None:
-    """BackupAndRestore._save_model: the weights, then the epoch. Both are there before the first is renamed."""
+    """Replacement of BackupAndRestore._save_model: write both files, then rename the weights, then the epoch."""
     if file_utils.is_remote_path(str(self.backup_dir)):
         original(self)
         return
@@ -89,7 +89,7 @@ def _save_backup(original: Callable[..., Any], self: Any) -> None:
 
 
 def _load_backup(original: Callable[..., Any], self: Any) -> None:
-    """BackupAndRestore._load_model: finishes, or forgets, a save that was cut off."""
+    """Replacement of BackupAndRestore._load_model: first complete or discard an interrupted save."""
     weights, epoch = Path(self._weights_path), Path(self._training_metadata_path)
     if not file_utils.is_remote_path(str(self.backup_dir)) and _beside(epoch).exists():
         if _beside(weights).exists():
@@ -100,12 +100,12 @@ def _load_backup(original: Callable[..., Any], self: Any) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """Where the file is written; it has the same ending, by which Keras knows the format."""
+    """Return the temporary path for `path`, with the same suffix, from which Keras derives the format."""
     return path.with_name(f".tmp.{path.name}")
 
 
 def _flush(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""The graph of a Keras model: its calls in order, and models of a part of them. Tested with Keras 3.15.
+"""The graph of a Keras model: its calls in order, and models of parts of it. Tested with Keras 3.15.
 
 A Sequential or functional model is a graph of calls: a layer (or an operation of keras.ops) is called on
-tensors and makes tensors. A layer that is called twice has two calls.
+tensors and returns tensors. A layer that is called twice has two calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from keras.src.models.functional import Functional
 from hvdtrain.keras_internals.compiled_losses import compiled_losses
 
 Tensor = Any
-"""A keras.KerasTensor: symbolic, identified by its id."""
+"""A keras.KerasTensor: symbolic, compared by id()."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +26,9 @@ class Call:
     """One call of a layer or operation.
 
     Attributes:
-        operation: what is called.
-        inputs: the tensors that it is called on.
-        outputs: the tensors that it makes.
+        operation: Layer or operation that is called.
+        inputs: Tensors that it is called on.
+        outputs: Tensors that it returns.
     """
 
     operation: Any
@@ -37,12 +37,12 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The layer's name."""
+        """Name of the layer or operation."""
         return str(self.operation.name)
 
     @property
     def variables(self) -> list[Any]:
-        """The variables of the layer, those of the layers inside it and of its random generators included."""
+        """Variables of the layer, including those of layers inside it and of its seed generators."""
         return list(getattr(self.operation, "variables", ()))
 
 
@@ -54,10 +54,10 @@ def functional_of(model: keras.Model) -> Functional | None:
 
 
 def calls_of(functional: Functional) -> list[Call]:
-    """Return the calls of a graph, each behind those whose outputs it takes.
+    """Return the calls of a graph in topological order.
 
-    The order is depth first from the outputs, an operation's first input first: what belongs together
-    (a tower, a residual branch) stays together, and code that reads from top to bottom comes out in its order.
+    The order is depth first from the outputs, an operation's first input first, so that related calls (a tower, a
+    residual branch) stay together, and the calls usually come in the order of the code that built the model.
     """
     nodes = {node for level in functional._nodes_by_depth.values() for node in level}
     done: set[Any] = set()
@@ -84,38 +84,38 @@ def _node_of(tensor: Tensor) -> Any:
 def part_of(
     whole: keras.Model, inputs: Sequence[Tensor], outputs: Sequence[Tensor], name: str
 ) -> keras.Model:
-    """Return the model of the calls of `whole` from `inputs` to `outputs`: the same layers, under the same names."""
+    """Return a model of the calls of `whole` from `inputs` to `outputs`, with the same layers."""
     histories = [tensor._keras_history for tensor in inputs]
     model = keras.Model(inputs=list(inputs), outputs=list(outputs), name=name)
-    # By it Keras decides on loss scaling; not by the setter, which would quantize.
+    # The policy determines loss scaling. Not through the setter, which would quantize.
     model._dtype_policy = whole.dtype_policy
-    # Keras counts the whole model's inputs as made again, and could not write its configuration then.
+    # Keras has overwritten the history of these tensors; without it, `whole` could not be serialized.
     for tensor, history in zip(inputs, histories, strict=True):
         tensor._keras_history = history
-    # Its layers have given the outputs their masks; those of the inputs are no one else's.
+    # The layers set the masks of the outputs, so the model must not compute or discard them.
     model.supports_masking = True
     model.compute_mask = lambda inputs, previous_mask: None
     return model
 
 
 def like_outputs(functional: Functional, flat: Sequence[Any]) -> Any:
-    """Return `flat` in the structure in which the model returns its outputs."""
+    """Return the list `flat` in the structure of the model's outputs."""
     packed = tree.pack_sequence_as(functional._outputs_struct, list(flat))
     return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
 
 
 def flat_inputs(functional: Functional, x: Any) -> list[Any]:
-    """Return a user's `x` as the flat list of the graph's inputs, of their dtypes and ranks."""
+    """Return a user's `x` as a flat list of the graph's inputs, converted to their dtypes and numbers of dimensions."""
     return list(functional._standardize_inputs(x))
 
 
 def mask_of(tensor: Any) -> Any:
-    """Return the mask of padding that a tensor carries, symbolic or computed, or None."""
+    """Return the padding mask of a symbolic or concrete tensor; None if it has none."""
     return get_keras_mask(tensor)
 
 
 def give_mask(tensor: Any, mask: Any) -> None:
-    """Make `tensor` carry a mask of padding."""
+    """Set the padding mask of `tensor`."""
     set_keras_mask(tensor, mask)
 
 
@@ -125,7 +125,7 @@ def compute_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, training:
 
 
 def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: bool) -> Any:
-    """Return the compiled loss alone; `track`: count it in the running means of several outputs' losses."""
+    """Return the compiled loss alone; with `track`, also update the running means of the outputs' losses."""
     compiled = model._compile_loss
     means = compiled._metrics
     if not track:
@@ -137,12 +137,12 @@ def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: b
 
 
 def own_losses(model: keras.Model) -> list[Any]:
-    """Return what the layers add to the loss, penalties and add_loss, as scalars."""
+    """Return the losses that layers add (regularization and add_loss), as scalars."""
     return [model._aggregate_additional_loss(loss) for loss in model.losses]
 
 
 def track_loss(model: keras.Model, loss: Any, examples: Any) -> None:
-    """Count `loss`, of so many examples, in the running mean that the logs call "loss"."""
+    """Update the running mean "loss" in the logs with the `loss` of `examples` examples."""
     model._loss_tracker.update_state(loss, sample_weight=examples)
 
 
@@ -155,7 +155,7 @@ def build_compiled(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> None
 
 
 def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
-    """Whether a loss of a built compiled model masks what it finds (ignore_class); from symbolic tensors."""
+    """Whether a loss of a built compiled model masks its own values (ignore_class), given symbolic tensors."""
     masked: list[bool] = []
     losses = compiled_losses(model)
 
@@ -178,18 +178,18 @@ def masks_itself(model: keras.Model, y_pred: Any, y: Any, weight: Any) -> bool:
 
 
 def drop_compiled(model: keras.Model) -> None:
-    """Leave a compiled model no loss and no metrics but its running mean, to which `track_loss` adds."""
+    """Remove the loss and metrics of a compiled model, except the running mean that `track_loss` updates."""
     model._compile_loss = model._compile_metrics = None
 
 
 def release(variable: Any) -> None:
-    """Forget the value of a Keras variable, and its memory with it; shape and name stay."""
+    """Drop the value of a Keras variable to free its memory; its shape and name stay."""
     if variable._value is not None:
         variable._initializer = keras.initializers.Zeros()
         variable._value = None
 
 
 def make_again(variable: Any) -> None:
-    """Make the variable inside a Keras variable anew, with its value, on the device of this moment."""
+    """Recreate the tf.Variable inside a Keras variable, with its value, on the current device."""
     if variable._value is not None:
         variable._initialize(variable._value.numpy())

@@ -1,7 +1,7 @@
-"""Keras's files: where in a .keras file a model's variables are, and models made again from a configuration.
+"""Keras's files: the paths of a model's variables in a .keras file, and models recreated from a configuration.
 
-Tested with Keras 3.15. A file names layers by their class and their place, not by their names, so models of
-the same structure fit each other's files.
+Tested with Keras 3.15. A file identifies layers by class and position, not by name, so that models of the same
+structure can load each other's files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIMIZER_VALUES = f"{OPTIMIZER}/{_VALUES}/"
 
 
 class _Places(saving_lib.H5IOStore):
-    """Takes what a model would write, and notes where."""
+    """Store that collects what a model would write, by path, instead of writing it."""
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, Any]] = {}
@@ -40,9 +40,12 @@ class _Places(saving_lib.H5IOStore):
 
 
 def stored_variables(model: keras.Model) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Return place in a file -> (the variable or value that belongs there, its shape), of the model alone.
+    """Return the variables and values of a model, without its optimizer, by their paths in a file.
 
     Also works for variables without values.
+
+    Returns:
+        Path -> (variable or value, its shape).
     """
     store = _Places()
     optimizer = getattr(model, "optimizer", None)
@@ -61,7 +64,7 @@ def stored_variables(model: keras.Model) -> dict[str, tuple[Any, tuple[int, ...]
 
 
 def optimizer_places(optimizer: Any) -> dict[str, tuple[Any, tuple[int, ...]]]:
-    """Return the same for the state of a built optimizer."""
+    """Return the variables of a built optimizer by their paths in a file, as `stored_variables` does."""
     return {
         _place(OPTIMIZER, str(number)): (variable, tuple(variable.shape))
         for number, variable in enumerate(optimizer.variables)
@@ -74,10 +77,10 @@ def _place(group: str, key: str) -> str:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, Any]]]:
-    """Open a .keras file; yield its shapes by place, and its configuration. Nothing in it is run.
+    """Open a .keras file; yield the shapes of its arrays by path, and its configuration. Runs no code from the file.
 
     Raises:
-        OSError, ValueError, KeyError, zipfile.BadZipFile: no such file.
+        OSError, ValueError, KeyError, zipfile.BadZipFile: It is not a readable .keras file.
     """
     with zipfile.ZipFile(path) as archive:
         config = json.loads(saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME))
@@ -96,17 +99,22 @@ def opened(path: Path) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, A
 
 
 def load_values(model: keras.Model, path: Path, optimizer_too: bool) -> None:
-    """Read the variables of a built model, and of its built optimizer, as keras.Model.load_weights does.
+    """Load the variables of a built model, as keras.Model.load_weights does.
+
+    Args:
+        model: A built model.
+        path: File to read.
+        optimizer_too: Also load the state of its optimizer, which is built.
 
     Raises:
-        ValueError: the file does not fit.
+        ValueError: The file does not fit the model.
     """
     skipped = [] if optimizer_too else [model.optimizer]
     saving_lib.load_weights_only(model, str(path), objects_to_skip=skipped)
 
 
 def optimizer_class(config: dict[str, Any]) -> str | None:
-    """Return the class of the optimizer that a file's model was compiled with; inside loss scaling, the inner."""
+    """Return the class name of the optimizer in a file's `config`: for a LossScaleOptimizer, of the inner one."""
     found = (config.get("compile_config") or {}).get("optimizer")
     while isinstance(found, dict):
         inner = (found.get("config") or {}).get("inner_optimizer")
@@ -117,7 +125,7 @@ def optimizer_class(config: dict[str, Any]) -> str | None:
 
 
 def optimizer_class_in(path: str) -> str | None:
-    """Return the same for a .keras or .h5 file; None for a file in which Keras finds no model either."""
+    """Return the class name of the optimizer in a .keras or .h5 file; None if it has none, or is neither."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             text = saving_lib._safe_zip_read(archive, saving_lib._CONFIG_FILENAME)
@@ -131,7 +139,7 @@ def optimizer_class_in(path: str) -> str | None:
     )
 
 
-# Models and optimizers made again.
+# Recreating models and optimizers.
 
 
 def plain_class(optimizer: Any) -> type:
@@ -144,7 +152,7 @@ def plain_class(optimizer: Any) -> type:
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """Return a new optimizer of the same configuration, without state, neither distributed nor sharded."""
+    """Return a new, unbuilt optimizer of the same configuration, neither distributed nor sharded."""
     inner = inner_of(optimizer)
     if not is_scaled(optimizer):
         optimizer = inner
@@ -154,7 +162,7 @@ def plain_optimizer(optimizer: Any) -> Any:
 
 
 def model_config(model: keras.Model) -> tuple[dict[str, Any], dict[str, type]]:
-    """Return a model's configuration without how it was compiled, and the classes of its layers by name."""
+    """Return a model's configuration without its compile arguments, and its custom layer classes by name."""
     config = keras.saving.serialize_keras_object(model)
     config.pop("compile_config", None)
     custom = [
@@ -166,9 +174,9 @@ def model_config(model: keras.Model) -> tuple[dict[str, Any], dict[str, type]]:
 
 
 def model_again(config: dict[str, Any], custom: dict[str, type]) -> keras.Model:
-    """Return a new model of a configuration that this process made; Python draws no random numbers for it.
+    """Return a new model from a result of `model_config`, without a change to the state of Python's `random`.
 
-    The names of layers are in the configuration; those of variables depend on how a model is built.
+    Layers keep their names, which are in the configuration; names of variables depend on how the model is built.
     """
     state = random.getstate()
     try:
@@ -178,21 +186,21 @@ def model_again(config: dict[str, Any], custom: dict[str, type]) -> keras.Model:
 
 
 def _made(config: dict[str, Any], custom: dict[str, type]) -> Any:
-    # The configuration is this process's own, not a file's: what it names may be run.
+    # Safe: the configuration was created in this process, not read from a file.
     return keras.saving.deserialize_keras_object(config, custom_objects=custom, safe_mode=False)
 
 
 def rename(variable: Any, path: str) -> None:
-    """Give a Keras variable another path, which the optimizer's names for its state follow."""
+    """Set the path of a Keras variable, from which an optimizer derives the names of its state."""
     variable._path = path
 
 
 def give_value(variable: Any, value: Any) -> None:
-    """Give a variable that waits its value, on the device of the scope."""
+    """Initialize a Keras variable without a value with `value`, on the current device."""
     variable._initialize(value)
 
 
 def compile_like(model: keras.Model, other: keras.Model, optimizer: Any) -> None:
-    """Compile `model` as `other` was, with another optimizer."""
+    """Compile `model` with the arguments with which `other` was compiled, and with `optimizer`."""
     config = dict(other._compile_config.config) | {"optimizer": optimizer}
     model.compile(**config)

@@ -1,4 +1,4 @@
-"""Which metrics a step updates, with what, and which of its logs are their results. Tested with Keras 3.15."""
+"""Recording of the metric calls of a step: updates, their arguments, and results. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from hvdtrain.keras_internals.models import held_in
 
 @dataclass(frozen=True)
 class Source:
-    """Where a value in the logs comes from.
+    """Origin of a value in the logs.
 
     Attributes:
-        metric: whose result it is.
-        key: of the value, in a result that is a dict.
+        metric: Metric whose result it is.
+        key: Key of the value if the result is a dict; otherwise None.
     """
 
     metric: keras.metrics.Metric
     key: str | None = None
 
     def value(self) -> Any:
-        """Return the result of the metric's present state."""
+        """Return the value for the current state of the metric."""
         result = self.metric.result()
         return result if self.key is None else result[self.key]
 
 
 @dataclass
 class Calls:
-    """The calls of metrics during one run or trace of a step.
+    """Calls of metrics during one run or trace of a step.
 
     Attributes:
-        updates: each metric that was updated, with the (args, kwargs) of each call.
+        updates: Metrics that were updated, each with the (args, kwargs) of its calls.
     """
 
     updates: list[tuple[keras.metrics.Metric, list[tuple[Any, Any]]]] = field(default_factory=list)
     _results: list[tuple[Any, Source]] = field(default_factory=list)
 
     def sources(self, logs: Mapping[str, Any]) -> dict[str, Source]:
-        """Return the metrics behind `logs`: of each value that is the very object a result() returned."""
-        # The results are kept, so that no other object can have their id.
+        """Return the origin of each value in `logs` that is the same object as a metric's result."""
+        # The results are kept alive, so that no other object can have their id().
         known = {id(value): source for value, source in self._results}
         return {name: known[id(value)] for name, value in logs.items() if id(value) in known}
 
@@ -65,7 +65,7 @@ class Calls:
 
 
 def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
-    """Return all metrics that a model and its layers hold, each once; of compiled ones those that the user gave."""
+    """Return all metrics of a model and its layers, each once; compiled ones as the user passed them."""
     found: dict[int, keras.metrics.Metric] = {}
     held = [m for layer in model._flatten_layers() for m in layer._metrics]
     for metric in [*model.metrics, *model._get_own_metrics(), *held]:
@@ -75,18 +75,21 @@ def metrics_of(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def is_of_keras(metric: keras.metrics.Metric) -> bool:
-    """Whether a metric's class is Keras's, not a subclass of the user's."""
+    """Whether the class of a metric is Keras's own, not a subclass."""
     return type(metric).__module__.startswith("keras.src.metrics")
 
 
 def is_known_to_add_up(metric: keras.metrics.Metric) -> bool:
-    """Whether a metric is Keras's, and what it is given is not the user's choice: a value for each example."""
+    """Whether a metric is Keras's and always takes values per example, so that its states add up.
+
+    Mean, Sum and MeanMetricWrapper are not: what they aggregate is up to the user.
+    """
     general = (keras.metrics.Mean, keras.metrics.Sum, keras.metrics.MeanMetricWrapper)
     return is_of_keras(metric) and type(metric) not in general
 
 
 def hides_state(metric: keras.metrics.Metric) -> bool:
-    """Whether a metric keeps what it counts where Keras does not know of it: in a tf.Variable, or in Python."""
+    """Whether a metric has state that Keras does not track: in tf.Variables or Python attributes."""
     if next(held_in(vars(metric), tf.Variable), None) is not None:
         return True
     common = vars(keras.metrics.Metric())
@@ -97,7 +100,7 @@ def hides_state(metric: keras.metrics.Metric) -> bool:
 
 @contextlib.contextmanager
 def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
-    """In this block note the calls of `metrics`; what one metric calls of another belongs to the first."""
+    """Record the calls of `metrics` in this block, except those that one metric makes to another."""
     calls = Calls()
     depth = 0
 
@@ -115,7 +118,7 @@ def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
                 note(metric, value, args, kwargs)
             return value
 
-        # Not by setattr, which Keras tracks.
+        # Not by setattr, in which Keras tracks attributes.
         own = vars(metric)
         if name in own:
             undo.callback(own.update, {name: own[name]})
@@ -136,7 +139,7 @@ def watched(metrics: Sequence[keras.metrics.Metric]) -> Iterator[Calls]:
 
 @contextlib.contextmanager
 def frozen(metrics: Sequence[keras.metrics.Metric]) -> Iterator[None]:
-    """In this block the states of `metrics` stay as they are."""
+    """Context in which updates of `metrics` do nothing."""
     with contextlib.ExitStack() as undo:
         for metric in metrics:
             own = vars(metric)

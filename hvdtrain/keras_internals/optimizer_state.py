@@ -1,8 +1,8 @@
-"""An optimizer's state in parts: what that needs of Keras's inside. Tested with Keras 3.15.
+"""Saving and loading of sharded optimizer state through Keras. Tested with Keras 3.15.
 
-An optimizer that holds parts has the methods `whole_values()` (raises UsageError outside of the block in which
-the parts are gathered) and `load_whole_values(values)`, for its `variables` in order, and `share_loaded()`, which
-gives all ranks what the first one has loaded.
+A sharded optimizer has the methods `whole_values()` (raises UsageError outside of the block in which the parts are
+gathered) and `load_whole_values(values)`, both in the order of its `variables`, and `share_loaded()`, which
+distributes the state that the first rank has loaded to all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hvdtrain.keras_internals.optimizers import inner_of
 
 
 def slot_name(variable: Any, name: str) -> str:
-    """Return Keras's name for the optimizer state `name` of a Keras variable or tf.Variable."""
+    """Return Keras's name for the optimizer slot `name` of a Keras variable or tf.Variable."""
     if hasattr(variable, "path"):
         return f"{variable.path.replace('/', '_')}_{name}"
     sanitised = str(variable.name).replace("/", "_").replace(":", "_")
@@ -27,20 +27,23 @@ def slot_name(variable: Any, name: str) -> str:
 
 
 def is_in_parts(optimizer: Any) -> bool:
-    """Whether the state of `optimizer`, or of the one inside its loss scaling, lies in parts on several ranks."""
+    """Whether `optimizer`, or the one inside a LossScaleOptimizer, has state that is sharded over the ranks."""
     return hasattr(inner_of(optimizer), "whole_values")
 
 
 def share_loaded(optimizer: Any) -> None:
-    """Give all ranks what the first has loaded into an optimizer in parts; nothing for others. A collective."""
+    """Distribute the state that the first rank has loaded into a sharded optimizer. A collective.
+
+    Does nothing for other optimizers.
+    """
     if is_in_parts(optimizer):
         inner_of(optimizer).share_loaded()
 
 
 def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
-    """Make a built optimizer one that is not built; return its trained variables and its state's values.
+    """Reset an optimizer to unbuilt; return its trained variables and the values of its state.
 
-    One that is not built is left as it is: (None, []).
+    Returns (None, []) for an optimizer that is not built.
     """
     if not optimizer.built:
         return None, []
@@ -55,14 +58,14 @@ def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
 
 
 def prepare_saving() -> None:
-    """Correct what saves an optimizer by its variables; calling again changes nothing."""
+    """Correct the methods of Keras that save an optimizer's variables one by one. Idempotent."""
     correct(keras.optimizers.LossScaleOptimizer, "save_own_variables", _save_scaled)
     correct(keras.optimizers.LossScaleOptimizer, "load_own_variables", _load_scaled)
     correct(legacy_h5_format, "save_optimizer_weights_to_hdf5_group", _save_in_hdf5)
 
 
 def _save_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
-    """The file of a LossScaleOptimizer also holds the inner optimizer's state."""
+    """Replacement of LossScaleOptimizer.save_own_variables: also saves the state of a sharded inner optimizer."""
     if not hasattr(self.inner_optimizer, "whole_values"):
         original(self, store)
         return

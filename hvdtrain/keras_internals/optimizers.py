@@ -1,4 +1,4 @@
-"""What hvdtrain needs from the internals of Keras's optimizers. Tested with Keras 3.15."""
+"""Access to the internals of Keras's optimizers. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIMIZER_HOOKS = ("_backend_apply_gradients", "_clip_gradients", "_get_variable
 
 
 def require_hooks(optimizer_class: type) -> None:
-    """Raise EngineError if this Keras no longer has the methods that the reduction hooks into."""
+    """Raise EngineError if this version of Keras lacks a method that the reduction overrides."""
     missing = [name for name in OPTIMIZER_HOOKS if not hasattr(optimizer_class, name)]
     if missing:
         raise EngineError(
@@ -27,7 +27,7 @@ def require_hooks(optimizer_class: type) -> None:
 
 
 def refuse_several(optimizer: Any) -> None:
-    """Raise UsageError for Keras's MultiOptimizer, which leaves all work to optimizers inside it."""
+    """Raise UsageError for Keras's MultiOptimizer, which delegates updates to other optimizers."""
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise UsageError(
             "MultiOptimizer passes the gradients to other optimizers before the workers' gradients are averaged: "
@@ -37,13 +37,13 @@ def refuse_several(optimizer: Any) -> None:
 
 
 class AppliesByKeras:
-    """Lies over an optimizer whose update is made inside Keras's `apply`: one of its own must lead there.
+    """Optimizer mixin that checks that a user's own `apply` calls Keras's `apply`, where gradients are reduced.
 
-    (A wrapper of another optimizer may apply the gradients by that one, and several workers' would never meet.)
+    (A wrapper may let another optimizer apply the gradients, which then would not be reduced.)
     """
 
     hvdtrain_applied = 0
-    """How often Keras's `apply` was reached."""
+    """Number of calls of Keras's `apply`."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         before = self.hvdtrain_applied
@@ -57,7 +57,7 @@ class AppliesByKeras:
         return result
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:
-        # Keras's apply calls this for any gradient.
+        # Keras's apply calls this whenever it has a gradient.
         object.__setattr__(self, "hvdtrain_applied", self.hvdtrain_applied + 1)
         return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
@@ -68,13 +68,13 @@ def inner_of(optimizer: Any) -> Any:
 
 
 def rate_variable(optimizer: Any) -> Any:
-    """Return the variable that holds the learning rate; None if a schedule gives it."""
+    """Return the variable of the learning rate; None if the rate is a schedule."""
     rate = inner_of(optimizer)._learning_rate
     return rate if isinstance(rate, keras.Variable) else None
 
 
 def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
-    """Return each trained variable with the optimizer's state for it: momenta, averages, accumulators."""
+    """Return each trained variable with its slots: momenta, averages, accumulators."""
     inner = inner_of(optimizer)
     trained = list(getattr(inner, "_trainable_variables", ()))
     lists = [
@@ -92,7 +92,7 @@ def optimizer_slots(optimizer: Any) -> list[tuple[Any, list[Any]]]:
 
 
 def accumulators(optimizer: Any) -> list[Any]:
-    """Return the sums of gradients that wait for the next update: each rank has its own."""
+    """Return the gradient accumulators, which differ between ranks; [] without gradient accumulation."""
     inner = inner_of(optimizer)
     return [v for v in getattr(inner, "_accumulated_gradients", None) or () if v is not None]
 
@@ -106,9 +106,9 @@ def optimizer_values_in_hdf5(path: str) -> list[Any]:
 
 
 def velocities(optimizer: Any) -> list[Any] | None:
-    """Return the momenta v = m v - lr g of an optimizer, [] if it has none, None if that is not known.
+    """Return the velocities v = m v - lr g of an optimizer; [] if it has none, None if that is unknown.
 
-    Muon's and Adam's momenta hold gradients, not steps.
+    The momenta of Muon and Adam are averages of gradients, without the learning rate.
     """
     inner = inner_of(optimizer)
     if isinstance(inner, keras.optimizers.SGD):
@@ -120,13 +120,13 @@ def velocities(optimizer: Any) -> list[Any] | None:
 
 
 def is_scaled(optimizer: Any) -> bool:
-    """Whether `optimizer` scales losses against underflow (mixed_float16)."""
+    """Whether `optimizer` scales the loss against underflow (mixed_float16)."""
     unit = getattr(optimizer, "hvdtrain_unit_scale", False)
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) and not unit
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Whether DistributedOptimizer made this optimizer, or a loss-scaling one around or inside it."""
+    """Whether `optimizer`, or the one inside a LossScaleOptimizer, is distributed."""
     return hasattr(optimizer, "hvdtrain_reducer") or hasattr(
         getattr(optimizer, "inner_optimizer", None), "hvdtrain_reducer"
     )
@@ -136,9 +136,11 @@ def is_distributed(optimizer: Any) -> bool:
 def gradients_taken(
     optimizer: Any, take: Callable[[list[tuple[Any, Any]]], bool]
 ) -> Iterator[None]:
-    """Inside, `take` gets the (gradient, variable) pairs that `optimizer` is given to apply, whichever way.
+    """Intercept the gradients that are passed to `apply` and `apply_gradients` of `optimizer` in this block.
 
-    It returns whether it took them; else the optimizer applies them.
+    Args:
+        optimizer: A Keras optimizer.
+        take: Function of the (gradient, variable) pairs; if it returns False, the optimizer applies them.
     """
 
     def apply_gradients(grads_and_vars: Any) -> Any:
@@ -161,7 +163,7 @@ def gradients_taken(
 
 
 def require_gradients(model: keras.Model, handed_out: list[tuple[Any, Any]]) -> None:
-    """Raise UsageError if the train_step of a model with weights to train has handed out no gradient."""
+    """Raise UsageError if the train_step of a model with trainable weights has passed no gradients to the optimizer."""
     if model.trainable_variables and not handed_out:
         raise UsageError(
             f"The train_step of {type(model).__name__} passed no gradients to self.optimizer, so there are "

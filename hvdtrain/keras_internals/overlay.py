@@ -1,4 +1,4 @@
-"""Give an object a subclass of its own class, in place, that files name as the original. Tested with Keras 3.15."""
+"""Replacing the class of an object by a subclass that files name as the original. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def adopt_names(subclass: type, parent: type) -> None:
 
 
 def overlay(instance: Any, mixin: type, named: type | None = None, **attributes: Any) -> None:
-    """Make `instance` one of a subclass of its class, in which the methods of `mixin` come first.
+    """Replace the class of `instance` by a subclass in which the methods of `mixin` come first.
 
-    One that has `mixin` already is left as it is. In place, so that `isinstance`, state and references stay; files
-    name the original class.
+    The object itself stays, and so do its state and references; files name its original class. An instance of `mixin`
+    is left unchanged.
 
     Args:
-        named: class that files name instead.
-        attributes: of the new class.
+        instance: Object to change.
+        mixin: Class whose methods override those of the instance's class.
+        named: Class that files name. Default: the original class.
+        attributes: Further attributes of the new class.
     """
     if isinstance(instance, mixin):
         return

@@ -1,12 +1,12 @@
-"""Keras variables whose values lie in other processes. Knows Keras's inside; tested with Keras 3.15.
+"""Keras variables whose values are in other processes (parameter servers). Tested with Keras 3.15.
 
-`StepVariable`  its value can be a tensor while a step is traced, so that the step returns what it would assign;
-`SplitVariable` its rows lie on several devices, and it looks like one variable to layers and optimizers;
-`update_where_variables_are` an optimizer that computes each update on the variable's device, part by part;
-`look_up_rows` Embedding layers that read the rows they need. (Keras reads the whole table.)
+`StepVariable`: its value can be a tensor while a step is traced, so that the step returns the values it would assign.
+`SplitVariable`: its rows are on several devices, and it looks like one variable to layers and optimizers.
+`update_where_variables_are`: lets an optimizer compute each update on the variable's device, part by part.
+`look_up_rows`: lets Embedding layers read only the rows they need. (Keras reads the whole table.)
 
-Both kinds of variables are made in place, of variables that exist: layers, optimizers and user code keep the
-objects that they have.
+Existing variables are changed to these classes in place, so that layers, optimizers and user code keep their
+references.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hvdtrain.keras_internals.overlay import overlay
 
 
 class StepVariable(keras.Variable):
-    """A Keras variable that a traced step can read and assign without touching its value.
+    """A Keras variable that a traced step can read and assign without changing its value.
 
     Attributes:
-        in_step: the value inside the step that is being traced; None outside.
+        in_step: Value inside the step that is being traced; None outside of one.
     """
 
     in_step: Any = None
@@ -51,7 +51,7 @@ class StepVariable(keras.Variable):
 
 @contextlib.contextmanager
 def in_step(variables: Sequence[StepVariable], values: Sequence[Any]) -> Iterator[None]:
-    """Inside, `variables` are `values`, and assignments change only what they are inside."""
+    """Context in which `variables` have `values`, and assignments have no effect outside of it."""
     for variable, value in zip(variables, values, strict=True):
         variable.in_step = value
     try:
@@ -64,14 +64,14 @@ def in_step(variables: Sequence[StepVariable], values: Sequence[Any]) -> Iterato
 class SplitVariable(StepVariable):
     """A Keras variable whose first axis is divided into parts.
 
-    To read it is to put the parts together. The gradient is that of the whole variable, dense or IndexedSlices: it
-    flows to `anchor`, a scalar that every reading takes along, and which stands for the variable
-    where a gradient is asked for.
+    Reading it concatenates the parts. The gradient is that of the whole variable, dense or IndexedSlices. It flows to
+    `anchor`, a scalar that is an input of every read, and that tapes differentiate with respect to in place of the
+    variable.
 
     Attributes:
-        parts: tf.Variables, in the order of the rows.
-        anchor: a tf.Variable.
-        chosen: number of the part that it stands for while an optimizer updates that part.
+        parts: The tf.Variables of the parts, in the order of the rows.
+        anchor: The scalar tf.Variable.
+        chosen: Index of the part that this variable represents while an optimizer updates that part; otherwise None.
     """
 
     parts: Sequence[tf.Variable]
@@ -96,14 +96,14 @@ class SplitVariable(StepVariable):
         return tf.TensorShape(self._shape) if self.chosen is None else self.parts[self.chosen].shape
 
     def rows(self, indices: tf.Tensor) -> tf.Tensor:
-        """Return the rows with these numbers; only they travel."""
+        """Return the rows with the given indices; only these rows are transferred."""
         found = tf.compat.v1.nn.embedding_lookup(
             list(self.parts), indices, partition_strategy="div"
         )
         return _looked_up(self.anchor, found, indices, tuple(self._shape))
 
     def pieces(self, gradient: Any) -> list[Any]:
-        """Return the gradient of each part, from that of the whole."""
+        """Split the gradient of the whole variable into those of its parts."""
         sizes = [int(part.shape[0]) for part in self.parts]
         if not isinstance(gradient, tf.IndexedSlices):
             return tf.split(gradient, sizes)
@@ -157,17 +157,17 @@ def make_step_variable(variable: Any) -> StepVariable:
 
 
 def replace_value(variable: Any, value: tf.Variable) -> None:
-    """Let a Keras variable hold another tf.Variable."""
+    """Replace the tf.Variable inside a Keras variable, and make it a StepVariable."""
     variable._value = value
     make_step_variable(variable)
 
 
 @contextlib.contextmanager
 def kept_variables() -> Iterator[None]:
-    """Inside, TensorFlow may connect this process to others; Keras's variables come out with their values.
+    """Context in which TensorFlow may connect this process to others; Keras variables keep their values.
 
-    A tf.Variable that was made before can still be read then, but what is assigned to it is lost: each gets a
-    new one. Keras keeps no list of its variables, so all objects are looked through, once.
+    An older tf.Variable can still be read after that, but assignments to it are lost: each Keras variable gets a new
+    one. Keras has no list of its variables, so all Python objects are searched, once.
     """
     found = [v for v in gc.get_objects() if issubclass(type(v), keras.Variable)]
     values = [(v, v._value.numpy()) for v in found if isinstance(v._value, tf.Variable)]
@@ -189,12 +189,12 @@ def tf_variables(variable: Any) -> list[tf.Variable]:
 
 
 class _UpdatesWhereVariablesAre(AppliesByKeras):
-    """Methods that lie over those of an optimizer's class."""
+    """Optimizer mixin that updates each variable, or part of one, on its own device."""
 
     owners: dict[Any, tuple[Any, int]]
-    """Part of a SplitVariable (by its identity in TensorFlow) -> the variable, the part's number."""
+    """_unique_id of a part of a SplitVariable -> (the variable, index of the part)."""
     arrival: tf.Operation | None
-    """Of the last step that was traced: it runs once all gradients are where their variables are."""
+    """Operation of the last traced step that runs when all gradients are on the devices of their variables."""
 
     def _var_key(self, variable: Any) -> Any:
         if isinstance(variable, SplitVariable):
@@ -215,8 +215,8 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
                 variables.append(variable)
         pairs = zip(gradients, variables, strict=True)
         gradients = [_beside(variable, gradient) for gradient, variable in pairs]
-        # No variable is changed before every device has all that it needs: a process that dies while it
-        # computes or sends gradients has changed nothing.
+        # No variable changes before all gradients have arrived: a process that dies while it computes or
+        # sends gradients has changed nothing.
         if arrival(self):
             raise UsageError(
                 "The train_step applies gradients twice, but with strategy='parameter-server' a step must be "
@@ -234,12 +234,12 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
                 self.update_step(gradient, variable, learning_rate)  # type: ignore[attr-defined]
 
     def _apply_weight_decay(self, variables: Any) -> None:
-        """Not yet: see `_backend_update_step`."""
+        """Do nothing here: `_backend_update_step` applies weight decay later."""
 
     def _decay(self, variables: Any) -> None:
         plain = super()._apply_weight_decay  # type: ignore[misc]
         if plain.__func__ is not keras.optimizers.Optimizer._apply_weight_decay:
-            # Muon has its own, which reads and assigns.
+            # Muon overrides it, and reads and assigns whole variables.
             before = [variable.value for variable in variables]
             with in_step(variables, before):
                 plain(variables)
@@ -259,7 +259,7 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
 
     @contextlib.contextmanager
     def _standing_for(self, part: tf.Variable) -> Iterator[None]:
-        """Inside, the state that belongs to a part's variable is that of the part."""
+        """Context in which the optimizer's slots for the variable of `part` represent those of the part."""
         owner, number = self.owners.get(part._unique_id, (None, 0))
         index = None if owner is None else self._get_variable_index(owner)  # type: ignore[attr-defined]
         slots = [] if index is None else optimizer_slots(self)[index][1]
@@ -273,7 +273,7 @@ class _UpdatesWhereVariablesAre(AppliesByKeras):
 
 
 def _beside(variable: Any, gradient: Any) -> Any:
-    """Bring a gradient to the device of its variable, Keras's or TensorFlow's."""
+    """Copy a gradient to the device of its Keras or TensorFlow variable."""
     if gradient is None:
         return None
     held = variable.value if isinstance(variable, keras.Variable) else variable
@@ -285,7 +285,7 @@ def _beside(variable: Any, gradient: Any) -> Any:
 
 
 def arrival(optimizer: Any) -> list[tf.Operation]:
-    """Return the operation after which the step that is being traced updates weights; [] if it does not."""
+    """Return the operation after which the step that is being traced updates weights; [] if there is none yet."""
     found = getattr(optimizer, "arrival", None)
     if found is None or found.graph is not tf.compat.v1.get_default_graph():
         return []
@@ -293,7 +293,7 @@ def arrival(optimizer: Any) -> list[tf.Operation]:
 
 
 def update_where_variables_are(optimizer: Any) -> None:
-    """Make a built optimizer update each of its variables on its device, once these were replaced or split."""
+    """Make a built optimizer update each variable on its device. Call it after variables are replaced or split."""
     overlay(optimizer, _UpdatesWhereVariablesAre)
     owners: dict[Any, tuple[Any, int]] = {}
     indices: dict[Any, int] = {}
@@ -302,7 +302,7 @@ def update_where_variables_are(optimizer: Any) -> None:
             indices[part._unique_id] = index
             if isinstance(variable, SplitVariable):
                 owners[part._unique_id] = (variable, number)
-    # Not through Keras's __setattr__, which would track (and save) what they hold.
+    # Not through Keras's __setattr__, which would track (and save) these attributes.
     object.__setattr__(optimizer, "owners", owners)
     object.__setattr__(optimizer, "arrival", None)
     object.__setattr__(optimizer, "_trainable_variables_indices", indices)
@@ -314,13 +314,13 @@ def may_be_split(optimizer: Any) -> bool:
 
 
 def step_constants(optimizer: Any) -> list[Any]:
-    """Return the variables of an optimizer that belong to a step, not to a weight: its number, its rate."""
+    """Return the optimizer's variables that belong to no weight: step counter and learning rate (not a schedule)."""
     rate = rate_variable(optimizer)
     return [optimizer._iterations, *([] if rate is None else [rate])]
 
 
 class _LooksUpRows:
-    """The call of an Embedding that reads the rows that it needs."""
+    """Embedding mixin that reads only the rows it needs."""
 
     def call(self, inputs: Any) -> Any:
         if isinstance(inputs, (tf.RaggedTensor, tf.SparseTensor)):

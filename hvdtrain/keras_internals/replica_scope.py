@@ -1,12 +1,12 @@
-"""What the strategies with several replicas in one process need of Keras's inside. Tested with Keras 3.15.
+"""Steps of several replicas in one process, for the strategies on tf.distribute. Tested with Keras 3.15.
 
-A replica runs a model's own `train_step` or `test_step` inside a `ReplicaScope`, where nothing happens to any
-variable: what the step assigns (moving statistics, seeds, states of metrics) is kept in the scope, and the
-gradients that it would apply are handed out. So the step is a pure function of its data, in whichever context
-of tf.distribute it is traced; what it found is summed over the replicas and assigned once.
+A replica runs a model's own `train_step` or `test_step` inside a `ReplicaScope`, where no variable changes: the scope
+collects the values that the step assigns (moving statistics, seeds, metric states) and the gradients that it would
+apply. So the step is a pure function of its data, in any context of tf.distribute; its results are summed over the
+replicas and assigned once.
 
-In the scope the replica's loss is that of a process alone. (Keras divides losses by the number of replicas, but
-not those of a user's own.)
+In the scope, a replica's loss is that of a single process. (Keras would divide its own losses by the number of
+replicas, but not the user's.)
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ ONE_UPDATE = (
 
 
 class ReplicaScope(keras.StatelessScope):
-    """Keeps what a step assigns, instead of assigning it.
+    """Scope that collects the values that a step assigns, instead of assigning them.
+
+    Args:
+        mapping: Initial (variable, value) pairs, as in keras.StatelessScope.
+        replicas: Number of replicas over which the batch is divided.
 
     Attributes:
-        replicas: between how many the batch is divided; 1: this one has all of it.
+        replicas: Number of replicas over which the batch is divided.
+        handed_out: (gradient, variable) pairs that the step would apply.
     """
 
     def __init__(self, mapping: list[tuple[Any, Any]], replicas: int) -> None:
@@ -51,12 +56,12 @@ class ReplicaScope(keras.StatelessScope):
         self._stale: set[int] = set()
 
     def hand_out(self, pairs: list[tuple[Any, Any]], optimizer: Any) -> None:
-        """Take the (gradient, variable) pairs that the step passes to `optimizer` to apply: it can do so once.
+        """Collect the (gradient, variable) pairs that the step passes to `optimizer`, which it may do once.
 
-        The update is made after the step, so nothing in it may use what the update changes any more.
+        The update is applied after the step, so that the rest of the step must not use the variables that it changes.
 
         Raises:
-            UsageError: the step applies gradients a second time.
+            UsageError: The step applies gradients a second time.
         """
         if self._stale:
             raise UsageError(f"The train_step applies gradients twice. {ONE_UPDATE}")
@@ -72,7 +77,7 @@ class ReplicaScope(keras.StatelessScope):
         super().add_update(update)
 
     def require_known(self, variables: list[Any]) -> None:
-        """Raise UsageError if the step assigns any other variable: that would be forgotten."""
+        """Raise UsageError if the step assigned a variable not in `variables`, whose new value would be lost."""
         known = {id(v) for v in variables}
         for variable in self._assigned:
             if id(variable) not in known:
@@ -91,40 +96,40 @@ class ReplicaScope(keras.StatelessScope):
 
     def get_current_value(self, variable: Any) -> Any:
         self._require_current(variable)
-        # Keras expects a value for each variable with a regularizer. The variable itself is watched by tapes.
+        # Keras expects a value for each variable with a regularizer. Tapes watch the variable itself.
         value = super().get_current_value(variable)
         return variable._value if value is None else value
 
     def update_of(self, variable: Any) -> tf.Tensor | None:
-        """Return the value that the step gave to `variable`; None if it did not."""
+        """Return the value that the step assigned to `variable`; None if it assigned none."""
         value = self.state_mapping.get(id(variable))
         return None if value is self._given.get(id(variable)) else value
 
 
 def _held(variable: Any) -> Any:
-    """Return the tf.Variable inside a Keras variable, past its scopes; other variables as they are."""
+    """Return the tf.Variable inside a Keras variable, regardless of scopes; other variables unchanged."""
     return variable._value if isinstance(variable, keras.Variable) else variable
 
 
 def current_replica() -> ReplicaScope | None:
-    """Return the scope of the replica whose step is being run here."""
+    """Return the scope of the replica whose step is being run in this thread; None outside of one."""
     scope = backend.get_stateless_scope()
     return scope if isinstance(scope, ReplicaScope) else None
 
 
 @contextlib.contextmanager
 def pure_steps(model: keras.Model) -> Iterator[None]:
-    """Let steps hand their gradients to their ReplicaScope, and keep the replicas' added losses apart.
+    """Let steps pass their gradients to their ReplicaScope, and keep the replicas' added losses apart.
 
-    Outside of a ReplicaScope the optimizer applies gradients as ever.
+    Outside of a ReplicaScope the optimizer applies gradients as usual.
 
-    The replicas are traced in turns, in a thread each, and share the layers. The gradients of Keras's own
-    train_step are those of the loss divided by the number of replicas.
+    The replicas are traced in turns, each in its own thread, and share the layers. In Keras's own train_step the loss
+    is divided by the number of replicas before the gradients are computed.
     """
     _correct_scaling()
     optimizer = model.optimizer
     model._clear_losses()
-    # Added losses are told apart by their identity, which must not be given to another one meanwhile.
+    # Added losses are identified by id(), so the scopes must stay alive.
     alive: list[ReplicaScope] = []
 
     def take(pairs: list[tuple[Any, Any]]) -> bool:
@@ -141,7 +146,7 @@ def pure_steps(model: keras.Model) -> Iterator[None]:
             scope.losses = []
 
     def scale_loss(loss: tf.Tensor) -> tf.Tensor:
-        # Before the backward pass: with loss scaling, what overflows is what overflows in one process.
+        # Before the backward pass, so that with loss scaling the same steps overflow as in one process.
         scaled = type(optimizer).scale_loss(optimizer, loss)
         scope = current_replica()
         assert scope is not None
@@ -177,7 +182,7 @@ def _correct_scaling() -> None:
 
 
 def read_mirrored_scalars() -> None:
-    """Let float() and int() read Keras variables that each replica has a copy of, as callbacks do."""
+    """Let float() and int(), which callbacks use, read Keras variables that are mirrored over the replicas."""
     for kind in (float, int):
         name = f"__{kind.__name__}__"
         original = getattr(keras.Variable, name)
@@ -193,10 +198,10 @@ def read_mirrored_scalars() -> None:
 
 
 class _OnEachReplica(AppliesByKeras):
-    """Lays over an optimizer: each replica updates its own copy, from gradients that are equal on all.
+    """Optimizer mixin: each replica updates its own copy of the variables, with gradients that are equal on all.
 
-    Keras sums gradients after it has clipped them, and updates variables in calls between the replicas, which
-    cannot stand inside a condition (gradient accumulation, loss scaling).
+    Keras would sum gradients after it has clipped them, and update variables in cross-replica context, which is not
+    possible inside a condition (gradient accumulation, loss scaling).
     """
 
     def _all_reduce_sum_gradients(self, grads_and_vars: Any) -> Any:
@@ -213,7 +218,7 @@ class _OnEachReplica(AppliesByKeras):
         if own.__func__ is keras.optimizers.Optimizer._apply_weight_decay:
             BaseOptimizer._apply_weight_decay(self, variables)
         else:
-            own(variables)  # Muon's.
+            own(variables)  # Muon overrides it.
 
     def _backend_increment_gradient_accumulators(self, grads: Any, acc_grads: Any) -> None:
         BaseOptimizer._backend_increment_gradient_accumulators(self, grads, acc_grads)
@@ -223,17 +228,17 @@ class _OnEachReplica(AppliesByKeras):
 
 
 class _ScaleOnEachReplica:
-    """The same for a LossScaleOptimizer."""
+    """As _OnEachReplica, for a LossScaleOptimizer."""
 
     def _tf_apply(self, grads: Any, trainable_variables: Any = None) -> None:
         self._common_apply(grads, trainable_variables)  # type: ignore[attr-defined]
 
 
 def made_again(optimizer: Any) -> Any:
-    """Return an unbuilt optimizer like `optimizer`, with variables of its own, which are made here.
+    """Return an unbuilt copy of `optimizer`, whose variables are created in the current scope.
 
     Raises:
-        UsageError: it names variables that do not decay, which the new one does not know.
+        UsageError: `optimizer` excludes variables from weight decay by object, which the copy cannot.
     """
     again = type(optimizer).from_config(optimizer.get_config())
     before, after = inner_of(optimizer), inner_of(again)
@@ -243,7 +248,7 @@ def made_again(optimizer: Any) -> Any:
             "replicas and does not know these variables there: pass names, "
             "exclude_from_weight_decay(var_names=[...])"
         )
-    # It is in no configuration.
+    # Not part of the configuration.
     pattern = getattr(before, "_exclude_from_weight_decay_pattern", None)
     if pattern is not None:
         after.exclude_from_weight_decay(var_names=[pattern.pattern])
@@ -251,7 +256,7 @@ def made_again(optimizer: Any) -> Any:
 
 
 def update_on_each_replica(optimizer: Any) -> None:
-    """Let `optimizer`, or the one inside a LossScaleOptimizer as well, update each replica's copy."""
+    """Let `optimizer`, and the one inside a LossScaleOptimizer, update each replica's copy of the variables."""
     inner = getattr(optimizer, "inner_optimizer", None)
     overlay(optimizer, _OnEachReplica if inner is None else _ScaleOnEachReplica)
     if inner is not None:

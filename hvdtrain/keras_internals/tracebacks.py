@@ -1,4 +1,4 @@
-"""Tracebacks of the user's own lines, as Keras shows them. Tested with Keras 3.15."""
+"""Tracebacks filtered to the user's own code, as Keras filters them. Tested with Keras 3.15."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PACKAGE = str(Path(__file__).resolve().parents[1])
 
 
 def without_library_frames(function: Function) -> Function:
-    """Let errors that leave `function` show no lines of Keras, TensorFlow and hvdtrain, only the user's.
+    """Decorate `function` so that the tracebacks of its errors have no frames of Keras, TensorFlow and hvdtrain.
 
-    keras.config.disable_traceback_filtering() shows them again.
+    keras.config.disable_traceback_filtering() turns this off.
     """
 
     @functools.wraps(function)
@@ -35,7 +35,7 @@ def without_library_frames(function: Function) -> Function:
 
 
 def _filter(error: BaseException) -> None:
-    """Filter the frames of `error`, and of the errors from which it was raised."""
+    """Filter the traceback of `error`, and those of its causes."""
     found: BaseException | None = error
     seen: set[int] = set()
     while found is not None and id(found) not in seen:
@@ -45,7 +45,7 @@ def _filter(error: BaseException) -> None:
 
 
 def _users_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the frames of `traceback` that are not a library's; the last one if there is no other."""
+    """Return the frames of `traceback` that are the user's; if there are none, its last frame."""
     frames = []
     while traceback is not None:
         frames.append(traceback)

@@ -1,4 +1,4 @@
-"""The variables of models and optimizers: which is which, and each listed once."""
+"""Variables of models and optimizers, listed by kind: replicated, local, seeds, metric states and so on."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimize
 
 
 def tf_variable(variable: Any) -> tf.Variable:
-    """Return the tf.Variable inside a Keras variable; other variables as they are."""
+    """Return the tf.Variable inside a Keras variable; other variables unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def value_where_it_lies(variable: Any) -> np.ndarray:
-    """Return a variable's value without a copy, where it lies in this process's memory: see `Piece.read`."""
+    """Return a variable's value as an array that may share TensorFlow's memory; see `Piece.read`."""
     value = tf_variable(variable).value()  # read_value() takes three times as long.
-    # Scalars of types that NumPy lacks make no array of their own.
+    # np.asarray does not convert scalar tensors of dtypes that NumPy lacks (bfloat16).
     return np.asarray(value if value.shape.rank else value.numpy())
 
 
 def variable_name(variable: Any) -> str:
-    """Return the path (Keras) or name (TensorFlow) that an error message shows."""
+    """Return the path (Keras) or name (TensorFlow) of a variable, for messages."""
     return getattr(variable, "path", None) or variable.name
 
 
 def untrained(variables: Iterable[Any]) -> set[str]:
-    """Return the names of those of `variables` that no gradient changes: statistics, constants."""
+    """Return the names of the non-trainable variables in `variables`, such as moving statistics."""
     return {variable_name(v) for v in variables if not v.trainable}
 
 
 def unique(variables: Iterable[Any]) -> list[Any]:
-    """Return the variables without repetitions, in their first order."""
+    """Return the variables without duplicates, in order of first occurrence."""
     return list({id(tf_variable(v)): v for v in variables}.values())
 
 
 def without(variables: Iterable[Any], left_out: Iterable[Any]) -> list[Any]:
-    """Return `variables`, each once, except those in `left_out`."""
+    """Return `variables` without duplicates and without those in `left_out`."""
     known = {id(tf_variable(v)) for v in left_out}
     return [v for v in unique(variables) if id(tf_variable(v)) not in known]
 
@@ -55,7 +55,11 @@ def seed_variables(model: keras.Model) -> list[Any]:
 
 
 def global_seed_variable(create: bool) -> Any:
-    """Return the state of the generator for Keras operations without a seed; None if there is none yet."""
+    """Return the state of Keras's global seed generator, for operations without a seed.
+
+    Args:
+        create: Create the generator if there is none; otherwise return None.
+    """
     if create:
         return seed_generator.global_seed_generator().state
     found = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
@@ -63,7 +67,7 @@ def global_seed_variable(create: bool) -> Any:
 
 
 def row_states(model: keras.Model) -> list[Any]:
-    """Return what stateful RNNs remember of each row of the batch before: a worker's are of its own rows."""
+    """Return the states that stateful RNNs keep for each row of a batch, which differ between workers."""
     found = [
         layer.states
         for layer in model._flatten_layers()
@@ -73,7 +77,7 @@ def row_states(model: keras.Model) -> list[Any]:
 
 
 def untracked_variables(model: keras.Model) -> list[tf.Variable]:
-    """Return the numbers in tf.Variables and tf.Modules that the model's layers hold: Keras does not know of them."""
+    """Return the numeric tf.Variables in attributes of the model's layers (also in tf.Modules): Keras ignores them."""
     kinds = (tf.Variable, tf.Module)
     held = [one for layer in model._flatten_layers() for one in held_in(vars(layer), kinds)]
     found = unique(
@@ -85,15 +89,15 @@ def untracked_variables(model: keras.Model) -> list[tf.Variable]:
 def replicated_variables(
     model: keras.Model | None = None, optimizer: Any = None, local: Iterable[Any] = ()
 ) -> list[Any]:
-    """Return the variables that all ranks hold in common: weights, statistics, optimizer state.
+    """Return the variables that are the same on all ranks: weights, statistics, optimizer state.
 
-    Left out are the seed generators' states, those of stateful RNNs, accumulated gradients and the state of an
-    optimizer in parts, which differ by rank on purpose.
+    Without the states of seed generators and stateful RNNs, accumulated gradients and the state of a sharded
+    optimizer, which differ between ranks on purpose.
 
     Args:
-        model: its variables.
-        optimizer: its variables; default those of the model's optimizers, as far as they are built.
-        local: variables that belong to one rank alone, left out with their optimizer state.
+        model: Model whose variables are included.
+        optimizer: Optimizer whose variables are included. Default: the model's optimizers, as far as they are built.
+        local: Variables that belong to one rank alone, which are left out with their optimizer state.
     """
     own = {id(tf_variable(v)) for v in local}
     found: list[Any] = []
@@ -110,11 +114,11 @@ def replicated_variables(
 
 
 def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any]:
-    """Return the replicated variables that every step must leave equal: weights and optimizer state.
+    """Return the replicated variables that are equal after every step: trainable weights and optimizer state.
 
     Args:
-        model: a built and compiled model.
-        local: variables that belong to one rank alone, besides those of `register_local_var`.
+        model: A built and compiled model.
+        local: Variables that belong to one rank alone, in addition to those of `register_local_var`.
     """
     state = [v for optimizer in optimizers_of(model) for v in optimizer.variables]
     trained = {id(tf_variable(v)) for v in [*model.trainable_variables, *state]}
@@ -123,7 +127,7 @@ def trained_variables(model: keras.Model, local: Iterable[Any] = ()) -> list[Any
 
 
 def local_variables(model: keras.Model | None, optimizer: Any = None) -> list[Any]:
-    """Return the variables that were given to `register_local_var` of the model's optimizers, or of this one."""
+    """Return the variables passed to `register_local_var` of `optimizer`; None: of the model's optimizers."""
     inner = [inner_of(one) for one in _optimizers(model, optimizer)]
     return [v for one in inner for v in getattr(one, "local_variables", ())]
 
@@ -135,7 +139,7 @@ def _optimizers(model: keras.Model | None, optimizer: Any) -> list[Any]:
 
 
 def computed_in_half(model: keras.Model) -> frozenset[int]:
-    """Return id() of the tf.Variables, float32 weights of a built model, that its layers read as float16."""
+    """Return the id() of the tf.Variables of a model's float32 weights that its layers cast to float16."""
     return frozenset(
         id(tf_variable(v))
         for layer in model._flatten_layers()
