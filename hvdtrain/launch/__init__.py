@@ -1,8 +1,8 @@
-"""The launch wing: from what the user asks to a running job. Imports neither TensorFlow nor
+"""The launch wing turns a user's options into a running job. It imports neither TensorFlow nor
 Horovod.
 
-The package is callable: `hvdtrain.launch(function, np=2)` is a public name, and whoever imports a module of this
-package makes `hvdtrain.launch` the package. So both are one object.
+The package itself is callable because `hvdtrain.launch(function, np=2)` is a public name, and importing any module of
+this package sets `hvdtrain.launch` to the package.
 """
 
 import sys
@@ -19,7 +19,7 @@ class _CallablePackage(ModuleType):
         return launch(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By name, as cloudpickle takes a plain module: a function may name this one."""
+        """Pickle by name, as cloudpickle pickles a plain module, because a pickled function may refer to this one."""
         return import_module, (self.__name__,)
 
 

@@ -6,14 +6,17 @@ import socket
 
 
 def address_towards(host: str) -> str:
-    """The IPv4 address of this machine from which `host` is reached. Raises OSError if it cannot be reached."""
+    """Return this machine's IPv4 address on the route to `host`. Raises OSError if `host` cannot be reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # Sends nothing: it asks the kernel for the route.
         return str(probe.getsockname()[0])
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which `host` is reached; None if none has the route's address. Raises OSError."""
+    """Return the network interface on the route to `host`, or None if no interface has the route's address.
+
+    Raises OSError if `host` cannot be reached.
+    """
     import psutil
 
     ours = address_towards(host)
@@ -24,7 +27,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host name belongs to this machine, found by binding its address. False for an unknown name."""
+    """Return whether a host name belongs to this machine, by binding its address. False for an unknown name."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.bind((name, 0))

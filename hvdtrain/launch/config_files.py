@@ -1,4 +1,4 @@
-"""Configuration files: YAML with the options' own names as keys, or in Horovod's layout.
+"""Read configuration files: YAML with option names as keys, or in Horovod's layout.
 
     script: train.py
     arguments: [--epochs, 5]
@@ -7,9 +7,9 @@
     fusion-threshold-mb: 64       # or fusion_threshold_mb
 
 The sections of `horovodrun --config-file` (params, autotune, timeline, stall_check,
-library_options, logging) may stand beside these. An unknown key is an error; horovodrun
-ignores it. Paths are relative to the file's folder; in Horovod's sections to the working folder, as
-horovodrun has it.
+library_options, logging) may appear alongside these. An unknown key is an error; horovodrun
+ignores it. Paths are relative to the file's folder, but those in Horovod's sections are relative to
+the working folder, as in horovodrun.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SEARCH = (
     "bayes_opt_max_samples",
     "gaussian_process_noise",
 )
-# Section of Horovod's layout -> key -> field of the plan.
+# Section in Horovod's layout -> key -> field of the plan.
 HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
     "params": {name: name for name in (*_TUNING, *_TOPOLOGY)},
     "autotune": {"enabled": "autotune", **{name: f"autotune_{name}" for name in _SEARCH}},
@@ -45,10 +45,10 @@ HOROVOD_SECTIONS: dict[str, dict[str, str]] = {
     "library_options": {name: name for name in _LIBRARIES},
     "logging": {"level": "log_level", "with_timestamp": "log_with_timestamp"},
 }
-# Texts for the script and the environment: 1.10 is not to become 1.1, nor no a truth value.
+# Always strings, for the script and the environment: 1.10 must not become 1.1, nor `no` a boolean.
 _AS_WRITTEN = {"arguments", "env"}
 _TEXT = "tag:yaml.org,2002:str"
-# A section's switch, and whether Horovod heeds the rest of the section when it is not given.
+# Section -> its switch, and whether Horovod applies the rest of the section when the switch is absent.
 _SWITCHES = {"autotune": ("enabled", False), "timeline": ("filename", False)}
 
 
@@ -57,8 +57,8 @@ class Entry:
     """One value of a configuration file.
 
     Attributes:
-        key: as it is written there, with its section in front: `autotune.log_file`.
-        value: as YAML gives it; never None.
+        key: Key as written in the file, prefixed with its section: `autotune.log_file`.
+        value: Value as parsed by YAML. `read_config` returns no entry with None.
     """
 
     key: str
@@ -66,13 +66,14 @@ class Entry:
 
 
 def read_config(path: Path, fields: Mapping[str, str]) -> dict[str, Entry]:
-    """The entries of a file, by field. A key without a value is ignored.
+    """Read the entries of a configuration file, keyed by field. A key without a value is ignored.
 
     Args:
-        fields: the field of every name that a key may have, written with `-`.
+        path: Path of the file.
+        fields: Mapping from each valid key, written with `-`, to its field.
 
     Raises:
-        UsageError: the file cannot be read, has unknown keys, or sets something twice.
+        UsageError: The file cannot be read, has unknown keys, or sets an option twice.
     """
     found: dict[str, Entry] = {}
     for field, entry in _entries(path, _load(path), fields):
@@ -102,7 +103,7 @@ def _entries(
 def _section_entries(
     path: Path, key: str, section: str, content: Any
 ) -> Iterator[tuple[str, Entry]]:
-    """The entries of a section in Horovod's layout."""
+    """Yield the entries of a section in Horovod's layout."""
     if content is None:
         return
     if not isinstance(content, dict):
@@ -114,7 +115,7 @@ def _section_entries(
                 f"{path}: there is no key {name!r} in {key}.{did_you_mean(name, known)}"
             )
     switch, otherwise = _SWITCHES.get(section, ("", True))
-    # As in Horovod: what a section says has no effect when the section is switched off.
+    # As in Horovod, a section that is switched off has no effect.
     active = bool(content.get(switch, otherwise)) or not switch
     for name, value in content.items():
         if active or name == switch:
@@ -122,8 +123,8 @@ def _section_entries(
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The file's mapping."""
-    import yaml  # Only who has a configuration file waits for it.
+    """Parse the file into a mapping."""
+    import yaml  # Imported here so that only runs with a configuration file pay for it.
 
     text = read_text(path, "configuration")
     try:
@@ -146,7 +147,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise UsageError(f"the configuration {path} is not valid YAML: {_place(error)}") from error
     except UsageError:
         raise
-    except ValueError as error:  # PyYAML reads 2024-13-45 as a date.
+    except ValueError as error:  # For example 2024-13-45, which PyYAML parses as a date.
         raise UsageError(
             f"cannot read the configuration {path}: {error}: put strings in quotes"
         ) from error
@@ -156,9 +157,9 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _take_keys(path: Path, node: Any) -> None:
-    """Names of options, hosts and variables are strings (even `ON`), each given once.
+    """Make all keys strings (even `ON`) and reject duplicate keys.
 
-    PyYAML would take the last of two equal keys, silently.
+    PyYAML would silently use the last of two equal keys.
     """
     seen: set[str] = set()
     for key, value in node.value:
@@ -173,7 +174,7 @@ def _take_keys(path: Path, node: Any) -> None:
 
 
 def _take_as_written(node: Any) -> None:
-    """Make texts of a list's items or a mapping's values (not of missing ones)."""
+    """Turn the scalars in a list or a mapping into strings, except nulls."""
     if node.id == "scalar":
         return
     for item in node.value:
@@ -183,7 +184,7 @@ def _take_as_written(node: Any) -> None:
 
 
 def _place(error: Any) -> str:
-    """PyYAML's message, on one line."""
+    """Format PyYAML's message on one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return where + " ".join(str(problem or error).split())

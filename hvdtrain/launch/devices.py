@@ -1,4 +1,4 @@
-"""The cores, GPUs and TPUs that this process may use, as far as they can be known without TensorFlow."""
+"""Count the cores, GPUs and TPUs that this process may use, without importing TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.launch.running.timed_command import ask
 _CPUS = Path("/sys/devices/system/cpu")
 _TPU_NAME = "TPU_NAME"
 _GPU_FILES = "dev/nvidia[0-9]*"
-# The device files of a TPU's chips: accelerators of the host's, or VFIO groups.
+# Device files of TPU chips: accelerators of the host, or VFIO groups.
 _TPU_FILES = ("dev/accel*", "dev/vfio/[0-9]*")
 
 
 def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[str, ...]:
-    """The NVIDIA GPUs that a program may use here, as CUDA_VISIBLE_DEVICES names them.
+    """Return the NVIDIA GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES.
 
-    As in CUDA, its list ends at the first entry that names none.
+    As in CUDA, the list ends at the first invalid entry.
     """
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None and not _entries(chosen):
@@ -34,7 +34,7 @@ def visible_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> tuple[st
 
 
 def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
-    """How a TPU can be reached from here: `TPU_NAME=...`, or its device files; empty if not at all."""
+    """Return how a TPU can be reached: `TPU_NAME=...`, or its device file. Empty if there is no TPU."""
     if environ.get(_TPU_NAME):
         return f"{_TPU_NAME}={environ[_TPU_NAME]}"
     for pattern in _TPU_FILES:
@@ -45,7 +45,7 @@ def tpu_here(environ: Mapping[str, str], root: Path = Path("/")) -> str:
 
 
 def _entries(chosen: str) -> tuple[str, ...]:
-    """`0,GPU-1a2b,-1,3` -> 0 and GPU-1a2b."""
+    """Return the valid entries at the start: for `0,GPU-1a2b,-1,3`, these are 0 and GPU-1a2b."""
     found = []
     for entry in chosen.split(","):
         word = entry.strip()
@@ -64,17 +64,18 @@ def _count_gpus(environ: Mapping[str, str], root: Path) -> int:
 
 
 def usable_cores() -> int:
-    """Physical cores in this process's affinity mask, limited by the CPU quota of its control group."""
+    """Return the number of physical cores in this process's affinity mask, limited by its cgroup CPU quota."""
     cores = physical_cores(os.sched_getaffinity(0), _CPUS)
     quota = cgroup_quota(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
     return cores if quota is None else max(1, min(cores, round(quota)))
 
 
 def physical_cores(cpus: Iterable[int], root: Path) -> int:
-    """The number of cores of these logical CPUs. A CPU whose core is unknown counts as a core.
+    """Return the number of physical cores of these logical CPUs. A CPU without topology counts as one core.
 
     Args:
-        root: /sys/devices/system/cpu.
+        cpus: Numbers of the logical CPUs.
+        root: Path of /sys/devices/system/cpu.
     """
 
     def core_of(cpu: int) -> str:
@@ -87,11 +88,11 @@ def physical_cores(cpus: Iterable[int], root: Path) -> int:
 
 
 def cgroup_quota(root: Path, own: Path) -> float | None:
-    """The CPU quota of this process's control groups, in cores: the lowest one on the path to the root.
+    """Return the CPU quota of this process in cores: the lowest in its cgroup and the ancestors of it, or None.
 
     Args:
-        root: /sys/fs/cgroup.
-        own: /proc/self/cgroup.
+        root: Path of /sys/fs/cgroup.
+        own: Path of /proc/self/cgroup.
     """
     try:
         lines = own.read_text().splitlines()
@@ -106,7 +107,7 @@ def cgroup_quota(root: Path, own: Path) -> float | None:
             base, read = root / "cpu", _read_v1
         else:
             continue
-        # In a container the path may be that of the host, where the file is that of the root.
+        # In a container, the path may be the host's while the mounted files are those of the container's root.
         folder = base / path.lstrip("/")
         for place in (folder, *folder.parents):
             if place.is_relative_to(base) and (quota := read(place)) is not None:

@@ -1,8 +1,8 @@
-"""Environment variables of the ranks: those that a user asks for, and those that travel to other hosts, to srun's tasks
-and into a container.
+"""Select the environment variables that ranks receive: those requested by the user, and those forwarded to other
+hosts, to srun's tasks and into a container.
 
-A rank on the launcher's own host inherits the whole environment. Elsewhere go only the variables below and what the
-user asks for with `--env` (`NAME`, or `NAME=VALUE`): the rest (session, agents, shell) means nothing there, and
+Ranks on the launcher's own host inherit the whole environment. Elsewhere they receive only the variables below and
+those requested with `--env` (`NAME` or `NAME=VALUE`). The rest (session, agents, shell) is meaningless there, and
 horovodrun would show each value in the process list of every host.
 """
 
@@ -17,8 +17,8 @@ from hvdtrain.strategy_names import REPLICAS, STRATEGY
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 OWN_NAMES = frozenset({LAUNCH_ID, LOG_DIR, RANK_CORES, REPLICAS, STRATEGY, TERMINAL})
-"""What ranks read of hvdtrain's own. The other HVDTRAIN_* are options of the launcher, with whatever a user wrote
-there: HVDTRAIN_ENV=API_KEY=..."""
+"""The HVDTRAIN_* variables that ranks read. The others are options of the launcher, and may hold anything the user
+typed, such as HVDTRAIN_ENV=API_KEY=..."""
 NAMES = frozenset(
     {
         *("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "CONDA_PREFIX"),
@@ -28,45 +28,48 @@ NAMES = frozenset(
     }
 )
 _OF_THE_RUN = (
-    # What a run is made of, and the library.
+    # Horovod, TensorFlow and their libraries.
     *("HOROVOD_", "TF_", "TF2_", "XLA_", "ABSL_"),
-    # The numbers' machinery and its threads.
+    # Math libraries and their threads.
     *("OMP_", "KMP_", "GOMP_", "MKL_", "DNNL_", "ONEDNN_", "OPENBLAS_"),
-    # The network. mpirun reads what is for itself from its own environment.
+    # The network. mpirun reads its own settings from its own environment.
     *("NCCL_", "UCX_", "OMPI_MCA_", "I_MPI_", "FI_", "IBV_", "GLOO_"),
 )
-"""These mean the same anywhere."""
+"""Prefixes of variables that mean the same on any machine."""
 _OF_THE_MACHINE = (
     *("PYTHON", "LC_", "MALLOC_", "GRPC_"),
-    # Where the library keeps data sets and compiled kernels.
+    # Where libraries keep data sets and compiled kernels.
     *("KERAS_", "TFDS_", "TFHUB_"),
     *("CUDA_", "CUDNN_", "NVIDIA_"),
 )
-"""These may name folders and devices. Hosts of a job are set up alike; a container has its own."""
+"""Prefixes of variables that may name folders and devices. The hosts of a job share one setup; a container differs."""
 _AT_START = ("PYTHON", "LC_", "MALLOC_")
 _OF_TERRAFORM = ("TF_VAR_", "TF_CLI_")
-"""Its prefix is TensorFlow's, and its variables are often secret."""
+"""Terraform's variables share TensorFlow's prefix, and often hold secrets."""
 _SESSION = ("HOME", "USER", "LOGNAME", "SHELL", "TMPDIR")
-"""What ssh gives a session and srun does not."""
+"""Variables that ssh sets for a session and srun does not."""
 _OPTIONS = "HVDTRAIN_"
 _OF_THIS_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", LOG_DIR, LAUNCH_ID}
 
 
 @dataclass(frozen=True)
 class EnvVar:
-    """One variable for all ranks.
+    """One environment variable for all ranks.
 
     Attributes:
-        name: as in the environment.
-        value: its value; None takes the one that it has where the launch starts. It may be a
-            secret, so it is not part of `repr`.
+        name: Name of the variable.
+        value: Value of the variable. None takes the value from the launcher's environment. It may be
+            a secret, so it is not part of `repr`.
+
+    Raises:
+        UsageError: The name is invalid or set by the launcher, or the value contains a NUL byte.
     """
 
     name: str
     value: str | None = field(default=None, repr=False)
 
     def __str__(self) -> str:
-        """As `--env` takes it."""
+        """Format the variable for `--env`."""
         return self.name if self.value is None else f"{self.name}={self.value}"
 
     def __post_init__(self) -> None:
@@ -82,23 +85,23 @@ class EnvVar:
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` is a valid variable name in a shell. The environment may contain other names."""
+    """Return whether `text` is a valid variable name in a shell. The environment may contain other names."""
     return bool(_NAME.fullmatch(text))
 
 
 def forwarded(environ: Mapping[str, str]) -> frozenset[str]:
-    """The names requested with `--env`, as a launch passes them to the program that it starts."""
+    """Return the names requested with `--env`, as passed on to the programs of `hvdtrain.start`."""
     return frozenset(filter(None, environ.get(FORWARD, "").split(",")))
 
 
 def parse_variable(text: str) -> EnvVar:
-    """The variable of `NAME` or `NAME=VALUE`. Raises UsageError."""
+    """Parse `NAME` or `NAME=VALUE`. Raises UsageError if the variable is invalid."""
     name, equals, value = text.partition("=")
     return EnvVar(name, value if equals else None)
 
 
 def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
-    """An error message about variables requested with --env that are not set; empty if all are set."""
+    """Return an error message about the variables in `names` that are not set, or an empty string."""
     missing = sorted(set(names) - environ.keys())
     if not missing:
         return ""
@@ -106,24 +109,24 @@ def without_value(names: Iterable[str], environ: Mapping[str, str]) -> str:
 
 
 def travelling(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """The variables for ranks on other hosts: the named set, and those requested with --env."""
+    """Select the variables for ranks on other hosts: those forwarded by default, and those in `asked`."""
     wanted = set(asked)
     return {
         name: value
         for name, value in environ.items()
-        # Other names are nothing to a shell, which some of the ways to another host lead through.
+        # Variables without a valid shell name would be lost in the shells on the way to another host.
         if is_name(name) and (name in wanted or name in NAMES or _is_of_a_run(name))
     }
 
 
 def into_tasks(environ: Mapping[str, str], asked: Iterable[str]) -> dict[str, str]:
-    """The environment for srun and its tasks: the variables for other hosts, and those of a login session."""
+    """Select the environment of srun and its tasks: variables for other hosts, of the login session and of Slurm."""
     slurm = (name for name in environ if name.startswith("SLURM"))
     return travelling(environ, [*asked, *_SESSION, *slurm])
 
 
 def into_container(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
-    """Names of the variables for a container: of the libraries, of `hvdtrain run`, and those requested with --env."""
+    """Return the names of the variables for a container: of the libraries, of `hvdtrain run`, and those in `asked`."""
     named = {
         name
         for name in environ
@@ -135,7 +138,7 @@ def into_container(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[st
 
 
 def acts_at_start(name: str) -> bool:
-    """Whether a variable must be there when a rank's process starts: Python and the C library read it then."""
+    """Return whether a variable must be set before a rank's process starts, when Python and the C library read it."""
     return name in NAMES or name.startswith(_AT_START)
 
 
@@ -144,5 +147,5 @@ def _is_of_a_run(name: str) -> bool:
 
 
 def _has_prefix(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Whether a variable's name has one of them, and is no other program's."""
+    """Return whether `name` has one of the prefixes and is not Terraform's."""
     return name.startswith(prefixes) and not name.startswith(_OF_TERRAFORM)

@@ -1,4 +1,4 @@
-"""What another host reports about itself before a launch, or why it could not. Pure functions."""
+"""Interpret what other hosts report before a launch, or why a report is missing. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh
 
 THIS_HOST = ""
-"""Stands for the launcher's own host among the names of hosts."""
+"""Name of the launcher's own host in mappings by host name."""
 
 Interfaces = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host reports about itself.
+    """Properties of a host, reported by the host itself.
 
     Attributes:
-        hvdtrain: version of hvdtrain there.
-        python: version of Python there.
-        interfaces: its network interfaces with their IPv4 addresses.
-        reached: its address that ssh reached, and the address ssh came from; empty if unknown.
+        hvdtrain: Version of hvdtrain.
+        python: Version of Python.
+        interfaces: Network interfaces with their IPv4 addresses.
+        reached: Address of the host at which ssh reached it; empty if unknown.
+        origin: Address from which ssh connected; empty if unknown.
     """
 
     hvdtrain: str
@@ -35,7 +36,7 @@ class HostReport:
 
 
 def report_of(told: Mapping[str, Any]) -> HostReport:
-    """The report that a host sent. Ignores unknown fields; raises TypeError if some are missing."""
+    """Build the report from a host's reply. Ignores unknown fields; raises TypeError if required ones are missing."""
     known = {one.name for one in fields(HostReport)}
     return HostReport(**{name: value for name, value in told.items() if name in known})
 
@@ -52,14 +53,15 @@ def ssh_problem(
     port: int | None = None,
     identity_file: str | None = None,
 ) -> str:
-    """Why a host did not report, and what to do.
+    """Explain why a host did not report, and what to do about it.
 
     Args:
-        host: its name.
-        exit_code: of ssh; less than 0: a signal ended it.
-        stderr: what ssh and the remote command said.
-        python: the interpreter that the ranks are to run with.
-        port, identity_file: that ssh was given.
+        host: Name of the host.
+        exit_code: Exit code of ssh; negative if a signal ended it.
+        stderr: Standard error of ssh and the remote command.
+        python: Interpreter that the ranks are to run with.
+        port: ssh port that was given, if any.
+        identity_file: Private key that was given, if any.
     """
     if exit_code < 0:
         return f"host {host}: the local ssh process connected to it was ended by {signal.Signals(-exit_code).name}"
@@ -83,7 +85,7 @@ def ssh_problem(
 
 
 def late(host: str, seconds: float) -> str:
-    """The message about a host that does not report in time, whether or not it answers ssh."""
+    """Return the message about a host that does not report in time, whether or not ssh connected."""
     return (
         f"host {host}: no answer over ssh within {seconds:g} s: it may be overloaded or its network slow; "
         "--start-timeout sets a longer limit"
@@ -91,7 +93,7 @@ def late(host: str, seconds: float) -> str:
 
 
 def differences(host: str, report: HostReport, own: HostReport) -> str:
-    """Why a host cannot run ranks together with this one; empty if it can."""
+    """Explain why a host cannot run ranks together with this one. Empty if it can."""
     if report.hvdtrain != own.hvdtrain:
         return (
             f"host {host} has hvdtrain {report.hvdtrain}, this host has {own.hvdtrain}: install the same "
@@ -106,7 +108,7 @@ def differences(host: str, report: HostReport, own: HostReport) -> str:
 
 
 def missing_interfaces(wanted: Sequence[str], reports: Mapping[str, HostReport]) -> str:
-    """Which hosts have none of the requested interfaces, and which they have; empty if all have one."""
+    """Explain which hosts have none of the `wanted` interfaces, and what they have instead. Empty if all have one."""
     problems = [
         f"{f'host {host}' if host else 'this host'} has no network interface "
         f"{' or '.join(wanted)}: it has "
@@ -126,8 +128,8 @@ NO_COMMON_INTERFACE = (
 
 
 def common_interface(own: HostReport, others: Sequence[HostReport]) -> str:
-    """The interface over which ssh reaches every host, if it has the same name everywhere; else the only one that all
-    hosts have with an address of their own, or empty."""
+    """Return the interface that ssh uses to reach every host, if it has the same name on all hosts; otherwise the only
+    interface that all hosts have, with a different address on each. Empty if there is none."""
     names = {_interface_of(report.interfaces, report.reached) for report in others}
     names |= {_interface_of(own.interfaces, report.origin) for report in others}
     if len(names) != 1:
@@ -136,12 +138,15 @@ def common_interface(own: HostReport, others: Sequence[HostReport]) -> str:
 
 
 def loopback_interfaces(own: HostReport) -> set[str]:
-    """The interfaces with the address 127.0.0.1."""
+    """Return the interfaces with the address 127.0.0.1."""
     return {name for name, has in own.interfaces.items() if "127.0.0.1" in has}
 
 
 def _on_every_host(hosts: Sequence[Interfaces]) -> set[str]:
-    """Names that all hosts have, with different addresses: a bridge for containers has the same on each."""
+    """Return the names of interfaces that all hosts have with different addresses.
+
+    A bridge for containers has the same address on each host.
+    """
     common = set.intersection(*(set(interfaces) for interfaces in hosts))
     return {
         name

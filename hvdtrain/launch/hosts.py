@@ -1,7 +1,7 @@
-"""Hosts and their slots: `-H a:2,b:4` and hostfiles.
+"""Parse hosts and their slots: `-H a:2,b:4` and hostfiles.
 
-Both become one clean list here, and horovodrun gets it as `-H`: its own hostfile reader fails on
-comments, blank lines and `max_slots`.
+Both are passed to horovodrun as `-H`: its own hostfile parser fails on comments, blank lines and
+`max_slots`.
 """
 
 import re
@@ -12,7 +12,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.launch.user_files import read_text
 
 MOST_SLOTS = 1_000_000
-"""More is a typing error, which would fill the memory before anything is started."""
+"""Upper limit of slots. A larger number is a typing error, and would exhaust the memory before the start."""
 _NAME = re.compile(r"[\w.-]+", re.ASCII)
 _HOST = re.compile(r"(?P<name>[^:\s]+):(?P<slots>\d{1,99})", re.ASCII)
 _LINE = re.compile(
@@ -22,7 +22,15 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Host:
-    """A host name or IPv4 address and the number of ranks that it takes, from 1 to MOST_SLOTS."""
+    """A host and its number of slots.
+
+    Attributes:
+        name: Host name or IPv4 address.
+        slots: Maximum number of ranks on the host, from 1 to MOST_SLOTS.
+
+    Raises:
+        UsageError: The name or the number of slots is invalid.
+    """
 
     name: str
     slots: int
@@ -45,12 +53,12 @@ class Host:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether `text` is a valid host name for Horovod, ssh and a shell."""
+    """Return whether `text` is a valid host name for Horovod, ssh and a shell."""
     return bool(_NAME.fullmatch(text)) and not text.startswith("-")
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of `name:slots,name:slots,...`. Raises UsageError."""
+    """Parse `name:slots,name:slots,...`. Raises UsageError if an item is invalid or a host is named twice."""
     hosts = []
     for item in text.split(","):
         match = _HOST.fullmatch(item.strip())
@@ -64,7 +72,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """The hosts of a file: lines `name slots=N`, blank ones, `# comments`. Raises UsageError."""
+    """Read a hostfile: lines `name slots=N`, blank lines and `# comments`.
+
+    Raises:
+        UsageError: The file cannot be read, names no hosts, or has an invalid line.
+    """
     lines = read_text(path, "hostfile").splitlines()
     hosts: list[Host] = []
     for number, line in enumerate(lines, start=1):
@@ -88,7 +100,7 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def hosts_of(hosts: tuple[Host, ...] | None, hostfile: Path | None) -> tuple[Host, ...]:
-    """The hosts of --hosts or --hostfile; none if neither is given. Raises UsageError if both are."""
+    """Return the hosts of --hosts or --hostfile, or () if neither is given. Raises UsageError if both are given."""
     if hosts and hostfile is not None:
         raise UsageError("--hosts and --hostfile both name the hosts: use only one of them")
     return read_hostfile(hostfile) if hostfile is not None else hosts or ()

@@ -1,9 +1,8 @@
-"""The Horovod that is installed beside this Python: where it is, and which controllers it was built
-with.
+"""Locate the Horovod installed for this Python, and find which controllers it was built with.
 
-Horovod itself reports that only after TensorFlow is imported, which takes seconds. The answer also
-stands in its extension: one built with MPI is linked to an MPI library, one built with Gloo
-contains Gloo's classes.
+Horovod itself reports its controllers only after importing TensorFlow, which takes seconds. Its
+extension library shows them too: with MPI it links an MPI library, with Gloo it contains Gloo's
+classes.
 """
 
 import importlib.util
@@ -24,7 +23,7 @@ _SIGNS: dict[Controller, tuple[bytes, ...]] = {
 
 
 def installed_controllers() -> frozenset[Controller]:
-    """The controllers of this Python's Horovod. Raises EngineError if no Horovod for TensorFlow is installed."""
+    """Return the controllers of this Python's Horovod. Raises EngineError if there is no Horovod for TensorFlow."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or not spec.submodule_search_locations:
         raise EngineError(f"Horovod is not installed for {sys.executable}: {INSTALL_HINT}")
@@ -36,7 +35,7 @@ def installed_controllers() -> frozenset[Controller]:
 
 
 def built_controllers(extension: Path) -> frozenset[Controller]:
-    """Which controllers a Horovod extension library contains."""
+    """Return which controllers a Horovod extension library contains."""
     with (
         extension.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
@@ -49,18 +48,23 @@ def built_controllers(extension: Path) -> frozenset[Controller]:
 
 
 def find_mpirun(path: str | None = None) -> str | None:
-    """mpirun from PATH, else beside this Python (an environment that is not activated)."""
+    """Find mpirun in PATH, else next to this Python, for an environment that is not activated."""
     return shutil.which("mpirun", path=path) or shutil.which(
         "mpirun", path=str(Path(sys.executable).parent)
     )
 
 
 def choose_controller(wanted: str, built: frozenset[Controller], mpirun: str | None) -> Controller:
-    """The controller to use. `auto` is MPI, the faster one, if Horovod was built with it and there is an mpirun.
+    """Choose the controller. `auto` prefers MPI, the faster one, if Horovod was built with it and mpirun exists.
+
+    Args:
+        wanted: "auto", "mpi" or "gloo".
+        built: Controllers that Horovod was built with.
+        mpirun: Path of mpirun, or None.
 
     Raises:
-        UsageError: the wanted controller cannot be used here.
-        EngineError: neither can.
+        UsageError: The requested controller cannot be used here.
+        EngineError: With `auto`, neither can be used.
     """
     if wanted == "auto":
         if "mpi" in built and mpirun:

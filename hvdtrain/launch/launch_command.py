@@ -1,7 +1,7 @@
-"""The input and output of a launcher: the site where a launch starts, and the command that starts its processes.
+"""Input and output of a launcher: the site of the launch, and the command that starts its processes.
 
-What is printed is what runs. Only the first words may differ: one of hvdtrain's programs may stand in for the user's,
-with the same arguments.
+The printed command is the one that runs, except for its first words: a program of hvdtrain may take the place of the
+user's, with the same arguments.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hvdtrain.strategy_names import HOROVOD, STRATEGY
 
 @dataclass(frozen=True)
 class Site:
-    """Where a launch starts.
+    """The environment in which a launch starts.
 
     Attributes:
-        environ: environment of the process that starts it.
-        folder: absolute path of the current folder.
-        horovodrun: how to call the horovodrun of this Python.
-        mpirun: absolute path of mpirun; None if there is none.
-        mpi_prefix: installation folder of mpirun, if it is Open MPI 4; else empty.
-        names: names of this machine.
-        home: the user's home folder, or a folder to take for it; empty if the environment names it.
-        allocation: the nodes of the surrounding Slurm job, if they are to be used.
-        image: container image for the ranks, for a launcher that supports it.
+        environ: Environment of the launching process.
+        folder: Absolute path of the current folder.
+        horovodrun: Name or path of this Python's horovodrun.
+        mpirun: Path of mpirun, or None.
+        mpi_prefix: Installation folder of mpirun if it is Open MPI 4, else empty.
+        names: Names of this machine.
+        home: Home folder, or a substitute, for when HOME is not set; empty if it is.
+        allocation: Nodes of the surrounding Slurm job, if they are to be used.
+        image: Container image for the ranks, for a launcher that supports it.
     """
 
     environ: Mapping[str, str] = field(repr=False)
@@ -53,7 +53,7 @@ class Site:
 
 
 def this_site(allocation: Allocation | None = None, image: str | None = None) -> Site:
-    """Where this process is."""
+    """Describe the site of this process."""
     own = Path(sys.executable).with_name("horovodrun")
     found = shutil.which("horovodrun")
     elsewhere = own.exists() and not (found and Path(found).samefile(own))
@@ -75,12 +75,12 @@ def this_site(allocation: Allocation | None = None, image: str | None = None) ->
 def _home() -> str:
     try:
         return str(Path.home())
-    except RuntimeError:  # A user id without an entry in /etc/passwd, as containers have.
+    except RuntimeError:  # A user ID without an entry in /etc/passwd, as in containers.
         return tempfile.gettempdir()
 
 
 def check_started_once(environ: Mapping[str, str]) -> None:
-    """Raises UsageError if this process is one of several that another launcher started."""
+    """Check that this process was not started by another launcher as one of several. Raises UsageError if it was."""
     name = size_variable(environ)
     if name:
         size = environ[name]
@@ -96,13 +96,13 @@ class Prepared:
     """A launch that is ready to start.
 
     Attributes:
-        words: the command, as a user would type it.
-        settings: variables to set for the command, in addition to the environment; None unsets one.
-        stand_in: words to run in place of the first word, with the same arguments; empty: run the first word.
-        for_stand_in: variables for `stand_in` alone, which do not change what the command does.
-        lacks: notes for a user who pastes the command, one line each.
-        process_names: names of its processes, for messages.
-        elastic: whether the other ranks continue when one fails.
+        words: Command as a user would type it.
+        settings: Variables to set for the command, in addition to the environment. None unsets one.
+        stand_in: Words to run in place of the first word, with the same arguments. If empty, the first word runs.
+        for_stand_in: Variables for `stand_in` alone, which do not change what the command does.
+        lacks: Notes for a user who pastes the command, one line each.
+        process_names: Names of the launch's processes, for messages.
+        elastic: Whether the other ranks continue when one fails.
     """
 
     words: tuple[str, ...]
@@ -115,7 +115,7 @@ class Prepared:
 
     @property
     def argv(self) -> list[str]:
-        """What is started."""
+        """The arguments of the process to start."""
         return [*self.stand_in, *self.words[1:]] if self.stand_in else list(self.words)
 
     @property
@@ -124,23 +124,23 @@ class Prepared:
         return self.with_settings(self.words)
 
     def with_settings(self, argv: Sequence[str]) -> list[str]:
-        """`argv` as a command that also sets the variables."""
+        """Return `argv` as a command that also sets the variables."""
         changes = self.settings.items()
         unset = [word for name, value in changes if value is None for word in ("-u", name)]
         values = [f"{name}={value}" for name, value in changes if value is not None]
         return [*(["env", *unset, *values] if changes else []), *argv]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """`environ` with the settings for the process to be started."""
+        """Return `environ` updated with the variables for the process to start."""
         changed = {**environ, **self.for_stand_in, **self.settings}
         return {name: value for name, value in changed.items() if value is not None}
 
 
 def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str | None]:
-    """The variables that a launcher sets for every rank.
+    """Return the variables that a launcher sets for every rank; None unsets one.
 
-    A secret has its value in `environ` and none here. What was exported for launches of another kind does not reach the
-    ranks.
+    A secret keeps its value in `environ` and has none here. Variables exported for other strategies or controllers are
+    overridden, so that they do not affect the ranks.
     """
     settings: dict[str, str | None] = {}
     if environ.get(STRATEGY, HOROVOD) != HOROVOD:
@@ -151,10 +151,10 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
 
 
 def forward(plan: LaunchPlan) -> dict[str, str]:
-    """The option that names, for a program of `hvdtrain.start`, the variables to forward to the ranks on all hosts."""
+    """Return the variable that names, for a program of `hvdtrain.start`, those to forward to all ranks."""
     return {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
 
 
 def values_of(variables: Sequence[EnvVar]) -> dict[str, str]:
-    """The variables whose values may appear in a command."""
+    """Return the values that may appear in a command; secrets have none."""
     return {one.name: one.value for one in variables if one.value is not None}

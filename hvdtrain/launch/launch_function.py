@@ -1,6 +1,6 @@
-"""`hvdtrain.launch(function, np=2)`: runs a Python function on several ranks, from a script, a REPL or a notebook.
+"""`hvdtrain.launch(function, np=2)`: run a Python function on several ranks, from a script, a REPL or a notebook.
 
-The ranks are started, watched and ended like those of `hvdtrain run`; the program that they run fetches the function.
+The ranks are started, monitored and ended as in `hvdtrain run`; the program that they run fetches the function.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ def launch(
     log_dir: str | Path | None = None,
     hang_timeout: float = HANG_SECONDS,
 ) -> list[Any]:
-    """Run `function(*args, **kwargs)` on `np` ranks; return what each rank returned, in the order of ranks.
+    """Run `function(*args, **kwargs)` on `np` ranks and return the results of all ranks.
 
     Args:
-        function: any function that cloudpickle can pickle, including one defined in a notebook cell.
-        np: number of ranks.
-        args: positional arguments, the same on all ranks.
-        kwargs: keyword arguments, the same on all ranks.
-        hosts: hosts with their slots, such as "node1:4,node2:4". None: this machine.
+        function: Any function that cloudpickle can pickle, including one defined in a notebook cell.
+        np: Number of ranks.
+        args: Positional arguments, the same on all ranks.
+        kwargs: Keyword arguments, the same on all ranks.
+        hosts: Hosts with their slots, such as "node1:4,node2:4". None uses this machine.
         controller: "auto", "mpi" or "gloo".
-        all_ranks: show the output of all ranks, not only rank 0's.
-        log_dir: folder for the output of every rank. None: a new one in .hvdtrain/logs.
-        hang_timeout: end the run after this many seconds without progress; 0: never.
+        all_ranks: Whether to show the output of all ranks instead of rank 0's alone.
+        log_dir: Folder for the output of every rank. None creates one in .hvdtrain/logs.
+        hang_timeout: Seconds without progress after which the run is ended; 0 disables the limit.
 
     Returns:
-        A list of the return values, by rank.
+        A list with the return value of each rank, in rank order.
 
     Raises:
-        UsageError: an argument cannot work or cannot be pickled; the call is not made from the main thread.
-        EngineError: this Horovod supports neither MPI nor Gloo on this machine.
-        LaunchError: a rank failed.
-        KeyboardInterrupt: Ctrl-C, or the notebook's stop button; the ranks are ended.
+        UsageError: An argument is invalid or cannot be pickled, or the call is not made from the main thread.
+        EngineError: Horovod is not installed, or supports neither MPI nor Gloo on this machine.
+        LaunchError: A rank failed, or ended without a result.
+        KeyboardInterrupt: The user pressed Ctrl-C or the notebook's stop button. The ranks are ended.
     """
     check_started_once(os.environ)
     if threading.current_thread() is not threading.main_thread():
@@ -79,7 +79,7 @@ def launch(
         np=np,
         controller=choose_controller(controller, installed_controllers(), site.mpirun),
         hosts=places,
-        # Their values are in the environment alone.
+        # The values are passed only in the environment.
         env=(EnvVar(ADDRESS), EnvVar(KEY)),
     )
     other = next((place.name for place in places if place.name not in site.names), None)
@@ -130,7 +130,7 @@ def _can_pickle(thing: object) -> bool:
 
 
 def _check(outcome: Outcome, log_dir: Path, missing: Sequence[int]) -> None:
-    """Raise what the end of the run calls for."""
+    """Raise the exception for a run that was interrupted, failed, or lacks results."""
     if outcome.exit_code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if outcome.exit_code:

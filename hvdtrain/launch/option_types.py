@@ -1,13 +1,13 @@
-"""What a launch's options are made of.
+"""Declare the options of a launch.
 
-Each option is a field of `LaunchPlan`, made by `option`. The command line, the configuration file, the checks of the
-plan and horovodrun's argv are all derived from these fields, so that an option is written down once.
+Each option is a field of `LaunchPlan`, declared with `option`. The command line, the configuration file, the validation
+of the plan and horovodrun's argv are all derived from these fields, so each option is defined once.
 """
 
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
-# The sections of `hvdtrain run --help-all`, in this order.
+# Sections of `hvdtrain run --help-all`, in order.
 GROUPS = {
     "basic": "Basic",
     "strategy": "Strategy",
@@ -35,7 +35,7 @@ Need = Literal[
     "one worker per host",
     "horovodrun",
 ]
-"""What an option can depend on; `plan_validation` says when each is met."""
+"""Prerequisites of an option; `plan_validation` defines when each is met."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +43,22 @@ class Option:
     """One option, and the field that holds its value.
 
     Attributes:
-        field, type, default: of the field; a default of None may also say that it has none.
-        group: the section of --help; a key of GROUPS.
-        help: one or two sentences.
-        flag: horovodrun's flag, usually `--field-name`; for an option that is on or off, the one that switches it
-            on. Empty if there is none.
-        off: horovodrun's flag that switches it off, usually `--no-field-name` where None leaves it to Horovod.
-        names: its names at the command line, usually `--field-name`; messages use the first. `--on/--off` names a
-            switch.
-        aliases: more names, of horovodrun, torchrun and accelerate, which --help does not show. For a
-            choice, `--VALUE` makes it.
-        metavar: the placeholder for the value in --help, usually its unit.
-        least, most: bounds of a number, both included.
-        needs: without which the option has no effect, and is refused.
-        unset: what happens when the option is not given, for --help.
-        environment: Horovod's variable that may also set it. Needed where hvdtrain has a
-            default of its own, which would overrule the user's variable.
+        field, type, default: Name, type and default of the field. A default of None may also mean that there is none.
+        group: Section of --help; a key of GROUPS.
+        help: Help text, one or two sentences.
+        flag: horovodrun's flag, by default `--field-name`; for a switch, the flag that turns it on. Empty if there
+            is none.
+        off: horovodrun's flag that turns a switch off, by default `--no-field-name` where None leaves it to Horovod.
+        names: Names on the command line, by default `--field-name`; messages use the first. A switch is written
+            `--on/--off`.
+        aliases: Additional names from horovodrun, torchrun and accelerate, not shown by --help. For a choice,
+            `--VALUE` selects that value.
+        metavar: Placeholder for the value in --help, usually its unit.
+        least, most: Inclusive bounds of a number.
+        needs: Prerequisites without which the option has no effect and is rejected.
+        unset: Text for --help about what happens without the option.
+        environment: Horovod's environment variable for the same setting. Needed where hvdtrain has its
+            own default, which would override the user's variable.
     """
 
     field: str
@@ -79,22 +79,22 @@ class Option:
 
     @property
     def name(self) -> str:
-        """What a message calls it."""
+        """The name to use in messages."""
         return self.names[0].split("/")[0]
 
     @property
     def is_switch(self) -> bool:
-        """On, off, or (when its default is None) left to Horovod."""
+        """Whether the option is on or off, or left to Horovod if its default is None."""
         return self.type in (bool, bool | None)
 
 
 def option(group: str, help: str, default: Any = None, **about: Any) -> Any:
-    """A dataclass field that is an option; `about` holds attributes of `Option`. MISSING: no default."""
+    """Declare a dataclass field as an option. `about` sets attributes of `Option`; MISSING means no default."""
     return field(default=default, metadata={"group": group, "help": help, **about})
 
 
 def options_of(plan: Any) -> list[Option]:
-    """The options of a dataclass (or of an instance), by group, then in the order of its fields."""
+    """Return the options of a dataclass or an instance, by group, then in field order."""
     groups = list(GROUPS)
     found = [_option_of(one) for one in fields(plan) if one.metadata]
     return sorted(found, key=lambda option: groups.index(option.group))

@@ -1,8 +1,8 @@
-"""The processes of a launch with parameter servers: which, where, and with what environment.
+"""The processes of a launch with parameter servers: their roles, hosts and environment. Pure functions.
 
-One chief runs the user's script and directs; workers compute steps on request; servers
-hold the variables. Each finds the others by TF_CONFIG, as TensorFlow lays it down
-(tensorflow.org/guide/distributed_training). Pure functions.
+The chief runs the user's script and coordinates, workers compute steps on request, and servers
+hold the variables. Each process finds the others through TF_CONFIG, in TensorFlow's format
+(tensorflow.org/guide/distributed_training).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PROXY = "no_grpc_proxy"
 
 @dataclass(frozen=True)
 class Role:
-    """One process; its number among those of its kind counts from 0."""
+    """One process, numbered from 0 among those of its kind."""
 
     kind: Kind
     index: int
@@ -39,7 +39,7 @@ CHIEF = Role("chief", 0)
 
 
 def cast(workers: int, servers: int) -> tuple[Role, ...]:
-    """All processes: chief, workers, servers."""
+    """Return all roles: the chief, the workers, then the servers."""
     return (
         CHIEF,
         *(Role("worker", index) for index in range(workers)),
@@ -48,11 +48,13 @@ def cast(workers: int, servers: int) -> tuple[Role, ...]:
 
 
 def place(roles: Sequence[Role], hosts: Sequence[Host]) -> dict[Role, str]:
-    """Worker or server -> its host: the servers first, one host after the other, then the workers
-    from there on; a host that is full is passed over.
+    """Assign each worker and server to a host.
 
-    The chief is not among them: it is where the launch starts, and needs no slot. Raises UsageError
-    if there are not enough slots.
+    The servers come first, then the workers, one per host in turn; full hosts are skipped. The chief
+    runs where the launch starts and needs no slot.
+
+    Raises:
+        UsageError: There are not enough slots.
     """
     wanted = [role for kind in ("ps", "worker") for role in roles if role.kind == kind]
     slots = sum(host.slots for host in hosts)
@@ -67,7 +69,7 @@ def place(roles: Sequence[Role], hosts: Sequence[Host]) -> dict[Role, str]:
 
 
 def tf_config(addresses: Mapping[Role, str], role: Role) -> str:
-    """TF_CONFIG of one process; `addresses` are `host:port` of all."""
+    """Return the TF_CONFIG of one process. `addresses` maps every role to `host:port`."""
     cluster: dict[str, list[str]] = {}
     for one in sorted(addresses, key=lambda one: (one.kind, one.index)):
         cluster.setdefault(one.kind, []).append(addresses[one])
@@ -76,12 +78,12 @@ def tf_config(addresses: Mapping[Role, str], role: Role) -> str:
 
 
 def role_environment(addresses: Mapping[Role, str], role: Role) -> dict[str, str]:
-    """The variables of one process, the same on any host."""
+    """Return the variables of one process, independent of its host."""
     hosts = sorted({address.rpartition(":")[0] for address in addresses.values()})
     return {
         STRATEGY: PARAMETER_SERVER,
         "TF_CONFIG": tf_config(addresses, role),
-        # gRPC would go through the proxy for the web, if one is set, to the other processes too.
+        # Otherwise gRPC would use a configured web proxy between the processes, too.
         _PROXY: ",".join(hosts),
     }
 
@@ -96,23 +98,23 @@ def host_environment(
     cores: int,
     gpus: Sequence[str],
 ) -> dict[str, str]:
-    """The variables that give a process its share of the host.
+    """Return the variables that give a process its share of the host.
 
-    The cores are shared equally. A worker has a GPU to itself, or shares it if there are more
-    workers than GPUs; chief and servers use none, of which TensorFlow would take all memory.
+    Cores are divided equally. A worker has its own GPU, or shares one if there are more workers than
+    GPUs. The chief and the servers see no GPU, because TensorFlow would take all of its memory.
 
     Args:
-        environ: of the process so far; what is set there stays, but for the GPUs.
-        kind: of the process.
-        index: its number among the workers of this host.
-        processes: of this launch on this host.
-        workers: of the whole launch.
-        cores: those that the processes share.
-        gpus: what CUDA_VISIBLE_DEVICES may name here.
+        environ: Current environment of the process. Its values are kept, except for the GPUs.
+        kind: Kind of the process.
+        index: Index of the process among the workers of this host.
+        processes: Number of processes of this launch on this host.
+        workers: Number of workers in the whole launch.
+        cores: Number of cores that the processes share.
+        gpus: Names of the GPUs, as for CUDA_VISIBLE_DEVICES.
     """
     found = rank_environment({**environ, RANK_CORES: str(max(1, cores // processes))}, cores)
     if "TF_NUM_INTEROP_THREADS" in found:
-        # A server's calls from every worker, and a worker's to every server, can wait at a time.
+        # Calls from every worker to a server, and from a worker to every server, can block at the same time.
         threads = max(int(found["TF_NUM_INTEROP_THREADS"]), workers + 1)
         found["TF_NUM_INTEROP_THREADS"] = str(threads)
     if kind != "worker":

@@ -1,14 +1,14 @@
-"""LaunchPlan: all settings of one launch, checked when it is made.
+"""LaunchPlan: all settings of one launch, validated on creation.
 
 Its fields are the options of `hvdtrain run`, of its configuration file and of horovodrun 0.28.1;
-`option_types` defines what makes up an option. Left out of horovodrun's options, on purpose:
+see `option_types`. These options of horovodrun are left out on purpose:
 
-- `--jsrun`: LSF's launcher. horovodrun 0.28.1 takes the interfaces from the job it has not started.
-- `--hostfile`: read by `hosts.read_hostfile` and given on as `-H`; horovodrun's reader fails on
+- `--jsrun`: LSF's launcher. horovodrun 0.28.1 reads the interfaces from the job it has not started.
+- `--hostfile`: read by `hosts.read_hostfile` and passed as `-H`; horovodrun's parser fails on
   comments and blank lines.
 - `--config-file`: read by `config_files`; horovodrun's reader ignores unknown keys.
-- `--prefix-output-with-timestamp`: `output` does it; mpirun's stamps may stand inside lines.
-- `--check-build`, `--version`: of the command, which calls `hvdtrain doctor` and `hvdtrain --version`.
+- `--prefix-output-with-timestamp`: done by `output`; mpirun's timestamps may appear inside lines.
+- `--check-build`, `--version`: see `hvdtrain doctor` and `hvdtrain --version`.
 """
 
 from dataclasses import MISSING, dataclass
@@ -29,17 +29,17 @@ LogLevel = Literal["TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"]
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """One launch: what each rank runs, and the options of `hvdtrain run`.
+    """Settings of one launch: the program that each rank runs, and the options of `hvdtrain run`.
 
-    Every field but `program` is an `option`, which documents it for `--help` and for the reader: what it means, its
-    unit (`metavar`: SECONDS, MILLISECONDS, MB, N), its range (`least`, `most`), what it needs (`needs`), and what
-    None leaves in place (`unset`: mostly Horovod's default).
+    Every field except `program` is declared with `option`, which documents its meaning (`help`), its unit (`metavar`:
+    SECONDS, MILLISECONDS, MB, N), its range (`least`, `most`), its prerequisites (`needs`), and the effect of None
+    (`unset`: mostly Horovod's default).
 
     Attributes:
-        program: what each rank runs.
+        program: Program that each rank runs.
 
     Raises:
-        UsageError: the options cannot work together.
+        UsageError: An option is invalid, or the options cannot be combined.
     """
 
     program: Program
@@ -183,7 +183,7 @@ class LaunchPlan:
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may join and leave."""
+        """Whether the number of workers may change during the run."""
         return any((self.host_discovery_script, self.min_np, self.max_np))
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What must hold between the options of a plan. horovodrun checks most of it late, or never.
+"""Validate a launch plan. horovodrun checks most of this late, or never.
 
-Horovod puts several options as they are into lines for `/bin/sh -c` and `ssh`
-(horovod/runner/mpi_run.py, gloo_run.py, util/remote.py). What goes there is quoted by `horovodrun`
-where Horovod's use of it allows that, else only harmless characters are let through here.
+Horovod inserts several options unquoted into command lines for `/bin/sh -c` and `ssh`
+(horovod/runner/mpi_run.py, gloo_run.py, util/remote.py). The `horovodrun` launcher quotes them where
+Horovod allows that; for the rest, only harmless characters are accepted here.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _LOCAL = {"localhost", "127.0.0.1"}
 _INTERFACE = re.compile(r"\w[\w.:@-]*", re.ASCII)
-# A path that a shell, and mpirun, which splits at spaces, take as one word.
+# A path that a shell, and mpirun, which splits at spaces, both read as one word.
 _PLAIN_PATH = re.compile(r"[\w./@%+=:,-]+")
-# What ends a word's being a word: no option of mpirun has any of these.
+# Characters with a meaning for the shell; no option of mpirun needs any of them.
 _SHELL_SYNTAX = frozenset(";&|<>$`()\\\n")
 
 
 class Condition(NamedTuple):
-    """Whether a plan meets a need, and what to do if it does not."""
+    """A test of whether a plan meets a need, and the remedy if it does not."""
 
     met: Callable[[LaunchPlan], bool]
     remedy: str
@@ -71,7 +71,7 @@ CONDITIONS: dict[Need, Condition] = {
         "another launcher starts the workers; leave it out, or add --launcher horovodrun",
     ),
 }
-# Of these only one can be given. (A hostfile is read before there is a plan.)
+# Mutually exclusive options. (A hostfile is read before the plan exists.)
 RIVALS = {
     ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
     ("hierarchical_allreduce", "torus_allreduce"): "do the same thing",
@@ -79,7 +79,7 @@ RIVALS = {
 
 
 def check(plan: LaunchPlan) -> None:
-    """Raise UsageError for the first option of `plan` that cannot work."""
+    """Check that all options of `plan` are valid. Raises UsageError for the first that is not."""
     if plan.program.kind == "script":
         check_script(plan.program.name)
     for option in options_of(plan):
@@ -96,18 +96,18 @@ def check(plan: LaunchPlan) -> None:
 
 
 def is_given(value: Any) -> bool:
-    """Whether an option is given and not switched off."""
+    """Return whether an option is given and not switched off."""
     return value is not None and value is not False and value != ()
 
 
 def unmet_need(option: Option, plan: LaunchPlan) -> str:
-    """What to do about the first need of the option that the plan does not meet; empty if it meets all."""
+    """Return the remedy for the option's first unmet need. Empty if the plan meets all."""
     conditions = (CONDITIONS[need] for need in option.needs)
     return next((one.remedy for one in conditions if not one.met(plan)), "")
 
 
 def most_local_ranks(plan: LaunchPlan) -> int:
-    """The number of workers on the host that has most of them."""
+    """Return the largest number of ranks on any one host."""
     left, most = plan.np, 0
     for slots in [host.slots for host in plan.hosts] or [plan.np]:
         most = max(most, min(slots, left))
@@ -116,7 +116,7 @@ def most_local_ranks(plan: LaunchPlan) -> int:
 
 
 def mpi_words(option: str, text: str) -> list[str]:
-    """mpirun's options of `--mpi-args` and `--binding-args`, taken apart. Raises UsageError."""
+    """Split the value of `--mpi-args` or `--binding-args` into words. Raises UsageError for shell syntax."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -131,7 +131,7 @@ def mpi_words(option: str, text: str) -> list[str]:
 
 
 def check_bounds(option: Option, value: Any) -> None:
-    """Raises UsageError for a number outside the option's range."""
+    """Check that a number is within the option's bounds. Raises UsageError if not."""
     least, most = option.least, option.most
     for number in value if isinstance(value, tuple) else (value,):
         if not isinstance(number, int | float):
@@ -152,7 +152,7 @@ def _range(option: Option) -> str:
 
 
 def check_servers(strategy: str, workers: int | None, servers: int | None) -> None:
-    """Raises UsageError for values of --workers and --ps that are invalid or have no effect."""
+    """Check --workers and --ps. Raises UsageError if they are out of range, or belong to another strategy."""
     for option, number in (("--workers", workers), ("--ps", servers)):
         if number is not None and strategy != PARAMETER_SERVER:
             raise UsageError(
@@ -163,7 +163,7 @@ def check_servers(strategy: str, workers: int | None, servers: int | None) -> No
 
 
 def check_image(image: str) -> None:
-    """Raises UsageError for an image that the container engine would read as an option."""
+    """Check that the engine would not parse the image name as an option. Raises UsageError if it would."""
     if not image or image.startswith("-"):
         raise UsageError(f"{image!r} is not an image: expected a name, such as hvdtrain:cpu")
 
@@ -186,9 +186,9 @@ def _check_numbers_of_workers(plan: LaunchPlan) -> None:
 
 
 def fitting_stall_times(warning: int, shutdown: int) -> tuple[int, int]:
-    """The times of the stall check (seconds), such that the warning comes before the end.
+    """Return the stall check's warning and shutdown times in seconds, adjusted so that the warning comes first.
 
-    The one that was asked for stays; of both it is that of the end, so that no job waits longer.
+    A time set by the user is kept. If both are set, the shutdown time is, so that no job waits longer.
     """
     if not 0 < shutdown <= warning:
         return warning, shutdown
@@ -227,7 +227,7 @@ def _check_exclusions(plan: LaunchPlan) -> None:
 
 
 def check_variables(variables: Sequence[EnvVar]) -> None:
-    """Raises UsageError if a variable is given twice."""
+    """Check that no variable is given twice. Raises UsageError if one is."""
     names = [variable.name for variable in variables]
     for name in names:
         if names.count(name) > 1:

@@ -1,4 +1,4 @@
-"""The options of `hvdtrain run` -> a LaunchPlan: what the user left open is chosen here."""
+"""Build a LaunchPlan from the options of `hvdtrain run`, choosing whatever the user left open."""
 
 from __future__ import annotations
 
@@ -22,18 +22,23 @@ from hvdtrain.launch.secrets import variable_to_pass
 from hvdtrain.launch.slurm.allocation import Allocation
 
 _MOST_WORKERS_OF_CORES = 8
-"""On a machine without GPUs, if the number is not given."""
+"""Maximum number of workers chosen for a machine without GPUs."""
 
 
 def plan_of(
     values: Mapping[str, Any], site: Site, say: Callable[[str], None], behind: Container[str] = ()
 ) -> LaunchPlan:
-    """The plan for the options of `hvdtrain run` on this machine. Raises UsageError.
+    """Build the plan for the options of `hvdtrain run` on this machine.
 
     Args:
-        values: of the options; None: not given.
-        say: called with what was chosen, or ignored.
-        behind: the options that are left out where they have no effect.
+        values: Values of the options; None if not given.
+        site: Site of the launch.
+        say: Function called with each message about a chosen or ignored option.
+        behind: Options to drop where they have no effect, instead of raising an error.
+
+    Raises:
+        UsageError: The options are invalid or cannot be combined.
+        EngineError: Horovod is not installed, or supports no controller here.
     """
     values = {name: value for name, value in values.items() if value is not None}
     hosts = hosts_of(values.pop("hosts", None), values.pop("hostfile", None))
@@ -46,7 +51,7 @@ def plan_of(
     if elastic and wanted == "auto":
         wanted = "gloo"
     if values["launcher"] == "srun":
-        # srun takes the place of mpirun.
+        # srun replaces mpirun.
         mpirun, wanted = "srun", choose_srun_controller(wanted, built)
     values["controller"] = choose_controller(wanted, built, mpirun)
     _leave_out(values, behind, say)
@@ -60,7 +65,7 @@ def plan_of(
 def _choose_place(
     values: dict[str, Any], elastic: bool, allocation: Allocation | None, say: Callable[[str], None]
 ) -> None:
-    """Set the number of ranks, their hosts and what starts them, as far as the user did not."""
+    """Set the number of ranks, their hosts and the launcher, where the user did not."""
     wanted = values["launcher"]
     if elastic:
         if wanted == "srun":
@@ -73,7 +78,7 @@ def _choose_place(
         here = len(allocation.hosts) == 1 and allocation.this_node is not None
         slots = max(values.get("np", 0), allocation.hosts[0].slots)
         alone = (replace(allocation.hosts[0], slots=slots),)
-        # More ranks than the job asked for have a place on its only node, but no order on several.
+        # A single node accepts more ranks than the job requested; on several, their placement would be unclear.
         values["hosts"] = alone if here else allocation.hosts
         values.setdefault("np", sum(host.slots for host in allocation.hosts))
     values["np"] = _number_of_ranks(values, say)
@@ -81,11 +86,11 @@ def _choose_place(
     values["launcher"] = choose_launcher(wanted, allocation, hosts)
     local = allocation is not None and {host.name for host in hosts} == {allocation.this_node}
     if values["launcher"] == "horovodrun" and local and not own_hosts:
-        del values["hosts"]  # This machine; its name need not resolve here.
+        del values["hosts"]  # This machine, whose name need not resolve here.
 
 
 def _choose_stall_times(values: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Make the time until the job is ended longer than the time until the warning, and report it."""
+    """Make the stall check's shutdown time longer than its warning time, and report the change."""
     warning, shutdown = values["stall_warning_seconds"], values["stall_shutdown_seconds"]
     times = fitting_stall_times(warning, shutdown)
     if values["stall_check"] and times != (warning, shutdown):
@@ -115,10 +120,14 @@ def _number_of_ranks(values: Mapping[str, Any], say: Callable[[str], None]) -> i
 
 
 def workers_here(gpus: int, cores: Callable[[], int]) -> tuple[int, str]:
-    """The number of workers for this machine, and why.
+    """Return the number of workers for this machine, and the reason.
 
-    A worker a core was faster than one worker with several, for networks of all but the widest layers; with many
-    cores it would be many copies of model and TensorFlow, and small shares of the batch.
+    One worker per core was faster than one worker with several cores, except for networks with very wide layers. With
+    many cores, it would mean many copies of the model and of TensorFlow, and small shares of the batch.
+
+    Args:
+        gpus: Number of GPUs.
+        cores: Function that returns the number of cores; called only without GPUs.
     """
     if gpus:
         return gpus, f"one worker per GPU on this machine ({gpus})"
@@ -130,7 +139,7 @@ def workers_here(gpus: int, cores: Callable[[], int]) -> tuple[int, str]:
 
 
 def _leave_out(values: dict[str, Any], behind: Container[str], say: Callable[[str], None]) -> None:
-    """Leave out the options from a file or a variable that would have no effect in a plan of these values."""
+    """Drop options from a file or a variable (`behind`) that would have no effect in this plan."""
     options = options_of(LaunchPlan)
     plan: Any = SimpleNamespace(**{one.field: one.default for one in options} | values)
     plan.elastic = any(values.get(name) for name in ELASTIC)

@@ -1,8 +1,8 @@
-"""What each rank runs, from the arguments after the options: a Python script, a module, or any other
-program.
+"""Determine what each rank runs from the words after the options: a Python script, a module, or any
+other program.
 
     train.py --epochs 5            a script
-    python -u train.py             the same, by the interpreter and with the options that are named
+    python -u train.py             a script, with the given interpreter and its options
     python -m package.module       a module
     bash job.sh, ./train           a program
 """
@@ -21,7 +21,7 @@ from typing import Literal
 from hvdtrain.errors import UsageError
 
 Kind = Literal["script", "module", "program"]
-# What `python -m hvdtrain.worker` takes in front of the name.
+# Arguments of `python -m hvdtrain.worker` before the name.
 _WORKERS_WORDS: dict[Kind, tuple[str, ...]] = {
     "script": (),
     "module": ("-m",),
@@ -34,14 +34,14 @@ _OPTIONS_WITH_VALUE = {"-W", "-X", "--check-hash-based-pycs"}
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank runs.
+    """The program that each rank runs.
 
     Attributes:
-        name: the script's path, the module's name, or the program.
-        arguments: its own.
-        kind: which of them it is.
-        python: the interpreter of the ranks.
-        python_options: of the interpreter, such as -u.
+        name: Path of the script, name of the module, or the program.
+        arguments: Arguments of the program.
+        kind: "script", "module" or "program".
+        python: Python interpreter of the ranks.
+        python_options: Options of the interpreter, such as -u.
     """
 
     name: Path
@@ -52,7 +52,7 @@ class Program:
 
 
 def rank_command(program: Program) -> list[str]:
-    """What a rank runs: the program, under `hvdtrain.worker`."""
+    """Return the command of a rank, which runs the program under `hvdtrain.worker`."""
     return [
         *(program.python, *program.python_options, "-P", "-m", "hvdtrain.worker"),
         *(*_WORKERS_WORDS[program.kind], str(program.name), *program.arguments),
@@ -60,12 +60,15 @@ def rank_command(program: Program) -> list[str]:
 
 
 def program_of(name: Path, arguments: Sequence[str], *, module: bool = False) -> Program:
-    """The program that these words describe. Raises UsageError if there is nothing to run.
+    """Parse the words of a command line into a Program.
 
     Args:
-        name: the first word.
-        arguments: those behind it.
-        module: whether the name was said to be a module's (`-m`).
+        name: First word.
+        arguments: Words after it.
+        module: Whether the name is a module's (`-m`).
+
+    Raises:
+        UsageError: The script or module is missing or invalid, or the program cannot be executed.
     """
     if module:
         return _module(str(name), arguments, Program(name))
@@ -76,11 +79,11 @@ def program_of(name: Path, arguments: Sequence[str], *, module: bool = False) ->
 
 
 def _by_python(python: Path, words: list[str]) -> Program:
-    """What `python WORDS...` runs."""
+    """Return the Program for `python WORDS...`."""
     found = shutil.which(python)
     if found is None:
         raise UsageError(f"there is no {python} in PATH")
-    # The one that hvdtrain runs in, also where its environment is linked to.
+    # hvdtrain's own interpreter, even if its environment is reached through a link.
     own = Path(found).parent.samefile(Path(sys.executable).parent)
     by = Program(Path(), python=sys.executable if own else found)
     options: list[str] = []
@@ -110,7 +113,7 @@ def _module(
 
 
 def _is_program(name: Path) -> bool:
-    """Whether it is not a Python script. Raises UsageError if it is not executable either."""
+    """Return whether `name` is not a Python script. Raises UsageError if it is not executable either."""
     if name.suffix == ".py":
         return False
     if not name.is_file():
@@ -125,7 +128,7 @@ def _is_program(name: Path) -> bool:
 
 
 def _first_line(path: Path) -> bytes:
-    """Empty if it cannot be read, which is reported when it is run."""
+    """Return the first line, or nothing if the file cannot be read; that is reported when it runs."""
     try:
         with path.open("rb") as file:
             return file.readline(256)

@@ -1,6 +1,6 @@
-"""The running jobs: launches on this machine, Slurm jobs and containers that hvdtrain started.
+"""Find the running jobs: launches on this machine, Slurm jobs and containers that hvdtrain started.
 
-Nothing is registered anywhere: /proc, Slurm's queue and the container engine know it."""
+There is no registry: the jobs are found in /proc, in Slurm's queue and through the container engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCRIPTS = ".hvdtrain/jobs"
 LOGS = Path(".hvdtrain/logs")
 SHORT = 8
 CLOCK_SECONDS = 2.0
-"""By which times of files may differ from the clock."""
+"""Maximum difference between file times and the clock."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Job:
     """A launch, a Slurm job or a container.
 
     Attributes:
-        name: by which `hvdtrain logs` and `stop` know it.
-        kind: run, slurm or container.
-        state: such as running or pending.
-        command: what runs.
-        seconds: since when; None if it has not started.
-        status: of its ranks; None if unknown.
-        log_dir: where the ranks' output is kept; None if unknown.
-        show: the command that prints its output where no log folder is known.
-        stop: the command that ends it.
+        name: Name for `hvdtrain logs` and `hvdtrain stop`.
+        kind: "run", "slurm" or "container".
+        state: State, such as running or pending.
+        command: Command that runs.
+        seconds: Time since the start; None if it has not started.
+        stop: Command that ends the job.
+        status: Last known status; None if unknown.
+        log_dir: Folder with the ranks' output; None if unknown.
+        show: Command that prints the job's output, for when no log folder is known.
     """
 
     name: str
@@ -58,13 +58,13 @@ class Job:
 
 
 def find_jobs() -> list[Job]:
-    """All running jobs of this user, oldest first."""
+    """Return all running jobs of this user, oldest first."""
     found = [*_runs_here(), *_slurm_jobs(), *_containers()]
     return sorted(found, key=lambda job: -(job.seconds or 0.0))
 
 
 def the_job(name: str, jobs: Sequence[Job]) -> Job:
-    """The job with this name or prefix. Raises UsageError if there is no such job, or more than one."""
+    """Return the job with this name or prefix. Raises UsageError if there is none, or more than one."""
     found = [job for job in jobs if job.name == name] or [
         job for job in jobs if name and job.name.startswith(name)
     ]
@@ -79,15 +79,15 @@ def _runs_here() -> Iterable[Job]:
     seen: dict[str, Path] = {}
     own = _pid_namespace("self")
     for entry in Path("/proc").glob("[0-9]*"):
-        # Other users' processes cannot be read, and processes end while we look.
+        # Other users' processes cannot be read, and processes end during the scan.
         with suppress(OSError):
             environ = environment_of(int(entry.name))
-            # What runs in a container is found as one.
+            # Processes in a container are found through its engine.
             if LAUNCH_ID in environ and LOG_DIR in environ and _pid_namespace(entry.name) == own:
                 seen[environ[LAUNCH_ID]] = Path(environ[LOG_DIR])
     for launch_id, folder in seen.items():
         status = read_status(folder)
-        # A run from another host may have only ranks here, and its process id may belong to another process by now.
+        # A run from another host may have only ranks here, and its process ID may have been reused.
         if status is not None and status.run == launch_id and _is_launcher(status):
             yield Job(
                 name=status.run[:SHORT],
@@ -102,7 +102,7 @@ def _runs_here() -> Iterable[Job]:
 
 
 def _is_launcher(status: RunStatus) -> bool:
-    """Whether the process that the status names is here, and has been since the run began."""
+    """Return whether the launcher named by the status runs on this host, and has since the run began."""
     if status.host != platform.node() or status.pid <= 0:
         return False
     try:
@@ -118,7 +118,7 @@ def _pid_namespace(process: str) -> str:
 
 def _slurm_jobs() -> Iterable[Job]:
     if os.environ.get("SLURM_JOB_ID"):
-        return  # Inside of one; its own run is found as such.
+        return  # Inside a Slurm job, its run is found in /proc.
     text = ask(["scontrol", "--oneliner", "show", "job"]).answer
     own = f"({os.getuid()})"
     for line in text.splitlines():
@@ -145,7 +145,7 @@ def _slurm_job(state: JobState) -> Job:
 
 
 def _statuses(folder: Path) -> Iterator[tuple[RunStatus, Path]]:
-    """What the runs started in this folder wrote, and where; the newest first. Empty if it cannot be read."""
+    """Yield the status and log folder of each run started in `folder`, newest first; nothing if it cannot be read."""
     with suppress(OSError):
         for log_dir in sorted((folder / LOGS).iterdir(), reverse=True):
             status = read_status(log_dir)
@@ -159,7 +159,7 @@ def _containers() -> Iterable[Job]:
         ours = [engine, "ps", "--filter", f"label={LABEL}", "--format", "{{.ID}}"]
         for line in ask(ours).answer.splitlines():
             if line.strip() in seen:
-                continue  # docker may be another name of podman.
+                continue  # docker may be an alias of podman.
             seen.add(line.strip())
             about = json.loads(ask([engine, "inspect", line.strip()]).answer or "[{}]")[0]
             config = about.get("Config", {})
@@ -181,7 +181,7 @@ def _containers() -> Iterable[Job]:
 def _run_in_container(
     config: Mapping[str, Any], started: float | None
 ) -> tuple[RunStatus | None, Path | None]:
-    """What the run inside a container wrote: the container's working folder is also on this machine."""
+    """Return the status and log folder of a container's run: its working folder is also on this machine."""
     own = [
         (status, folder)
         for status, folder in _statuses(Path(config.get("WorkingDir") or os.devnull))
@@ -192,7 +192,7 @@ def _run_in_container(
 
 
 def _time(text: str) -> float | None:
-    """Seconds since the epoch, of a time such as 2026-01-31T12:00:00.123456789Z."""
+    """Convert a time such as 2026-01-31T12:00:00.123456789Z to seconds since the epoch. None if it is invalid."""
     with suppress(ValueError):
         return datetime.datetime.fromisoformat(text[:19] + "+00:00").timestamp()
     return None

@@ -1,5 +1,5 @@
-"""Secret values: those that look secret are never in a command line, and are masked wherever one is
-printed."""
+"""Detect secret values: they never appear in a command line that is executed, and are masked in every command
+that is printed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECRET_WORD = re.compile(
     r"(?:api|access|auth|private|secret|signing|encryption|session|db|pg)?"
     r"(?:key|token|secret|password|passwd|pwd|passphrase|pass|credential|auth|cookie)s?"
 )
-# Of the sizes and the vocabulary of a language model: max_tokens, pad_token, tokens_per_batch.
+# Sizes and vocabulary of a language model: max_tokens, pad_token, tokens_per_batch.
 _TOKEN = re.compile(r"tokens?")
 _OF_TEXT = frozenset(
     {
@@ -28,31 +28,31 @@ _OF_TEXT = frozenset(
         *("pad", "bos", "eos", "unk", "cls", "sep", "mask", "special"),
     }
 )
-# A count, a size or a rate. A key or a token has more digits; a password may be so short.
+# A count, a size or a rate. Keys and tokens have more digits; a password may be as short.
 _NUMBER = re.compile(r"[+-]?\d{1,9}(\.\d{0,9})?(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 _PASSWORD = re.compile(r"(?:db|pg)?(?:pass(?:word|wd|phrase)?|pwd|secret)s?")
 # https://user:password@host/...
 _URL_WITH_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s]+(?=@)")
 # https://host/...?token=value&...
 _PARAMETER = re.compile(r"(?P<head>[?&](?P<name>[\w.-]+)=)(?P<value>[^&#\s]+)")
-# -p says nothing of its value; -password does, as --password.
+# A single letter such as -p does not hint at its value; -password does, like --password.
 _OPTION = re.compile(r"--?(?P<name>[^-=][^=]+)", re.DOTALL)
 _ASSIGNMENT = re.compile(r"(?P<head>[-+~]{0,2}(?P<name>[A-Za-z_][\w.-]*)=)(?P<value>.*)", re.DOTALL)
-# The values of these are paths or public.
+# The values of these are paths, or public.
 _HARMLESS = frozenset({"PWD", "OLDPWD", "SSH_AUTH_SOCK", "ssh-identity-file"})
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Whether the value of a variable or option of this name should not be shown.
+    """Return whether the value of a variable or option with this name should be hidden.
 
-    A name that may be a secret's (`--key`) is treated as one: a value that was shown cannot be taken
-    back, and one that is masked is only to be written in again.
+    A name that may be a secret's (`--key`) counts as one: a value once shown cannot be taken back, while a
+    masked one is easily typed again.
     """
     return name not in _HARMLESS and (_is_secrets(name, value) or _masked_urls(value) != value)
 
 
 def _is_secrets(name: str, value: str) -> bool:
-    """Whether the name is that of a secret, with this value."""
+    """Return whether the name is that of a secret, given its value."""
     if name in _HARMLESS:
         return False
     words = [word.lower() for word in _WORD.findall(name)]
@@ -65,9 +65,10 @@ def _is_secrets(name: str, value: str) -> bool:
 
 
 def variable_to_pass(variable: EnvVar) -> EnvVar:
-    """A secret's value goes into this process's environment, and stays out of the command.
+    """Move a secret's value to this process's environment, to keep it out of the command.
 
-    Raises UsageError for a variable that has no value.
+    Raises:
+        UsageError: The variable has no value.
     """
     if variable.value is None and variable.name not in os.environ:
         raise UsageError(
@@ -81,8 +82,8 @@ def variable_to_pass(variable: EnvVar) -> EnvVar:
 
 
 def masked(argv: Sequence[str]) -> list[str]:
-    """The command to print: secret values in `NAME=VALUE`, `--name=VALUE`, `--name VALUE` and URLs
-    are replaced by `***`, also inside of a word that is several (`--mpi-args="-x NAME=VALUE"`)."""
+    """Return the command with secrets replaced by `***`, for printing: the values in `NAME=VALUE`, `--name=VALUE`,
+    `--name VALUE` and URLs, also within a word that contains several (`--mpi-args="-x NAME=VALUE"`)."""
     shown: list[str] = []
     option = ""
     for argument in argv:
@@ -103,7 +104,7 @@ def _masked_word(text: str) -> str:
 
 
 def _masked_words(text: str) -> str:
-    """A value to print, which may contain several words."""
+    """Mask the secrets in a value that may contain several words."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -113,7 +114,7 @@ def _masked_words(text: str) -> str:
 
 
 def _masked_urls(text: str) -> str:
-    """Without the passwords of URLs, and without secret values among their parameters."""
+    """Mask passwords in URLs, and secret values among their parameters."""
     text = _URL_WITH_PASSWORD.sub(rf"\g<1>{MASK}", text)
     return _PARAMETER.sub(
         lambda found: (

@@ -1,6 +1,6 @@
-"""The ssh options for a launch and for the doctor: ssh uses the user's own configuration.
+"""ssh options for launches and the doctor. ssh uses the user's own configuration.
 
-One setting is overridden: host keys that have changed are always refused.
+One setting is overridden: a changed host key is always refused.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from hvdtrain.launch.running.timed_command import ask
 
 BATCH = ("-o", "BatchMode=yes")
-"""No question to the user: nobody answers it."""
+"""Disables prompts, which nobody would answer."""
 ALIVE = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
-"""A connection that broke is noticed within 30 s."""
+"""Detects a broken connection within 30 s."""
 ACCEPT_NEW = ("-o", "StrictHostKeyChecking=accept-new")
-"""A key that was never seen is accepted and remembered; one that has changed is refused."""
+"""Accepts and remembers an unknown host key, and refuses a changed one."""
 _PATHS = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME")
 
 
 def where(port: int | None, identity_file: object | None) -> list[str]:
-    """The port and the key; None leaves it to ssh and its configuration."""
+    """Return the options for port and key; None leaves them to ssh and its configuration."""
     return [
         *(["-p", str(port)] if port is not None else []),
         *(["-i", str(identity_file)] if identity_file is not None else []),
@@ -27,7 +27,7 @@ def where(port: int | None, identity_file: object | None) -> list[str]:
 
 
 def path_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which the interpreter and its modules are found on another host."""
+    """Return the variables with which the interpreter and its modules are found on another host."""
     return {name: environ[name] for name in _PATHS if name in environ}
 
 
@@ -37,10 +37,10 @@ def unseen_keys(
     identity_file: object | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """ACCEPT_NEW, unless the user's configuration is as strict (`accept-new`) or stricter (`yes`); then nothing.
+    """Return ACCEPT_NEW, or nothing if the user's configuration is as strict (`accept-new`) or stricter (`yes`).
 
-    Where it says `ask`, nobody is there to answer. Where it says `no`, ssh would connect to a host whose key has
-    changed, and the launch's secrets would go there.
+    With `ask`, nobody is there to answer. With `no`, ssh would connect to a host whose key has changed, exposing the
+    launch's secrets to it.
     """
     said = ask(["ssh", "-G", *where(port, identity_file), host], environ=environ)
     lax = {"stricthostkeychecking ask", "stricthostkeychecking false"}

@@ -1,4 +1,4 @@
-"""What ssh's error messages mean and what to do about each: one catalogue for the launcher and the doctor."""
+"""Catalogue of ssh's error messages, with their causes and remedies, for the launcher and the doctor."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class SshError:
     """Why ssh failed.
 
     Attributes:
-        cause: in words for the user, with ssh's own line in parentheses.
-        fix: what to do.
+        cause: Explanation for the user, with ssh's own line in parentheses.
+        fix: What to do about it.
     """
 
     cause: str
     fix: str
 
 
-# A pattern, the cause and the fix; the first that fits, since ssh says several of these at once. {login} is the
-# command that logs in there, {known} the host's name in known_hosts, {options} ssh's options for port and key.
+# Pattern, cause and fix. The first match counts, since ssh may print several of these at once. {login} is the
+# command that logs in to the host, {known} its name in known_hosts, {options} ssh's options for port and key.
 _CATALOGUE = (
     (
         r"remote host identification has changed|host key for \S+ has changed",
@@ -72,7 +72,7 @@ _CATALOGUE = (
         "correct the name, or add it to DNS or /etc/hosts",
     ),
 )
-# Where ssh itself names the host.
+# Messages in which ssh itself names the host.
 _NAMED = re.compile(
     r"connect to host (\S+) port|could not resolve hostname (\S+):|\S+@(\S+): permission denied|"
     r"host key for (\S+) has changed|host key is known for (\S+) and",
@@ -83,7 +83,7 @@ _NAMED = re.compile(
 def explain_ssh(
     host: str, said: str, port: int | None = None, identity_file: object | None = None
 ) -> SshError:
-    """What ssh's standard error says, when its exit code is SSH_FAILED."""
+    """Explain ssh's standard error, given that its exit code is SSH_FAILED."""
     options = f" -p {port}" if port is not None else ""
     with_key = f" -i {identity_file}" if identity_file is not None else ""
     words = {
@@ -102,9 +102,9 @@ def explain_ssh(
 
 
 def ssh_error_in(launcher_text: str) -> str:
-    """The error of an ssh that a launcher started, found in the launcher's output; empty if there is none.
+    """Explain the error of an ssh that a launcher started, found in the launcher's output. Empty if there is none.
 
-    mpirun adds a page of its own about what may have been wrong.
+    mpirun itself prints a page of possible causes.
     """
     for line, _, _ in _known_errors(launcher_text):
         if named := _NAMED.search(line):
@@ -115,13 +115,13 @@ def ssh_error_in(launcher_text: str) -> str:
 
 
 def is_unknown_key(said: str) -> bool:
-    """Whether ssh refused only because it has never seen the host's key."""
+    """Return whether ssh refused only because it has never seen the host's key."""
     lower = said.lower()
     return "host key verification failed" in lower and "has changed" not in lower
 
 
 def _known_errors(said: str) -> Iterator[tuple[str, str, str]]:
-    """(ssh's line, cause, fix) of each error of the catalogue, the most telling one first."""
+    """Yield (ssh's line, cause, fix) for each known error, the most specific first."""
     for pattern, cause, fix in _CATALOGUE:
         lines = [line for line in said.splitlines() if re.search(pattern, line, re.IGNORECASE)]
         if lines:

@@ -1,4 +1,4 @@
-"""Files that the user specifies: configurations, hostfiles, scripts, and those that Horovod writes."""
+"""Check files that the user specifies: configurations, hostfiles, scripts, and those that Horovod writes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ if TYPE_CHECKING:
     from hvdtrain.launch.plan import LaunchPlan
 
 MOST_BYTES = 2**20
-"""Of a text file: more than any configuration has, and a device such as /dev/zero ends here."""
+"""Maximum size of a text file: more than any configuration, and a bound for devices such as /dev/zero."""
 PIPE_SECONDS = 10.0
-"""How long the writer of a pipe, such as `<(command)`, may be silent."""
+"""Time for which the writer of a pipe, such as `<(command)`, may be silent."""
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a file; `what` is its kind, such as "hostfile", for messages.
+    """Return the text of a file.
+
+    Args:
+        path: Path of the file.
+        what: Kind of the file for messages, such as "hostfile".
 
     Raises:
-        UsageError: it cannot be read, is not UTF-8, is longer than MOST_BYTES, or is a pipe whose writer is silent for
-            PIPE_SECONDS.
+        UsageError: The file cannot be read, is not UTF-8, is longer than MOST_BYTES, or is a pipe whose writer is
+            silent for PIPE_SECONDS.
     """
     try:
         # Opening a pipe without a writer would block forever.
@@ -50,10 +54,14 @@ def read_text(path: Path, what: str) -> str:
 
 
 def check_files(plan: LaunchPlan, *, elsewhere: bool) -> None:
-    """Raises UsageError for a file of the plan that cannot be read or written.
+    """Check that the files of the plan can be read or written.
 
     Args:
-        elsewhere: ranks run on other hosts, and what they write may be there.
+        plan: The plan.
+        elsewhere: Whether ranks run on other hosts, where their output files may be.
+
+    Raises:
+        UsageError: A file cannot be used.
     """
     key, discovery = plan.ssh_identity_file, plan.host_discovery_script
     if key is not None and not key.is_file():
@@ -69,7 +77,7 @@ def check_files(plan: LaunchPlan, *, elsewhere: bool) -> None:
 
 
 def _check_outputs(plan: LaunchPlan) -> None:
-    """Horovod does not report files that it cannot write, and mpirun crashes."""
+    """Check the output files: Horovod does not report those it cannot write, and mpirun crashes."""
     for option, file in (
         ("--timeline-filename", plan.timeline_filename),
         ("--autotune-log-file", plan.autotune_log_file),
@@ -88,7 +96,7 @@ def _check_outputs(plan: LaunchPlan) -> None:
 
 
 def check_script(script: Path) -> None:
-    """Raises UsageError for a training script that cannot be run."""
+    """Check that a training script can be read. Raises UsageError if not."""
     if script.is_dir():
         raise UsageError(f"{script} is a folder: name the training script")
     if not script.is_file():
@@ -100,7 +108,7 @@ def check_script(script: Path) -> None:
 
 
 def _meant(script: Path) -> str:
-    """What a name that is not a file may have meant; empty if nothing similar exists."""
+    """Return a suggestion for a name that is not a file. Empty if nothing similar exists."""
     if Path(f"{script}.py").is_file():
         return f". Did you mean {script}.py?"
     module = Path(*str(script).split("."))

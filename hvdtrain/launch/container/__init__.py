@@ -1,1 +1,1 @@
-"""Launches in a container: the command, and the engine that runs it."""
+"""Launching in a container: building the command, and querying the engine that runs it."""

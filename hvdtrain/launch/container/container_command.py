@@ -1,7 +1,7 @@
-"""A launch in a container -> the `docker run` or `podman run` that does it. Pure functions.
+"""Build the `docker run` or `podman run` command for a launch in a container. Pure functions.
 
-The container runs `hvdtrain run` on this machine's GPUs; where the job has several hosts, each of
-the others runs a container that only has an ssh server (`docker_argv` with the command `sshd`).
+The container runs `hvdtrain run` on this machine's GPUs. In a job with several hosts, each of the
+others runs a container with only an ssh server (`docker_argv` with the command `sshd`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ CPU_IMAGE = "hvdtrain:cpu"
 GPU_IMAGE = "hvdtrain:gpu"
 SSH_PORT = 2222
 SSH_KEYS = "/run/hvdtrain/ssh"
-"""Where the images look for the keys of a job."""
+"""Folder in the images where a job's ssh keys are mounted."""
 SSHD = ("sshd",)
-"""The images' word for: an ssh server for the other hosts of a job."""
+"""Command of the images that runs an ssh server, for the other hosts of a job."""
 
 _STACK_BYTES = 64 * 2**20
-"""NVIDIA's figure for training in containers."""
+"""Stack limit that NVIDIA recommends for training in containers."""
 _OF_A_PATH = ("/", ".", "~")
 _OF_ANY_IMAGE = ("/bin", "/dev", "/etc", "/lib", "/proc", "/sbin", "/sys", "/usr")
 _GPUS = re.compile(r"none|all|[1-9]\d*|device=[\w-]+(?:,[\w-]+)*", re.ASCII)
 
 
 LABEL = "hvdtrain"
-"""By which `hvdtrain ps` knows its containers."""
+"""Container label by which `hvdtrain ps` finds its containers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class Machine:
     """The properties of this machine that the command depends on.
 
     Attributes:
-        engine: what runs containers.
-        rootless: whether the engine runs as an ordinary user.
-        uid, gid: of the user.
-        folder: the current folder, absolute.
-        terminal: whether standard input and output are a terminal.
-        rdma: whether it has InfiniBand or RoCE devices.
-        selinux: whether SELinux is enforcing.
-        locks_memory: whether the engine may lift the limit of locked memory.
+        engine: Container engine to use.
+        rootless: Whether the engine runs as an ordinary user.
+        uid, gid: User and group ID of the user.
+        folder: Absolute path of the current folder.
+        terminal: Whether standard input and output are a terminal.
+        rdma: Whether the machine has InfiniBand or RoCE devices.
+        selinux: Whether SELinux is enforcing.
+        locks_memory: Whether the engine may lift the limit on locked memory.
     """
 
     engine: EngineName
@@ -65,20 +65,23 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
-    """One container to run. Raises UsageError if the settings cannot work.
+    """One container to run.
 
     Attributes:
-        image: its image, made from docker/Dockerfile.cpu or .gpu, or on top of one.
-        command: what runs in it.
-        gpus: `none`, `all`, how many, or `device=0,2`.
-        several_hosts: whether ranks on other hosts take part: it gets the machine's network.
-        ssh_port: where the job's ssh servers listen, if it has several hosts.
-        ssh_keys: folder with the job's keys, read-only in the container.
-        shm_size: of its own /dev/shm, such as `8g`; None shares the machine's.
-        user: `UID[:GID]`; None is the user.
-        volumes: `FOLDER[:INSIDE[:OPTIONS]]`, beside the current folder.
-        env: names of the variables that it gets from the environment.
-        extra: more arguments for the engine.
+        image: Image built from docker/Dockerfile.cpu or .gpu, or derived from one.
+        command: Command to run in the container.
+        gpus: `none`, `all`, a number of GPUs, or `device=0,2`.
+        several_hosts: Whether ranks run on other hosts too. If so, the container uses the host's network.
+        ssh_port: Port of the job's ssh servers, with several hosts.
+        ssh_keys: Folder with the job's keys, mounted read-only in the container.
+        shm_size: Size of the container's /dev/shm, such as `8g`. None shares the host's.
+        user: `UID[:GID]`. None is the current user.
+        volumes: `FOLDER[:INSIDE[:OPTIONS]]`, in addition to the current folder.
+        env: Names of the environment variables to pass through.
+        extra: Additional arguments for the engine.
+
+    Raises:
+        UsageError: A setting is invalid, or a folder does not exist.
     """
 
     image: str
@@ -128,12 +131,12 @@ class Container:
 
 
 def docker_argv(container: Container, machine: Machine) -> list[str]:
-    """The complete command. It contains the names of environment variables, not their values."""
+    """Return the complete command. It contains the names of environment variables, not their values."""
     return [
         *(machine.engine, "run", "--rm", "--label", LABEL),
         # Podman's --init needs a program that is often not installed; the image brings its own.
         *(["--init"] if machine.engine == "docker" else []),
-        # The image's check is of the ssh server.
+        # The image's health check tests the ssh server.
         *(["--no-healthcheck"] if container.command != SSHD else []),
         *(["--interactive", "--tty"] if machine.terminal else []),
         *_gpus(container.gpus, machine.engine),
@@ -153,7 +156,7 @@ def _gpus(gpus: str, engine: EngineName) -> list[str]:
         return []
     devices = gpus.removeprefix("device=")
     if engine == "docker":
-        # Docker reads the value as CSV: without quotes in it a comma would end it.
+        # Docker parses the value as CSV; unquoted, a comma would end it.
         return ["--gpus", f'"{gpus}"' if "," in gpus else gpus]
     if devices == gpus and gpus != "all":
         devices = ",".join(map(str, range(int(gpus))))
@@ -161,7 +164,7 @@ def _gpus(gpus: str, engine: EngineName) -> list[str]:
 
 
 def _memory(container: Container, machine: Machine) -> list[str]:
-    """Shared memory and limits: NCCL, MPI and Gloo exchange data through /dev/shm, and lock it."""
+    """Options for shared memory and limits: NCCL, MPI and Gloo exchange data in /dev/shm, and lock memory."""
     shared = ["--shm-size", container.shm_size] if container.shm_size else ["--ipc=host"]
     locked = ["--ulimit", "memlock=-1:-1"] if machine.locks_memory else []
     return [*shared, *locked, "--ulimit", f"stack={_STACK_BYTES}:{_STACK_BYTES}"]
@@ -179,11 +182,11 @@ def _network(container: Container, machine: Machine) -> list[str]:
 
 
 def _user(container: Container, machine: Machine) -> list[str]:
-    """What is written belongs to the user."""
+    """Options that make files written in the container belong to the user."""
     if container.user is not None:
         return ["--user", container.user]
     if machine.rootless and machine.engine == "docker":
-        return ["--user", "0:0"]  # which is the user, outside.
+        return ["--user", "0:0"]  # Root in the container is the user on the host.
     keep = ["--userns=keep-id"] if machine.rootless else []
     return [*keep, "--user", f"{machine.uid}:{machine.gid}"]
 
@@ -195,7 +198,7 @@ def _files(container: Container, machine: Machine) -> list[str]:
     return [
         *(word for volume in volumes for word in ("--volume", _with_place(volume))),
         *("--workdir", str(machine.folder)),
-        # Files of the user's own do not have the label that SELinux wants for containers.
+        # The user's files lack the label that SELinux requires for containers.
         *(["--security-opt", "label=disable"] if machine.selinux else []),
     ]
 
@@ -207,9 +210,9 @@ def _same_place(folder: Path) -> str:
 
 
 def _with_place(volume: str) -> str:
-    """A volume without a place in the container is at the same place there.
+    """Mount a volume without a target at the same path in the container.
 
-    The engine gets a whole path: it takes another word for a volume's name, and knows no `~`.
+    The engine needs an absolute path: it takes a bare name for a named volume, and does not expand `~`.
     """
     source, colon, place = volume.partition(":")
     if colon:
@@ -220,14 +223,15 @@ def _with_place(volume: str) -> str:
 def _whole(folder: str) -> Path:
     try:
         return Path(folder).expanduser().absolute()
-    except RuntimeError:  # ~ of a user that there is not.
+    except RuntimeError:  # `~name` of a user who does not exist.
         return Path(folder).absolute()
 
 
 def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str, ...]:
-    """Names of the variables passed to the container: those of the libraries, and those asked for.
+    """Return the names of the variables to pass to the container: those of the libraries and those in `asked`.
 
-    Raises UsageError if one that was asked for is not set.
+    Raises:
+        UsageError: A variable in `asked` has an invalid name or is not set.
     """
     asked = tuple(asked)
     for name in asked:
@@ -238,7 +242,7 @@ def passed_names(environ: Mapping[str, str], asked: Iterable[str]) -> tuple[str,
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError unless it is a name, without a value."""
+    """Check that `name` is a variable name without a value. Raises UsageError otherwise."""
     if not is_name(name):
         raise UsageError(
             f"--env {name.partition('=')[0]}: pass only the name, and set the value in the environment: "
@@ -247,9 +251,12 @@ def check_name(name: str) -> None:
 
 
 def check_reachable(paths: Iterable[Path], container: Container, machine: Machine) -> None:
-    """Raises UsageError if one of the paths, as seen from here, is not in the container.
+    """Check that all paths on this machine are visible in the container.
 
-    Only the current folder and the volumes are.
+    Only the current folder and the volumes are mounted.
+
+    Raises:
+        UsageError: A path is outside of them.
     """
     for path in paths:
         whole = (machine.folder / path.expanduser()).resolve()
@@ -263,9 +270,9 @@ def check_reachable(paths: Iterable[Path], container: Container, machine: Machin
 def arguments_out_of_reach(
     arguments: Iterable[str], container: Container, machine: Machine
 ) -> Iterator[str]:
-    """A warning for each of the script's arguments that names a file of this machine which is not in the container.
+    """Yield a warning for each argument of the script that names a local file not visible in the container.
 
-    Absolute paths only, alone or as in `--data=/data`; folders of the system are in every image.
+    Considers only absolute paths, alone or as in `--data=/data`. System folders exist in every image.
     """
     for argument in arguments:
         path = Path(argument.partition("=")[2] if argument.startswith("-") else argument)
@@ -274,7 +281,7 @@ def arguments_out_of_reach(
             *(volume.split(":")[1] for volume in container.volumes if ":" in volume),
         ]
         known = not path.is_absolute() or any(path.is_relative_to(place) for place in inside)
-        # A long argument is not a path, for which Path.exists raises.
+        # os.path.exists is False for an argument too long to be a path, where Path.exists raises.
         if known or not os.path.exists(path) or _is_mounted(path.resolve(), container, machine):  # noqa: PTH110
             continue
         folder = path if path.is_dir() else path.parent

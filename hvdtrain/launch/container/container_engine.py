@@ -1,4 +1,4 @@
-"""Docker or podman: which one is installed and running, and its features."""
+"""Find Docker or podman, and query whether it is running and what it supports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.launch.container.container_command import CPU_IMAGE, GPU_IMAGE, En
 from hvdtrain.launch.running.timed_command import ANSWER_SECONDS, ask
 
 CDI_FOLDERS = (Path("/etc/cdi"), Path("/var/run/cdi"))
-"""Folders with CDI descriptions of devices for containers."""
+"""Folders with CDI (Container Device Interface) specifications."""
 GPU_FIX = {
     "docker": "install nvidia-container-toolkit; sudo nvidia-ctk runtime configure; sudo systemctl restart docker",
     "podman": "install nvidia-container-toolkit; sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml",
@@ -26,12 +26,13 @@ _DOCKERFILES = {CPU_IMAGE: "docker/Dockerfile.cpu", GPU_IMAGE: "docker/Dockerfil
 
 @dataclass(frozen=True)
 class ContainerEngine:
-    """An engine that answered.
+    """A container engine that responds.
 
     Attributes:
-        rootless: whether it runs as an ordinary user.
-        has_gpus: whether it can give GPUs to a container.
-        version: its own.
+        name: `docker` or `podman`.
+        rootless: Whether it runs as an ordinary user.
+        has_gpus: Whether it can give a container access to GPUs.
+        version: Version of the engine.
     """
 
     name: EngineName
@@ -41,11 +42,11 @@ class ContainerEngine:
 
 
 class Refused(Exception):
-    """The engine's own words."""
+    """The engine refused the request. The message is the engine's own."""
 
 
 def find_container_engine(wanted: str) -> ContainerEngine:
-    """The engine `wanted`; for `auto`, the first that responds. Raises HvdtrainError if none does."""
+    """Return the engine `wanted`, or for `auto` the first that responds. Raises HvdtrainError if none does."""
     problems = []
     for name in get_args(EngineName):
         if wanted not in ("auto", name):
@@ -72,7 +73,7 @@ def ask_engine(
     limit: float = ANSWER_SECONDS,
     cdi_folders: Sequence[Path] = CDI_FOLDERS,
 ) -> ContainerEngine:
-    """The engine's own description. Raises Refused if it does not work for this user."""
+    """Query the engine for its properties. Raises Refused if it does not work for this user."""
     try:
         info: dict[str, Any] = json.loads(
             _answer(name, "info", "--format", "{{json .}}", environ=environ, limit=limit)
@@ -85,7 +86,7 @@ def ask_engine(
         return ContainerEngine(
             name, bool(rootless), cdi, info.get("version", {}).get("Version", "")
         )
-    # Docker's client also responds without its daemon.
+    # Docker's client responds even if its daemon is not running.
     if info.get("ServerErrors"):
         raise Refused(str(info["ServerErrors"][0]))
     rootless = any("name=rootless" in option for option in info.get("SecurityOptions") or ())
@@ -95,7 +96,7 @@ def ask_engine(
 
 
 def check_gpus(engine: ContainerEngine) -> None:
-    """Raises HvdtrainError if the engine cannot give GPUs to a container."""
+    """Check that the engine can give a container access to GPUs. Raises HvdtrainError if not."""
     if not engine.has_gpus:
         raise HvdtrainError(
             f"{engine.name} cannot give GPUs to a container: {GPU_FIX[engine.name]}; or use --gpus none"
@@ -103,7 +104,7 @@ def check_gpus(engine: ContainerEngine) -> None:
 
 
 def check_image(engine: ContainerEngine, image: str) -> None:
-    """Raises HvdtrainError if it is one of hvdtrain's own images, which must be built, and does not exist yet."""
+    """Check that `image` exists, if it is one of hvdtrain's own, which the user builds. Raises HvdtrainError if not."""
     if image not in _DOCKERFILES:
         return
     try:

@@ -1,7 +1,7 @@
-"""Launchers, which start the processes of a launch: one file per launcher, and one line here.
+"""Launchers, which start the processes of a launch: one file per launcher, registered here.
 
-Another package adds a launcher by an entry point of the group `hvdtrain.launchers` (docs/adding-a-launcher.md), with
-the name for --launcher and a function `prepare(plan, site) -> Prepared`, which is loaded when it is needed.
+Another package adds a launcher as an entry point in the group `hvdtrain.launchers` (docs/adding-a-launcher.md). Its
+name is the value for --launcher; it refers to a function `prepare(plan, site) -> Prepared`, loaded on first use.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ LAUNCHERS = {
     "horovodrun": "hvdtrain.launch.launchers.horovodrun",
     "srun": "hvdtrain.launch.launchers.srun",
 }
-"""What --launcher takes -> the module whose `prepare` it means. The other modules here are for --strategy."""
+"""Value of --launcher -> module with the `prepare` function. The other modules here serve --strategy."""
 GROUP = "hvdtrain.launchers"
 
 
 def launcher_names() -> list[str]:
-    """The names of the installed launchers."""
+    """Return the names of the installed launchers."""
     return [*LAUNCHERS, *sorted(_entry_points().keys() - LAUNCHERS.keys())]
 
 
 def find_launcher(name: str) -> Prepare:
-    """A launcher's `prepare`. Raises UsageError if no launcher has this name, or it cannot be loaded."""
+    """Return the `prepare` function of a launcher. Raises UsageError if it does not exist or cannot be loaded."""
     if name in LAUNCHERS:
         prepare: Prepare = import_module(LAUNCHERS[name]).prepare
         return prepare
@@ -58,7 +58,7 @@ def find_launcher(name: str) -> Prepare:
 
 
 def _entry_points() -> dict[str, EntryPoint]:
-    """Those of all installed distributions, by name. Takes some 10 ms, so it is asked for late."""
+    """Return the launchers of all installed distributions, by name. Takes some 10 ms, so it is called lazily."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=GROUP)}

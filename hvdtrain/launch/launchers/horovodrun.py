@@ -1,9 +1,9 @@
-"""horovodrun, on this machine and over ssh: the plan as its options.
+"""The horovodrun launcher, for this machine and hosts reached over ssh: express a plan as horovodrun's options.
 
-Horovod's own launcher is what runs, in a process that knows what Horovod was built with and which variables may travel:
-`hvdtrain.start.run_horovod` takes horovodrun's arguments, and starts the ranks about five seconds sooner. Horovod puts
-some values as they are into a line for a shell: those are quoted here, so that the shell gives back what the plan says;
-`plan_validation` refuses what cannot be quoted.
+Horovod's own launcher runs inside `hvdtrain.start.run_horovod`, which takes horovodrun's arguments, knows what Horovod
+was built with and which variables to forward, and starts the ranks about five seconds sooner. Horovod inserts some
+values unquoted into shell command lines: they are quoted here so that the shell restores them, and `plan_validation`
+rejects those that cannot be quoted.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SHOWS = (
 _HOROVODS_START_TIMEOUT = 30
 _SECONDS_FOR_A_FURTHER_HOST = 2
 COOLDOWN = (10, 300)
-"""Horovod's own default is never to use a host again that was left out."""
+"""Blacklist cooldown in seconds. Horovod's default is never to reuse a host that failed."""
 
 
 def prepare(plan: LaunchPlan, site: Site) -> Prepared:
-    """`horovodrun OPTIONS python -m hvdtrain.worker SCRIPT...`."""
+    """Prepare the command `horovodrun OPTIONS python -m hvdtrain.worker SCRIPT...`."""
     elsewhere = plan.elastic or any(host.name not in site.names for host in plan.hosts)
     if elsewhere and plan.controller == "mpi":
         plan = _with_prefix(plan, site.mpi_prefix)
@@ -51,7 +51,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
         words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
         settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
         stand_in=_STAND_IN,
-        # The ranks set the seed themselves where it is not set, which costs them a second start of Python.
+        # Ranks set the hash seed themselves if it is not set, at the cost of starting Python twice.
         for_stand_in={HASH_SEED: site.environ.get(HASH_SEED, "0"), **forward(plan)},
         lacks=tuple(lacks),
         elastic=plan.elastic,
@@ -59,7 +59,7 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
 
 
 def _with_prefix(plan: LaunchPlan, prefix: str) -> LaunchPlan:
-    """ssh starts with a bare PATH, in which the other hosts' part of Open MPI is not found."""
+    """Add --prefix: ssh starts with a minimal PATH, in which Open MPI's programs are not found on other hosts."""
     given = plan.mpi_args or ""
     if not prefix or "--prefix" in given:
         return plan
@@ -67,31 +67,31 @@ def _with_prefix(plan: LaunchPlan, prefix: str) -> LaunchPlan:
 
 
 def _of_mpi(plan: LaunchPlan, site: Site) -> dict[str, str | None]:
-    """What mpirun needs in its environment."""
+    """Return the variables that mpirun needs in its environment."""
     if plan.controller != "mpi":
         return {}
-    # A rank that waits for a message polls; where ranks fill the cores, it polls on a core that another one needs
-    # (see `hvdtrain.runtime` for the figures).
+    # A rank waiting for a message polls; when ranks fill all cores, it takes a core that another rank needs
+    # (see `hvdtrain.runtime` for measurements).
     settings: dict[str, str | None] = {"OMPI_MCA_mpi_yield_when_idle": "1"}
     path = site.environ.get("PATH", "")
-    # horovodrun takes mpirun from PATH, which lacks it when the environment is not activated.
+    # horovodrun looks for mpirun in PATH, which lacks it if the environment is not activated.
     if site.mpirun and str(Path(site.mpirun).parent) not in path.split(os.pathsep):
         settings["PATH"] = f"{Path(site.mpirun).parent}{os.pathsep}{path}"
-    if site.home:  # Open MPI crashes without one.
+    if site.home:  # Open MPI crashes without HOME.
         settings["HOME"] = site.home
     return settings
 
 
 def horovodrun_options(plan: LaunchPlan) -> list[str]:
-    """The options of horovodrun 0.28.1 that express `plan`, without the command."""
+    """Return the options of horovodrun 0.28.1 that express `plan`, without the command."""
     return [word for option in options_of(plan) for word in _words(plan, option)]
 
 
 def start_timeout(wanted: int | None, hosts: int) -> int | None:
-    """Seconds for so many hosts to answer; None leaves it to Horovod (30).
+    """Return the seconds within which the hosts must answer. None leaves it to Horovod (30 s).
 
-    Horovod reaches the hosts from one process, with one thread per host; what it does then for each host
-    (fork, ssh, pickle) takes one to two seconds of that process's time with many hosts.
+    Horovod contacts all hosts from one process, with one thread per host. With many hosts, each one
+    (fork, ssh, pickle) takes one to two seconds of that process's time.
     """
     if wanted is not None or hosts < 2:
         return wanted
@@ -99,7 +99,7 @@ def start_timeout(wanted: int | None, hosts: int) -> int | None:
 
 
 def _words(plan: LaunchPlan, option: Option) -> list[str]:
-    """The words of one option: those that are not just a flag and its value come first."""
+    """Return the words for one option. Special cases come first; the rest are a flag and its value."""
     flag, value = option.flag, getattr(plan, option.field)
     match option.field:
         case "controller":
@@ -107,20 +107,20 @@ def _words(plan: LaunchPlan, option: Option) -> list[str]:
         case "start_timeout":
             value = start_timeout(plan.start_timeout, len(plan.hosts))
         case "min_np" if plan.elastic:
-            value = plan.min_np or plan.np  # horovodrun takes --max-np alone as not elastic.
+            value = plan.min_np or plan.np  # horovodrun does not treat --max-np alone as elastic.
         case "slots_per_host" if plan.host_discovery_script:
-            value = plan.slots_per_host or 1  # horovodrun fails at a host without slots.
+            value = plan.slots_per_host or 1  # horovodrun fails for a host without slots.
         case "blacklist_cooldown_range" if plan.elastic:
             value = plan.blacklist_cooldown_range or COOLDOWN
         case "stall_warning_seconds" | "stall_shutdown_seconds" if not plan.stall_check:
             return []
         case "host_discovery_script" if value is not None:
-            # Run by a shell, which would look for a bare name in PATH.
+            # Run by a shell, which would search PATH for a bare name.
             value = shlex.quote(str(value.absolute()))
         case "output_filename" if value is not None and plan.controller == "mpi":
             value = shlex.quote(str(value))
         case "mpi_args" | "binding_args" if value is not None:
-            # horovodrun's parser takes a value that begins with '-' only behind '='.
+            # horovodrun's parser accepts a value that begins with '-' only after '='.
             return [f"{flag}={shlex.join(mpi_words(flag, value))}"]
     if not flag and not option.off:
         return []

@@ -1,4 +1,4 @@
-"""Strategies that run a script in one process, for all devices of this machine: TPU and central storage."""
+"""Launch the strategies that use one process for all devices of this machine: TPU and central storage."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, re
 
 @dataclass(frozen=True)
 class OneProcessPlan:
-    """A launch of one process.
+    """Settings of a launch with one process.
 
     Attributes:
-        strategy: tpu or central-storage.
-        program: what it runs.
-        env: variables for it; a secret has no value here, but in the environment.
-        replicas: how many are wanted; None: as many as there are devices.
+        strategy: `tpu` or `central-storage`.
+        program: Program to run.
+        env: Variables for the process. A secret has no value here, only in the environment.
+        replicas: Number of replicas. None uses one per device.
     """
 
     strategy: str
@@ -33,7 +33,7 @@ class OneProcessPlan:
 
 
 def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
-    """`env NAME=VALUE... python -m hvdtrain.worker SCRIPT`. Variables that would make the process a rank are unset."""
+    """Prepare `env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, unsetting variables that would make it a rank."""
     settings = {
         **dict.fromkeys(sorted(filter(is_place, site.environ))),
         STRATEGY: plan.strategy,
@@ -44,7 +44,7 @@ def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
 
 
 def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:
-    """Raise UsageError if this machine lacks what the strategy needs."""
+    """Check that this machine has the devices that the strategy needs. Raises UsageError if not."""
     if strategy == CENTRAL_STORAGE and replicas is None and replicas_of(environ) is None:
         count = len(visible_gpus(environ))
         if count < 2:

@@ -1,4 +1,4 @@
-"""A chief, workers and parameter servers: what such a launch consists of, and the command that starts it."""
+"""Launch a parameter server strategy (a chief, workers and parameter servers): its settings and its command."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ from hvdtrain.strategy_names import PARAMETER_SERVER
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """A launch with parameter servers. Raises UsageError for one that cannot work.
+    """Settings of a launch with parameter servers.
 
     Attributes:
-        program: what the chief runs.
-        env: variables for all; a secret has no value here, but in the environment.
-        workers: number of workers, at least 1.
-        servers: number of parameter servers, at least 1.
-        hosts: for workers and servers; none: this machine.
-        ssh_port, ssh_identity_file: None leaves it to ssh and its configuration.
-        by_srun: whether srun reaches the hosts, which are nodes of this Slurm job; else ssh does.
-        start_timeout: seconds within which the hosts must answer; None: more for more hosts.
+        program: Program that the chief runs.
+        env: Variables for all processes. A secret has no value here, only in the environment.
+        workers: Number of workers, at least 1.
+        servers: Number of parameter servers, at least 1.
+        hosts: Hosts for workers and servers. If empty, this machine.
+        by_srun: Whether the hosts are nodes of this Slurm job, reached with srun instead of ssh.
+        ssh_port: Port of ssh on the other hosts. None leaves it to ssh and its configuration.
+        ssh_identity_file: Private key for the other hosts. None leaves it to ssh and its configuration.
+        start_timeout: Seconds within which the hosts must answer. None allows more for more hosts.
+
+    Raises:
+        UsageError: A number is out of range, or the hosts have too few slots.
     """
 
     program: Program
@@ -55,7 +59,7 @@ class ServerPlan:
 
 
 def prepare(plan: ServerPlan, site: Site) -> Prepared:
-    """`[env NAME=VALUE...] python -m hvdtrain.start.run_parameter_servers OPTIONS -- COMMAND`."""
+    """Prepare `[env NAME=VALUE...] python -m hvdtrain.start.run_parameter_servers OPTIONS -- COMMAND`."""
     options: list[tuple[str, object]] = [
         ("--workers", plan.workers),
         ("--ps", plan.servers),
@@ -79,9 +83,10 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
 
 
 def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) -> int:
-    """The requested number, or else the number of slots that the servers leave free.
+    """Return `workers`, or if it is None the number of slots that the servers leave free.
 
-    Raises UsageError if their number is not known.
+    Raises:
+        UsageError: The number is not given, and no slots are left for workers.
     """
     if workers is not None:
         return workers
@@ -94,7 +99,7 @@ def number_of_workers(workers: int | None, servers: int, hosts: Sequence[Host]) 
 
 
 def roomy(hosts: Sequence[Host], processes: int) -> tuple[Host, ...]:
-    """The nodes of a job, with enough slots for this many processes."""
+    """Return the nodes of a job, with their slots raised if needed to hold this many processes."""
     each = -(-processes // len(hosts))
     if sum(host.slots for host in hosts) >= processes:
         return tuple(hosts)

@@ -1,7 +1,7 @@
-"""srun, in a Slurm job: the plan as its options.
+"""The srun launcher, for Slurm jobs: express a plan as srun's options.
 
-srun needs no ssh between the nodes, and what it starts belongs to the job: `scancel` and the time
-limit end it on every node.
+srun needs no ssh between the nodes, and its processes belong to the job: `scancel` and the time
+limit end them on every node.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvdtrain.launch.running.process_names import RANKS_OF_SRUN
 from hvdtrain.launch.slurm.allocation import Allocation
 
 STEP_SECONDS = 300
-"""How long srun may wait to start the ranks if --start-timeout does not say: nodes that a job has just
-got may still be prepared for it."""
+"""Default time for srun to start the ranks, without --start-timeout. Nodes newly assigned to a job
+may still be being prepared."""
 _PYTHON_OF_IMAGE = "python3"
 
 
 def prepare(plan: LaunchPlan, site: Site) -> Prepared:
-    """`python -m hvdtrain.start.run_srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
+    """Prepare `python -m hvdtrain.start.run_srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
 
-    `hvdtrain.start.run_srun` takes what horovodrun takes, so that all its options mean the same here. Over Gloo
-    the ranks meet at it, so that srun alone could not start them.
+    `hvdtrain.start.run_srun` accepts horovodrun's options, with the same meaning. It also serves the rendezvous for
+    Gloo, so srun alone could not start the ranks.
     """
     assert site.allocation is not None
     if site.image is not None:
@@ -48,10 +48,10 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
 
 
 def _task_command(plan: LaunchPlan, site: Site) -> list[str]:
-    """What each task of srun runs, and before it the options of srun that a container needs.
+    """Return the command of each srun task, preceded by the options that srun needs for a container.
 
-    Apptainer runs images that are files `*.sif` or have a scheme in front (`docker://...`); all others are for the
-    pyxis plugin of srun, which takes image names and `*.sqsh`.
+    Apptainer runs images that are `*.sif` files or URLs (`docker://...`). All others are left to srun's pyxis plugin,
+    which accepts image names and `*.sqsh`.
     """
     worker, start = rank_command(plan.program), ("-P", "-m", "hvdtrain.start.slurm_task")
     image, folder = site.image, site.folder
@@ -66,10 +66,10 @@ def _task_command(plan: LaunchPlan, site: Site) -> list[str]:
 
 
 def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
-    """srun with its options: the ranks' places, and that the end of one is the end of all.
+    """Return srun with its options: the placement of the ranks, and ending all when one fails.
 
-    By itself srun waits without end for nodes whose cores another step holds. Inside of a step that
-    is the user's own shell, whose cores the ranks share.
+    By default, srun waits indefinitely for nodes whose cores are held by another step. Inside a step,
+    that is the user's own shell, and the ranks share its cores.
     """
     hosts = used_hosts(plan.hosts, plan.np)
     return [
@@ -78,18 +78,19 @@ def srun_argv(plan: LaunchPlan, allocation: Allocation) -> list[str]:
         *_cores(hosts, allocation),
         *(["--overlap"] if allocation.in_step else []),
         f"--immediate={plan.start_timeout or STEP_SECONDS}",
-        # PMIx gives MPI its ranks; over Gloo the rendezvous of hvdtrain.start.run_srun does.
+        # MPI gets its ranks from PMIx; Gloo gets them from the rendezvous of hvdtrain.start.run_srun.
         f"--mpi={'pmix' if plan.controller == 'mpi' else 'none'}",
         "--export=ALL",
-        "--input=0",  # Rank 0 reads what the launch is given.
+        "--input=0",  # Standard input goes to rank 0.
         "--kill-on-bad-exit=1",
     ]
 
 
 def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[Host]) -> str:
-    """The requested launcher; else srun if ranks run on other nodes of an allocation, else horovodrun.
+    """Return the requested launcher. `auto` is srun if ranks run on other nodes of an allocation, else horovodrun.
 
-    Raises UsageError if srun is wanted where it cannot work.
+    Raises:
+        UsageError: srun is requested outside of a Slurm job, or for hosts that are not in it.
     """
     if wanted not in {"auto", "srun"}:
         return wanted
@@ -113,9 +114,9 @@ def choose_launcher(wanted: str, allocation: Allocation | None, hosts: Sequence[
 
 
 def choose_srun_controller(wanted: str, built: frozenset[Controller]) -> Controller:
-    """The controller of ranks that srun starts; `auto` is Gloo.
+    """Return the controller for ranks started by srun. `auto` prefers Gloo.
 
-    Over Gloo nothing has to fit together. MPI needs a Slurm with PMIx and an MPI with the same PMIx.
+    Gloo has no requirements, whereas MPI needs a Slurm with PMIx and an MPI with the same PMIx.
     """
     if wanted == "auto":
         return "gloo" if "gloo" in built else "mpi"
@@ -123,7 +124,7 @@ def choose_srun_controller(wanted: str, built: frozenset[Controller]) -> Control
 
 
 def used_hosts(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
-    """The hosts, filled in order, that `np` ranks use, with the ranks of each."""
+    """Return the hosts that `np` ranks use, filled in order, with the number of ranks as their slots."""
     used = []
     for host in hosts:
         if np > 0:
@@ -133,7 +134,7 @@ def used_hosts(hosts: Sequence[Host], np: int) -> tuple[Host, ...]:
 
 
 def _layout(hosts: Sequence[Host]) -> list[str]:
-    """Which rank is where."""
+    """Return the options that place the ranks on the nodes."""
     tasks = sum(host.slots for host in hosts)
     counts = {host.slots for host in hosts}
     size = [f"--nodes={len(hosts)}", f"--ntasks={tasks}"]
@@ -141,13 +142,13 @@ def _layout(hosts: Sequence[Host]) -> list[str]:
         names = ",".join(host.name for host in hosts)
         each = f"--ntasks-per-node={counts.pop()}"
         return [*size, each, f"--nodelist={names}", "--distribution=block"]
-    # A node is named once for each of its tasks.
+    # A node is listed once for each of its tasks.
     names = ",".join(host.name for host in hosts for _ in range(host.slots))
     return [*size, f"--nodelist={names}", "--distribution=arbitrary"]
 
 
 def _cores(hosts: Sequence[Host], allocation: Allocation) -> list[str]:
-    """srun does not take over the job's cores per task, and refuses more tasks than there are cores."""
+    """Options for cores: srun does not adopt the job's cores per task, and rejects more tasks than cores."""
     have = {
         host.name: cores for host, cores in zip(allocation.hosts, allocation.cores, strict=True)
     }

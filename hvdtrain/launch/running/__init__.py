@@ -1,1 +1,1 @@
-"""A running launch: its processes, their output, and why it ended."""
+"""Monitoring a launch while it runs: its processes, their output, and why it ended."""

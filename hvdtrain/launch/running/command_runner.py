@@ -1,4 +1,4 @@
-"""Run a launch command, and leave none of its processes behind however it ends."""
+"""Run a launch command, leaving no processes behind however it ends."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from hvdtrain.signals import ending_signals
 
 TICK_SECONDS = 0.1
 LONGEST_NEWS = 1 << 20
-"""Bytes: the nodes of all tasks are one line."""
+"""Maximum length of a news line in bytes. One line lists the nodes of all tasks."""
 STACKS_SECONDS = 2.0
-"""For the ranks' stacks to arrive, before a run that hangs is ended."""
+"""Time for the ranks' stack traces to arrive before a hung run is ended."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Ending:
     """How a run ended.
 
     Attributes:
-        returncode: of the command (negative: killed by that signal).
-        received: the signal that the user sent, if any.
-        ended: whether the run was ended, as it did not end by itself.
+        returncode: Return code of the command; negative if a signal killed it.
+        received: Signal that the user sent, or None.
+        ended: Whether hvdtrain ended the run because it did not end by itself.
     """
 
     returncode: int
@@ -50,44 +50,47 @@ class Ending:
 
 
 class Run(Protocol):
-    """Callbacks of `run_process`: events of the run, and questions about it."""
+    """Callbacks of `run_process`: events of the run, and queries about it."""
 
     def take_output(self, stream: Stream, data: bytes) -> None:
-        """The command wrote this."""
+        """Handle output of the command."""
 
     def take_news(self, line: bytes) -> None:
-        """The command wrote this line to the pipe whose descriptor is in HVDTRAIN_NEWS."""
+        """Handle a line that the command wrote to the pipe whose descriptor is in HVDTRAIN_NEWS."""
 
     def idle(self) -> None:
-        """The command has written nothing for one tick."""
+        """Handle a tick in which the command wrote nothing."""
 
     def finish(self) -> None:
-        """All output of the command has been read."""
+        """Handle the end of the command's output."""
 
     def is_behind(self) -> bool:
-        """Whether output that was read is not shown yet; until it is, no more is read, to bound memory."""
+        """Return whether output is waiting to be shown. If so, no more is read, to bound memory."""
 
     def catch_up(self, seconds: float) -> None:
-        """Show some of it, waiting up to `seconds`."""
+        """Show waiting output, for up to `seconds`."""
 
     def stopping(self, received: signal.Signals) -> None:
-        """The first SIGINT, SIGTERM or SIGHUP arrived. A second one kills the run at once."""
+        """Handle the first SIGINT, SIGTERM or SIGHUP. A second one kills the run at once."""
 
     def warning(self) -> None:
-        """SIGUSR1 arrived; the run continues."""
+        """Handle SIGUSR1; the run continues."""
 
     def has_failed(self) -> bool:
-        """Whether a rank reported a failure, so that the job has to end."""
+        """Return whether a rank reported a failure, so that the job has to end."""
 
     def is_hung(self, command: int) -> bool:
-        """Whether the job of the command with this process id hangs; it is ended after its ranks have printed their
-        stacks."""
+        """Return whether the job hangs. If so, its ranks print their stacks and it is ended.
+
+        Args:
+            command: Process ID of the command.
+        """
 
     def take_orders(self) -> bytes:
-        """Lines for the pipe whose descriptor is in HVDTRAIN_ORDERS, which the command reads; asked after `is_hung`."""
+        """Return lines for the command's pipe in HVDTRAIN_ORDERS. Called after `is_hung`."""
 
     def is_unread(self) -> bool:
-        """Whether nobody reads the output any more; this ends the run like SIGTERM."""
+        """Return whether the output no longer has a reader, which ends the run like SIGTERM."""
 
 
 def run_process(
@@ -98,17 +101,17 @@ def run_process(
     launch_id: str,
     grace: float = 0.0,
 ) -> Ending:
-    """Run `argv` until it ends or a signal ends it, and leave none of its processes behind.
+    """Run `argv` until it ends or a signal ends it, leaving no processes behind.
 
     Args:
-        argv: the command.
-        run: callbacks.
-        environment: the complete environment of the command.
-        launch_id: unique to this launch.
-        grace: seconds that scripts with a handler for the user's signal get.
+        argv: Command to run.
+        run: Callbacks.
+        environment: Complete environment of the command.
+        launch_id: Unique ID of this launch.
+        grace: Seconds for scripts that handle the user's signal.
 
     Raises:
-        CannotStart: the command cannot be started.
+        CannotStart: The command cannot be started.
     """
     reading, writing = os.pipe()
     taking, ordering = os.pipe()
@@ -147,11 +150,11 @@ def run_process(
 
 
 def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
-    """Pass on what the command writes, until it is over and all is shown. A signal then ends the wait for a reader."""
+    """Pass on the command's output until it has ended and all is shown. A signal then ends the wait for a reader."""
     news = Lines(longest=LONGEST_NEWS)
 
     def take(came: Iterable[tuple[Any, bytes]]) -> bool:
-        """Returns whether any of it was output."""
+        """Return whether any of it was output."""
         any_output = False
         for name, data in came:
             if name == "news":
@@ -176,7 +179,7 @@ def _read(pipes: Pipes, watch: _Watch, run: Run) -> None:
 
 @dataclass
 class _Watch:
-    """Decides on each tick whether the run must be ended, and ends it."""
+    """Decide on each tick whether the run must be ended, and end it."""
 
     process: subprocess.Popen[bytes]
     launch_id: str
@@ -191,7 +194,7 @@ class _Watch:
     _terminated_at: float | None = None
 
     def is_over(self) -> bool:
-        """Whether the command has ended."""
+        """Return whether the command has ended."""
         now = time.monotonic()
         self._pass_warnings_on()
         if self._terminated_at is None:
@@ -206,11 +209,11 @@ class _Watch:
 
     @property
     def has_ended_it(self) -> bool:
-        """Whether the run was ended from here."""
+        """Whether the run was ended by this watch."""
         return self._terminated_at is not None
 
     def _must_end(self, now: float) -> bool:
-        """Whether the time in which the run could end by itself is over."""
+        """Return whether the run has used up its time to end by itself."""
         received = self.came.ending
         if not received and self.run.is_unread():
             received.append(signal.SIGTERM)
@@ -224,7 +227,7 @@ class _Watch:
             self._hung_at = now
             self._send(signal.SIGUSR2)
         if orders := self.run.take_orders():
-            with contextlib.suppress(OSError):  # Nobody reads them any more.
+            with contextlib.suppress(OSError):  # The command no longer reads them.
                 self.orders.write(orders)
         if self._hung_at is not None:
             return now - self._hung_at > STACKS_SECONDS
@@ -234,13 +237,13 @@ class _Watch:
         return False
 
     def _pass_warnings_on(self) -> None:
-        """Send SIGUSR1 to the command, which warns its ranks, once it has a handler for it."""
+        """Send SIGUSR1, which warns the ranks, as soon as the command has a handler for it."""
         if self._warnings_passed_on < len(self.came.warnings) and self._send(signal.SIGUSR1):
             self._warnings_passed_on = len(self.came.warnings)
             self.run.warning()
 
     def _send(self, number: signal.Signals) -> bool:
-        """Send it to the command; SIGUSR1 and SIGUSR2 only if it has a handler, else they would kill it."""
+        """Send a signal to the command. SIGUSR1 and SIGUSR2 need a handler there, as they would kill it."""
         if self.process.poll() is not None:
             return False
         if number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -257,14 +260,14 @@ class _Watch:
 def _guarded(launch_id: str) -> Iterator[None]:
     """End the launch even if this process is killed by SIGKILL.
 
-    A guard reads from a pipe that ends with this process, however it ends, and then ends the launch. It is forked: a
-    program would have to be started first, and this process may be killed before it is there.
+    A guard process reads from a pipe that closes when this process ends, and then ends the launch. It is forked because
+    a new program would take time to start, and this process may be killed before that.
     """
     reading, writing = os.pipe()
     guard = os.fork()
     if guard == 0:
         try:
-            os.setsid()  # Ctrl-C in the terminal is not for the guard.
+            os.setsid()  # Keeps the terminal's Ctrl-C from reaching the guard.
             os.close(writing)
             os.read(reading, 1)
             end_launch(launch_id)
@@ -275,18 +278,18 @@ def _guarded(launch_id: str) -> Iterator[None]:
         yield
     finally:
         signal_launch(launch_id, signal.SIGKILL)
-        os.kill(guard, signal.SIGKILL)  # It may be stopped, and would not see the pipe's end.
+        os.kill(guard, signal.SIGKILL)  # It may be stopped, and so would miss the end of the pipe.
         os.waitpid(guard, 0)
         os.close(writing)
 
 
 @dataclass
 class _Signals:
-    """The signals that this process received.
+    """Signals that this process received.
 
     Attributes:
-        ending: those that end the run.
-        warnings: SIGUSR1, once for each time.
+        ending: Signals that end the run.
+        warnings: SIGUSR1, once for each time it was received.
     """
 
     ending: list[signal.Signals] = field(default_factory=list)
@@ -299,7 +302,7 @@ class _Signals:
 
 @contextlib.contextmanager
 def _recorded_signals() -> Iterator[_Signals]:
-    """Record signals to this process instead of being ended by them."""
+    """Record signals to this process instead of acting on them."""
     came = _Signals()
     numbers = (*ending_signals(), signal.SIGUSR1)
     before = {number: signal.signal(number, came.note) for number in numbers}

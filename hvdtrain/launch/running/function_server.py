@@ -1,7 +1,7 @@
-"""The listener of `hvdtrain.launch`: gives the function to its ranks, and takes their results.
+"""Serve the function of `hvdtrain.launch` to its ranks, and collect their results.
 
-For ranks on this machine it is a socket in a folder that only this user can enter; for other hosts it listens at the
-one address from which they are reached. Who connects proves first that it has the launch's key.
+Ranks on this machine connect to a Unix socket in a folder that only this user can enter. For other hosts, the server
+listens at the one address from which they are reached. Every client must first prove that it has the launch's key.
 """
 
 from __future__ import annotations
@@ -31,13 +31,16 @@ _RESULT = re.compile(rb"result (\d{1,9})")
 
 @dataclass
 class FunctionServer:
-    """Use as a context manager.
+    """Server for a pickled function, used as a context manager.
 
     Attributes:
-        function: pickled.
-        host: one of the other hosts; None if all ranks are on this machine.
-        results: rank -> what it returned, pickled.
-        caller: how the ranks reach this process.
+        function: Pickled function with its arguments.
+        host: One of the other hosts, or None if all ranks are on this machine.
+        results: Mapping from rank to its pickled return value.
+        caller: Address and key with which the ranks connect.
+
+    Raises:
+        UsageError: `host` cannot be reached (on entering the context).
     """
 
     function: bytes
@@ -49,7 +52,7 @@ class FunctionServer:
     def __enter__(self) -> FunctionServer:
         key = secrets.token_bytes(_KEY_BYTES)
         if self.host is None:
-            # Not in TMPDIR, which may be too long for the name of a socket.
+            # Not in TMPDIR, which may be too long for a socket's path.
             self._folder = tempfile.TemporaryDirectory(prefix="hvdtrain-function-", dir="/tmp")
             self._listener = Listener(f"{self._folder.name}/socket", "AF_UNIX", backlog=128)
         else:
@@ -60,7 +63,7 @@ class FunctionServer:
 
     def __exit__(self, *exception: object) -> None:
         self._closed = True
-        # A thread that waits for a connection does not notice that the socket is closed.
+        # Closing the socket does not wake the thread that waits in accept().
         with suppress(OSError):
             family = socket.AF_UNIX if self.host is None else socket.AF_INET
             with socket.socket(family) as waking:
@@ -74,9 +77,9 @@ class FunctionServer:
             try:
                 connection = self._listener.accept()
             except OSError:
-                time.sleep(PAUSE_SECONDS)  # Too many open files, until some of them have ended.
+                time.sleep(PAUSE_SECONDS)  # Too many open files; wait for some connections to end.
                 continue
-            # A stranger who says nothing must not keep the ranks waiting.
+            # A silent stranger must not keep the ranks waiting.
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -96,7 +99,7 @@ class FunctionServer:
 
 
 def _limit(connection: Connection) -> None:
-    """Have it fail when the other side is silent, so that strangers cannot use up the files of this process."""
+    """Set a timeout, so that silent clients cannot exhaust this process's file descriptors."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         seconds = struct.pack("ll", SILENCE_SECONDS, 0)
         for way in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -104,7 +107,7 @@ def _limit(connection: Connection) -> None:
 
 
 def _address_towards(host: str) -> str:
-    """Where ranks on `host` reach this machine. Raises UsageError."""
+    """Return the address at which ranks on `host` reach this machine. Raises UsageError if there is none."""
     try:
         return address_towards(host)
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Cuts what a rank writes at the ends of lines, whatever their lengths, in bounded memory.
+"""Split a rank's output into lines of any length, in bounded memory.
 
-Lines that come together stay together, as one block: only few of those who read them need each line. How the bytes
-arrive makes no difference to the lines.
+Lines that arrive together stay together in one block, as few consumers need each line separately. The split does not
+depend on how the bytes arrive.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 LONGEST = 16 * 1024
-"""Bytes that are held back for the end of a line. A longer one comes in parts of this size."""
+"""Bytes held back while waiting for the end of a line. A longer line is split into parts of this size."""
 
 
 class Block(NamedTuple):
-    """Whole lines with their ends, or a part of a long line.
+    """Whole lines with their line ends, or a part of a long line.
 
     Attributes:
-        begins, ends: whether `data` begins, and ends, where a line does. Only then may it be several lines.
+        data: The bytes.
+        begins, ends: Whether `data` begins at the start, and ends at the end, of a line. Only if both does it hold
+            several lines.
     """
 
     data: bytes
@@ -28,13 +30,14 @@ class Block(NamedTuple):
 
 @dataclass
 class Lines:
-    """Feed it what arrives; `finish` gives the rest.
+    """Incremental line splitter: pass data to `feed`, and call `finish` for the rest.
 
     Attributes:
-        longest: of a line that is not cut; at least 2, for \\r\\n.
-        whole, longest_whole: the same for lines with this beginning.
-        held: what waits for the end of its line.
-        begins: whether what is held is the beginning of a line.
+        longest: Maximum bytes of a line that is not split; at least 2, for \\r\\n.
+        whole: Prefix of lines with a different maximum.
+        longest_whole: Maximum bytes of a line with this prefix.
+        held: Bytes waiting for the end of their line.
+        begins: Whether `held` starts at the beginning of a line.
     """
 
     longest: int = LONGEST
@@ -45,8 +48,8 @@ class Lines:
 
     def feed(self, data: bytes) -> Iterator[Block]:
         data = self.held + data
-        # A carriage return (a progress bar's) is a line's end as well; at the very end of what has come it may be
-        # the first half of one.
+        # A carriage return (from a progress bar) also ends a line. As the very last byte it may be the first half of
+        # \r\n.
         end = max(data.rfind(b"\n"), data.rfind(b"\r", 0, -1)) + 1
         block = data[:end]
         if self.begins and not self._may_be_long(block):
@@ -60,7 +63,7 @@ class Lines:
         self.held = yield from self._parts(data[end:])
 
     def lines(self, data: bytes) -> Iterator[bytes]:
-        """`feed`, line by line."""
+        """Split `data` like `feed`, but yield single lines."""
         for block in self.feed(data):
             yield from block.data.splitlines(keepends=True)
 
@@ -70,7 +73,7 @@ class Lines:
             self.held, self.begins = b"", False
 
     def _may_be_long(self, lines: bytes) -> bool:
-        """Whether one of them may be longer than `longest`: not if there are two ends in every such stretch."""
+        """Return whether a line may exceed `longest`: impossible if every half of that length contains a line end."""
         half = self.longest // 2
         return any(
             lines.find(b"\n", at, at + half) < 0 and lines.find(b"\r", at, at + half) < 0
@@ -78,7 +81,7 @@ class Lines:
         )
 
     def _parts(self, line: bytes) -> Generator[Block, None, bytes]:
-        """Parts of a line that is too long to be held; returns the rest."""
+        """Yield parts of a line that is too long to hold, and return the rest."""
         at = 0
         while len(line) - at > self._limit(line):
             yield Block(line[at : at + self.longest], self.begins, ends=False)

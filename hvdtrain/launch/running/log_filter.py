@@ -1,8 +1,8 @@
-"""Which lines of ranks are not worth a user's attention: TensorFlow's greeting, and what several ranks say alike.
+"""Hide output that does not concern the user: TensorFlow's start-up messages, and repetitions among ranks.
 
-Of TensorFlow's only messages that say nothing about the user's run, known by their text or by TensorFlow's source file
-that they come from; everything else is shown. The script's own absl and glog lines look alike but for
-the file.
+Hides only messages of TensorFlow that say nothing about the user's run, recognized by their text or their source
+file in TensorFlow; everything else is shown. The script's own absl and glog lines differ from these only in the
+source file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 _STAMP = rb"(?:[IWE]\d{4} [\d:.]++ +\d++ |(?:\d{4}-\d\d-\d\d )?+[\d:.]++ +[IWE] )"
-# Files of TensorFlow, XLA and gRPC that say in information messages (I) what they found or did.
+# Source files of TensorFlow, XLA and gRPC with information messages (I) about what they found or did.
 _CHATTY = (
     rb"cpu_feature_guard|cudart_stub|cuda_(?:dnn|blas|fft|executor|diagnostics|platform|solvers)"
     rb"|cuda_gpu_executor|cublas_\w+|gpu_device|gpu_helpers|gpu_process_state|gpu_cudamallocasync_allocator"
@@ -40,34 +40,34 @@ _GREETINGS = re.compile(
             rb"|Could not find cuda drivers"
             rb"|failed call to cuInit: .*(?:no CUDA-capable device|UNKNOWN ERROR \(303\))"
             rb"|Could not find TensorRT"
-            rb"|Local rendezvous is aborting with status"  # Told by an exception as well.
-            rb"|OP_REQUIRES failed at mpi_ops\.cc:\d+ : UNKNOWN: Horovod has been shut down"  # As well.
+            rb"|Local rendezvous is aborting with status"  # Also reported by an exception.
+            rb"|OP_REQUIRES failed at mpi_ops\.cc:\d+ : UNKNOWN: Horovod has been shut down"  # Also an exception.
             rb"|Failed to remove function remotely"  # From a worker that has gone.
             rb")",
-            # The rest of the last one.
+            # Continuation lines of the previous one.
             rb"Additional GRPC error information from remote target ",
             rb":UNKNOWN:Error received from peer ",
             rb"This could happen if the remote target has been disconnected from the client",
             rb"To enable the following instructions: .*rebuild TensorFlow",
             rb"Skipping registering GPU devices",
-            # A shell of horovodrun's, here and on another host; the run's outcome says it.
+            # From a shell of horovodrun, here or on another host; the outcome of the run reports the same.
             rb"(?:Terminated|Killed)\Z",
             rb"(?:a|ba|da|k|z)?sh: line \d+: +\d+ [A-Z][a-z]+.* -m hvdtrain\.worker ",
         )
     )
 )
-# How such a line begins: it is not known yet whether it will be one.
+# Possible beginnings of such a line, before it is complete.
 _BEGUN = re.compile(
     rb"(?:[IWE]\d|\d{4}-\d|WARNING: All|To enable|Skipping reg|Terminated|Killed|\w*sh: line )"
 )
-# What differs between two ranks' copies of one message: time stamps, process and thread numbers.
+# The parts that differ between two ranks' copies of a message: time stamps, process and thread numbers.
 _VARYING = re.compile(
     rb"\A(?:([IWEF])\d{4} [\d:.]++ +\d++ |\[?\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[.,]\d+:? ?)"
 )
 
 
-# How each line begins that is noise or has a time stamp. One search over many lines finds in most of them none; the
-# first letters alone pass over most.
+# Beginnings of lines that are noise or have a time stamp. One search usually shows that none of many lines matches,
+# and the lookahead on the first character skips most of them.
 _REMARKABLE = re.compile(
     rb"\n(?=[IWEFASTK:\[\dabdkzs])"
     rb"(?:[IWEF]\d{4} |\[?\d{4}-\d\d-\d\d |[\d:.]{5,40}+ +[IWE] |WARNING: All|Additional GRPC|:UNKNOWN:|This could"
@@ -78,12 +78,12 @@ _LARGEST_MEMORY = 10_000
 
 
 def is_noise(line: bytes) -> bool:
-    """Whether `line`, from standard error, is start-up noise."""
+    """Return whether `line`, from standard error, is start-up noise."""
     return _GREETINGS.match(line) is not None
 
 
 def without_noise(lines: bytes) -> tuple[list[bytes], list[bytes]]:
-    """The lines that are not start-up noise, also as `without_stamp` returns them."""
+    """Return the lines that are not start-up noise, as they are and as changed by `without_stamp`."""
     kept = lines.splitlines(keepends=True)
     if _REMARKABLE.search(b"\n" + lines.replace(b"\r", b"\n")) is None:
         return kept, kept
@@ -92,30 +92,37 @@ def without_noise(lines: bytes) -> tuple[list[bytes], list[bytes]]:
 
 
 def may_be_noise(begin: bytes) -> bool:
-    """Whether a line with this beginning may turn out to be noise."""
+    """Return whether a line with this beginning may turn out to be noise."""
     return _BEGUN.match(begin) is not None
 
 
 def without_stamp(line: bytes) -> bytes:
-    """`line` without its time stamp and process number, to compare the lines of two ranks."""
+    """Return `line` without its time stamp and process number, to compare the lines of two ranks."""
     stamp = _VARYING.match(line)
     return b"%s %s" % (stamp[1] or b"", line[stamp.end() :]) if stamp else line
 
 
 @dataclass
 class Echoes:
-    """Remembers the lines of a run, by their hashes: lines may be long."""
+    """Detects lines that several ranks print. Stores hashes, because lines may be long."""
 
     _said: defaultdict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     _shown: dict[int, int] = field(default_factory=dict)
     _kept: defaultdict[int, bool] = field(default_factory=lambda: defaultdict(lambda: True))
 
     def without_echoes(self, rank: int, lines: list[bytes], texts: list[bytes]) -> list[bytes]:
-        """Those lines of `rank` of whose texts no other rank's copy has been shown: the k-th time that any
-        rank prints something is no echo, the k-th times of the others are. An empty line goes with the one before."""
+        """Return the lines of `rank` that are not echoes of another rank's.
+
+        A rank's k-th copy of a text is an echo if k copies have been shown. Empty lines go with the line before.
+
+        Args:
+            rank: Rank that printed the lines.
+            lines: Lines to filter.
+            texts: Text to compare for each line, without time stamp.
+        """
         said, shown = self._said[rank], self._shown
         hashes = list(map(hash, texts))
-        if self._kept[rank] and shown.keys().isdisjoint(hashes):  # All new, as a flood mostly is.
+        if self._kept[rank] and shown.keys().isdisjoint(hashes):  # All new, as in most floods.
             times = Counter(hashes)
             for empty in _EMPTY:
                 times.pop(hash(empty), None)

@@ -1,8 +1,8 @@
-"""The folder with the files of a run, readable only by the user.
+"""Manage the folder with the log files of a run, which only the user can read.
 
-A run that names none gets a new one under `.hvdtrain/logs`, where the last ones are kept. In a folder that
-is named, the files of an earlier run are moved aside: those of two runs never mix. While a run lasts it
-holds a lock in its folder, which is neither removed nor used again.
+Without --log-dir, a run creates a folder under `.hvdtrain/logs`, where the most recent ones are kept. In
+a folder named by the user, the files of an earlier run are moved aside, so that two runs never mix.
+While a run lasts, it holds a lock in its folder, which is then neither removed nor reused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ _CHOOSE = "choose another with --log-dir"
 
 
 def make_log_dir(wanted: Path | None) -> Path:
-    """Make the folder for a run's files: `wanted`, or a new one. Raises UsageError."""
+    """Create the folder for a run's files.
+
+    Args:
+        wanted: Folder to use, or None for a new one.
+
+    Raises:
+        UsageError: The folder cannot be created or written to, or another run uses it.
+    """
     if wanted is None:
         return _new_folder()
     try:
@@ -48,7 +55,7 @@ def make_log_dir(wanted: Path | None) -> Path:
 
 @contextlib.contextmanager
 def running_in(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, if the file system supports locks."""
+    """Hold the folder's lock for the duration of the context, if the file system supports locks."""
     lock = folder / _LOCK
     try:
         descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -66,7 +73,7 @@ def running_in(folder: Path) -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether `folder` belongs to a run that is, or may be, still running."""
+    """Return whether `folder` belongs to a run that is, or may be, still running."""
     try:
         descriptor = os.open(folder / _LOCK, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -97,7 +104,7 @@ def _new_folder() -> Path:
 
 
 def _elsewhere(error: OSError) -> Path:
-    """A training need not end for want of a folder that can be written."""
+    """Fall back to a temporary folder: training should not fail for want of a log folder."""
     try:
         path = tempfile.mkdtemp(prefix="hvdtrain-logs-")
     except OSError as second:
@@ -110,7 +117,7 @@ def _elsewhere(error: OSError) -> Path:
 
 
 def _remove_old(new: Path) -> None:
-    """Keep the last runs, with the new one, and those that have not ended."""
+    """Remove the oldest folders, keeping KEPT_RUNS including the new one, and those of unfinished runs."""
     runs = sorted(
         (match[1], int(match[2] or 1), path)
         for path in _FOLDER.iterdir()
@@ -136,7 +143,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether a run made this: what its launcher said, or a folder with what a rank said."""
+    """Return whether a run created this: its launcher's log, its status, or a folder with a rank's output."""
     if path.is_dir():
         names = {entry.name for entry in path.iterdir()}
         return bool(names) and names <= _STREAMS

@@ -1,4 +1,4 @@
-"""Why a run failed: the first cause, reported once."""
+"""Determine why a run failed, and report the first cause once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdtrain.launch.ssh_errors import ssh_error_in
 from hvdtrain.signals import shell_code
 from hvdtrain.worker.failure_report import Failure
 
-# What the launchers say about the rank that ended first: mpirun (by a signal; by an exit code),
+# Messages of the launchers about the rank that ended first: mpirun (by a signal; with an exit code),
 # horovodrun over Gloo, srun.
 _KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
 _MPI_EXIT = re.compile(r"Process name: \[\[\d+,\d+\],(\d+)\]\s+Exit code:\s+(\d+)")
@@ -27,7 +27,7 @@ _GLOO_EXIT = re.compile(r"Process (\d+) exit with status code (\d+)")
 _SRUN_EXIT = re.compile(
     r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?:Exited with exit code (\d+)|(Killed|Out Of Memory))"
 )
-# What the programs of hvdtrain.start say themselves: about hosts and servers, in whole sentences.
+# Messages of the programs of hvdtrain.start themselves, about hosts and servers, in whole sentences.
 _STARTER = re.compile(r"^hvdtrain: (.*)$", re.MULTILINE)
 _TAIL_LINES = 20
 _SILENT = (
@@ -40,10 +40,10 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        exit_code: of `hvdtrain run`.
-        message: its last; empty: nothing to say.
-        rank: that failed first; None if that is not known.
-        traceback: what that rank told of it, or its message.
+        exit_code: Exit code of `hvdtrain run`.
+        message: Final message to the user, or empty.
+        rank: Rank that failed first, or None if unknown.
+        traceback: Traceback or message of that rank.
     """
 
     exit_code: int
@@ -64,18 +64,18 @@ def outcome_of(
     missed_init: str = "",
     started: bool = False,
 ) -> Outcome:
-    """The outcome of a run.
+    """Determine the outcome of a run.
 
     Args:
-        ending: of the launch command.
-        failures: what the ranks reported, in the order of arrival.
-        launcher_text: what horovodrun, mpirun or srun said.
-        log_dir: named in the message.
-        process_names: what the ranks are called.
-        hung: why the watchdog ended the run; empty if it did not.
-        absent: which ranks the others have missed; empty if that is not known.
-        missed_init: which ranks have not come to init, while others waited there.
-        started: whether any rank was seen.
+        ending: How the launch command ended.
+        failures: Failures reported by the ranks, in order of arrival.
+        launcher_text: Output of horovodrun, mpirun or srun.
+        log_dir: Log folder to name in the message.
+        process_names: Names of the ranks.
+        hung: Reason why the watchdog ended the run, or empty.
+        absent: Which ranks the others waited for, or empty if unknown.
+        missed_init: Which ranks did not call init while others waited for them there, or empty.
+        started: Whether any rank started.
     """
     logs = f"logs{' of all workers' if process_names == RANKS else ''}: {log_dir}"
     if ending.received is not None:
@@ -95,7 +95,7 @@ def outcome_of(
     ended = _ended_first(launcher_text)
     cause = _root_cause(failures, ended)
     told = "\n".join(dict.fromkeys(_STARTER.findall(launcher_text)))
-    # What befell the others is why the first of several roles failed, whatever it says itself.
+    # A failed worker or server explains the failure of the others, whatever the chief itself reports.
     if told and (cause is None or cause.secondary or _was_killed(cause) or process_names.roles):
         has_logs = failures or ended or process_names.roles
         return Outcome(_code_of(ending), f"{told}\n{logs}" if has_logs else told)
@@ -121,7 +121,7 @@ def outcome_of(
     if broken := ssh_error_in(launcher_text):
         return Outcome(code, f"{broken}\n{logs}")
     if _MPI_NOT_STARTED in launcher_text:
-        # It says so whenever a daemon's ssh ends.
+        # mpirun prints this whenever the ssh of a daemon ends.
         orted = "mpirun's daemon (orted) on another host"
         what = "did not start: is the same Open MPI installed there?"
         what = "was killed, or the connection to it was lost" if started else what
@@ -129,7 +129,7 @@ def outcome_of(
     tail = "\n".join(launcher_text.strip().splitlines()[-_TAIL_LINES:])
     launcher = process_names.starter if process_names == RANKS else "the launcher"
     launcher = "srun" if tail.startswith("srun: ") else launcher
-    # A launcher also exits with the code of a rank that was killed: only a signal shows that it was killed itself.
+    # A launcher also exits with the code of a killed rank; only a signal shows that it was killed itself.
     own_signal = ending.returncode < 0 or (not tail and code > EXIT_SIGNAL_BASE)
     ended_so = how_it_ended(code) if own_signal else f"failed (exit code {code})"
     said = (
@@ -143,15 +143,15 @@ def outcome_of(
 
 
 def _code_of(ending: Ending) -> int:
-    """As a shell reports it; 1 for a command that claims success."""
+    """Return the exit code as a shell reports it, or 1 for a command that claims success."""
     return shell_code(ending.returncode) or EXIT_FAILURE
 
 
 def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failure | None:
-    """The first failure that does more than report that another rank is gone.
+    """Return the first failure that does more than report that another rank is gone.
 
-    A rank that was killed reports nothing: if all reports are secondary, the launcher's word about
-    a killed rank counts more.
+    A killed rank reports nothing. If all reports are secondary, the launcher's message about a killed
+    rank takes precedence.
     """
     primary = [failure for failure in failures if not failure.secondary]
     if primary:
@@ -162,12 +162,12 @@ def _root_cause(failures: list[Failure], ended: tuple[int, int] | None) -> Failu
 
 
 def _was_killed(failure: Failure) -> bool:
-    """Whether a signal ended it, by which it could say nothing itself."""
+    """Return whether a signal ended the rank before it could report anything itself."""
     return failure.exit_code - EXIT_SIGNAL_BASE in signal.valid_signals() and not failure.text
 
 
 def _aborted(code: int) -> bool:
-    """As Gloo aborts a rank that has waited in vain for another one to call init."""
+    """Return whether the rank was aborted, as Gloo does after waiting in vain for another rank to call init."""
     return code == EXIT_SIGNAL_BASE + signal.SIGABRT
 
 
@@ -176,7 +176,7 @@ def _result_of(reason: str) -> str:
 
 
 def _only(process_names: ProcessNames) -> str:
-    """The process whose exit code is the launch's."""
+    """Return the name of the process whose exit code is the launch's."""
     return process_names.name(0) if process_names.roles else "the script"
 
 
@@ -193,7 +193,7 @@ def _describe(cause: Failure, failures: list[Failure], process_names: ProcessNam
 
 
 def how_it_ended(code: int) -> str:
-    """Describes how a process ended, from its exit code as a shell reports it."""
+    """Describe how a process ended, from its exit code as a shell reports it."""
     if code > EXIT_SIGNAL_BASE:
         try:
             name = signal.Signals(code - EXIT_SIGNAL_BASE).name
@@ -207,7 +207,7 @@ def how_it_ended(code: int) -> str:
 
 
 def _ended_first(launcher_text: str) -> tuple[int, int] | None:
-    """(rank, exit code) of the rank that the launcher saw end first."""
+    """Return (rank, exit code) of the rank that the launcher saw end first."""
     if match := _KILLED.search(launcher_text):
         return int(match[1]), EXIT_SIGNAL_BASE + int(match[2])
     if match := _MPI_EXIT.search(launcher_text) or _GLOO_EXIT.search(launcher_text):

@@ -1,10 +1,10 @@
-"""What of a run's output is shown, and what is saved.
+"""Decide which output of a run is shown, and save all of it.
 
-By default the terminal shows rank 0's standard output as if the script ran alone. Standard error is
-shown of all ranks, without TensorFlow's greetings, and what several ranks say alike is shown once.
-Everything is in `<log dir>/rank.N/{stdout,stderr}`, and what horovodrun and mpirun say in `<log
-dir>/launcher.log`. Processes that are no ranks (see `process_names`) are treated alike; the first of them
-is rank 0 here. What cannot be written any more, files or terminal, is said once and left out.
+By default, the terminal shows rank 0's standard output as if the script ran alone. It shows standard
+error of all ranks, without TensorFlow's start-up messages, and repetitions among ranks only once.
+Everything is saved in `<log dir>/rank.N/{stdout,stderr}`, and the output of horovodrun and mpirun in `<log
+dir>/launcher.log`. Processes other than ranks (see `process_names`) are treated alike; the first counts as
+rank 0 here. If the files or the terminal can no longer be written, this is reported once.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from hvdtrain.worker.failure_report import LONGEST_LINE, MARKER, Failure, encode
 _MARKER = MARKER.encode()
 _LAUNCHER_TAIL = 64 * 1024
 LINES_AT_ONCE = 250
-"""So many lines of standard error in one reading of the launch's pipe (64 kB) are looked at, each for itself, for noise
-and echoes. A pipe that fills with more of them is a flood, which looking would hold up: the rest is shown as it is."""
+"""Maximum lines of standard error per read of the launch's pipe (64 kB) that are searched for noise and echoes. More
+lines than that are a flood, which the search would slow down; the rest is shown unfiltered."""
 
 
 @dataclass
 class _Source:
-    """What one rank writes to one stream.
+    """One stream of one rank.
 
     Attributes:
-        logged, shown: how many bytes of the line that is held are in the file and on the screen.
-        hidden: whether the line that has begun is not shown.
-        stamp: of the line that has begun, or of those that came with it.
+        rank: The rank.
+        stream: The stream.
+        lines: Splitter of the stream into lines.
+        logged, shown: Number of bytes of the held line already written to the file and to the screen.
+        hidden: Whether the current line is not shown.
+        stamp: Time stamp of the current line or block.
     """
 
     rank: int
@@ -51,19 +54,19 @@ class _Source:
 
 @dataclass
 class Output:
-    """Sorts a run's output into terminal and files. Use as a context manager: it opens files.
+    """Sorts a run's output into terminal and files. Use as a context manager, as it opens files.
 
     Attributes:
-        log_dir: an existing folder.
-        stdout, stderr: where the user looks.
-        all_ranks: show every rank's output, each line with its rank in front.
-        show_launcher: show what horovodrun and mpirun say as well.
-        stamp: gives what is put in front of each line of a rank, in the files too; None is nothing.
-        process_names: what the ranks are called.
-        on_news: told each line about a rank by what stands above it.
-        unread: whether nobody reads one of the two streams any more.
-        failures: what ranks reported, in the order of arrival.
-        launcher_text: the end of what horovodrun and mpirun said.
+        log_dir: Existing folder for the files.
+        stdout, stderr: Streams that the user sees.
+        all_ranks: Whether to show every rank's output, each line prefixed with its rank.
+        show_launcher: Whether to show the output of horovodrun and mpirun as well.
+        stamp: Function that returns a prefix for each line of a rank, in the files too. None adds nothing.
+        process_names: Names of the ranks.
+        on_news: Function called with each line of news about a rank, from the process that started it.
+        unread: Whether one of the two streams no longer has a reader.
+        failures: Failures reported by ranks, in order of arrival.
+        launcher_text: End of the output of horovodrun and mpirun.
     """
 
     log_dir: Path
@@ -82,7 +85,7 @@ class Output:
     _readers: dict[Stream, TagReader | PlainReader] = field(default_factory=dict)
     _sources: dict[tuple[int, Stream], _Source] = field(default_factory=dict)
     _news: dict[int, bytes] = field(default_factory=dict)
-    _begun: dict[Stream, bool] = field(default_factory=dict)  # Whether a line there has no end yet.
+    _begun: dict[Stream, bool] = field(default_factory=dict)  # Whether a line is unfinished.
     _one_terminal: bool = False
     _echoes: Echoes = field(default_factory=Echoes)
     _looked_at: int = 0
@@ -109,14 +112,14 @@ class Output:
         self._running.close()
 
     def feed(self, stream: Stream, data: bytes) -> None:
-        """Process what horovodrun wrote to `stream`."""
+        """Process data that the launcher wrote to `stream`."""
         self._looked_at = 0
         for piece in self._readers[stream].feed(data):
             self._take(piece)
         self._flush()
 
     def settle(self) -> None:
-        """Nothing has arrived for a moment: show unfinished lines."""
+        """Show unfinished lines, after a moment without output."""
         for reader in self._readers.values():
             for piece in reader.pause():
                 self._take(piece)
@@ -129,7 +132,7 @@ class Output:
         self._flush()
 
     def finish(self) -> None:
-        """The run has ended: show the rest."""
+        """Show the rest, after the end of the run."""
         for reader in self._readers.values():
             for piece in reader.finish():
                 self._take(piece)
@@ -140,22 +143,22 @@ class Output:
         self._flush()
 
     def say(self, text: str) -> None:
-        """Show a message to the user, on its own lines."""
+        """Show a message to the user, on lines of its own."""
         self._write_lines("stderr", encoded(f"{text}\n"))
         self._flush()
 
     @property
     def is_behind(self) -> bool:
-        """Whether the user's terminal, or what reads in its place, has not taken all of the output yet."""
+        """Whether the terminal, or the reader in its place, has not accepted all of the output yet."""
         return any(screen.is_behind for screen in self._screens.values())
 
     def catch_up(self, seconds: float) -> None:
-        """Wait up to `seconds` for the reader to take some."""
+        """Wait up to `seconds` for the reader to accept some output."""
         for screen in self._screens.values():
             screen.flush(seconds)
 
     def hurry(self) -> None:
-        """The run is ending: from now on, do not wait long for a reader that does not read."""
+        """From now on, as the run is ending, wait only briefly for a slow reader."""
         for screen in self._screens.values():
             screen.patience = FAREWELL_SECONDS
 
@@ -187,7 +190,7 @@ class Output:
 
     def _take_block(self, source: _Source, block: Block) -> None:
         may_tell = source.stream == "stderr" and block.begins and _MARKER in block.data
-        # Each for itself where one may be a failure, or has been passed on in part.
+        # Line by line if one may be a failure, or has been passed on in part.
         apart = may_tell or source.logged
         for data in block.data.splitlines(keepends=True) if apart else [block.data]:
             failure = from_line(data.decode(errors="replace").rstrip("\r\n")) if may_tell else None
@@ -202,7 +205,7 @@ class Output:
     def _take_failure(self, rank: int, failure: Failure) -> None:
         text = encoded(f"{failure.text}\n")
         if self.process_names.is_vital(rank):
-            # A rank of an elastic job knows the number that it had at its start. Without tags only ranks know theirs.
+            # A rank of an elastic job reports its number at the start. Without tags, only the ranks know their numbers.
             self.failures.append(
                 replace(failure, rank=rank) if self.process_names.tagged else failure
             )
@@ -211,7 +214,7 @@ class Output:
         self._log(rank, "stderr", text)
 
     def _keep(self, source: _Source, block: Block) -> None:
-        """Log what of the block is not in the file yet."""
+        """Log the part of the block that is not in the file yet."""
         data = block.data[source.logged :]
         if block.begins and not source.logged:
             source.stamp = self.stamp() if self.stamp else b""
@@ -219,11 +222,11 @@ class Output:
         self._log(source.rank, source.stream, data)
 
     def _show(self, source: _Source, block: Block) -> None:
-        """Show what of the block is not on the screen yet, if it is worth it."""
+        """Show the part of the block that is not on the screen yet, unless it is filtered out."""
         data = block.data
         if block.begins:
             data = self._worth_showing(source, block.data)
-            # What has begun to be shown goes on, and is no echo for the others either.
+            # A line that is partly shown is completed, even if it is an echo.
             source.hidden = not data and not source.shown
             data = block.data[source.shown :] if source.shown else data
         if source.hidden:
@@ -235,7 +238,7 @@ class Output:
             self._write(source.stream, _prefixed(stamp, data))
 
     def _show_held(self, source: _Source, held: bytes) -> None:
-        """Show an unfinished line: only of rank 0 that looks as if it ran alone."""
+        """Show an unfinished line, but only of rank 0 where its output looks as if it ran alone."""
         begins = source.lines.begins
         if self.all_ranks or source.rank != 0 or (begins and may_be_noise(held)):
             return
@@ -249,7 +252,7 @@ class Output:
         if source.stream == "stdout":
             return b"" if others else lines
         if others and (b"\r" in lines or not lines.endswith(b"\n")):
-            # A progress bar's, or never ended.
+            # Lines of a progress bar, or never ended.
             each = lines.splitlines(keepends=True)
             lines = b"".join(one for one in each if one.endswith(b"\n") or len(one) >= LONGEST)
         self._looked_at += lines.count(b"\n") + lines.count(b"\r")
@@ -261,7 +264,7 @@ class Output:
         return b"".join(wanted)
 
     def _labelled(self, rank: int, lines: bytes, stamp: bytes = b"") -> bytes:
-        """Those that are not empty, as lines of their own."""
+        """Return the non-empty lines, each with its label, ending with a line end."""
         if b"\r" in lines:
             lines = lines.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         lines = lines.strip(b"\n")
@@ -286,7 +289,7 @@ class Output:
             screen.flush()
 
     def _write_lines(self, stream: Stream, lines: bytes) -> None:
-        """Not behind a line of rank 0 that has no end yet."""
+        """Write whole lines, starting a new line if rank 0 has an unfinished one."""
         apart = lines and self._begun.get(stream) and not lines.startswith(b"\n")
         self._write(stream, b"\n" + lines if apart else lines)
 
@@ -303,7 +306,7 @@ class Output:
         )
 
     def _lose(self, stream: Stream, error: OSError) -> None:
-        """One of the two streams cannot be written to any more."""
+        """Handle a stream that can no longer be written to."""
         if isinstance(error, BrokenPipeError):
             self.unread = True
         elif stream == "stdout":
@@ -314,10 +317,10 @@ class Output:
 
 
 def _prefixed(prefix: bytes, lines: bytes) -> bytes:
-    """`lines` with `prefix` in front of each."""
+    """Return `lines` with `prefix` in front of each line."""
     if not prefix:
         return lines
-    # Replacing costs the least for each line.
+    # bytes.replace has the lowest cost per line.
     each = lines.replace(b"\n", b"\n" + prefix)
     if b"\r" in lines:
         each = each.replace(b"\r", b"\r" + prefix).replace(b"\r%s\n" % prefix, b"\r\n")
@@ -326,5 +329,5 @@ def _prefixed(prefix: bytes, lines: bytes) -> bytes:
 
 
 def _may_be_failure(source: _Source, line: bytes) -> bool:
-    """Whether the line is what a rank says when it fails, or the beginning of that."""
+    """Return whether the line is a failure report, or the beginning of one."""
     return source.stream == "stderr" and _MARKER.startswith(line[: len(_MARKER)])

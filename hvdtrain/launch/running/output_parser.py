@@ -1,17 +1,17 @@
-"""Splits the output of a launcher by rank.
+"""Split the output of a launcher by rank.
 
-There are two kinds of tags, and the first one in a stream tells which it is.
+There are two kinds of tags; the first tag in a stream tells which kind it uses.
 
-- Our own marks, `[RANK]<stdout>:` (see `hvdtrain.start.parts.output_tags`), over Gloo and srun, and those of other
-  launchers. They stand at the beginning of a line and nowhere else. Behind ours is a frame (see
-  `hvdtrain.worker.output_frames`), so the same text in a rank's output is never taken for one.
-- mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads, so also inside lines, and
-  lines of several ranks interleave. Python scripts write in frames, in which there is nothing like a tag. Of other
-  programs, text like a tag inside of a line is taken for one; right behind a tag it is not, for mpirun passes on no
-  empty piece.
+- hvdtrain's marks, `[RANK]<stdout>:` (see `hvdtrain.start.parts.output_tags`), with Gloo and srun, and those of other
+  launchers. They appear only at the beginning of a line. In hvdtrain's, a frame follows (see
+  `hvdtrain.worker.output_frames`), so the same text in a rank's output is never taken for a mark.
+- mpirun's `[1,RANK]<stdout>:`, in front of every piece that mpirun reads. They may thus appear inside lines, and
+  lines of several ranks interleave. Python scripts write in frames, which contain nothing like a tag. In other
+  programs' output, text that looks like a tag is taken for one, except directly after a tag, as mpirun passes on no
+  empty pieces.
 
-What follows a line's end without a tag is the launcher's own. Nothing but tags and frames is taken away, and
-bytes stay bytes: a piece may end inside a character.
+Text after a line end without a tag is the launcher's own. Only tags and frames are removed. Data stays bytes, as a
+piece may end inside a character.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from typing import Literal, NamedTuple
 from hvdtrain.worker.output_frames import Unframer
 
 Stream = Literal["stdout", "stderr", "news"]
-"""news: written not by the rank but by the process above it, about the rank; only with our own marks."""
+"""Output streams of a rank. "news" comes from the process that started the rank; only with hvdtrain's marks."""
 Attributed = tuple[tuple[int | None, Stream], bytes]
 
-# Groups: rank, stream; of mpirun's also the rank's own text behind it.
+# Groups: rank, stream; for mpirun also the rank's own text that looks like tags.
 _MARK = re.compile(rb"\n\[(\d{1,9})\]<(stdout|stderr|news)>:")
 _MPI_TAG = rb"\[\d{1,9},\d{1,9}\]<(?:stdout|stderr|stddiag)>:"
 _MPI = re.compile(rb"\[\d{1,9},(\d{1,9})\]<(stdout|stderr|stddiag)>:((?:%s)*)" % _MPI_TAG)
 _MPI_TEXT = re.compile(rb"(?:%s)+" % _MPI_TAG)
 _FIRST = re.compile(rb"\n\[\d{1,9}(,\d{1,9})?\]<(?:stdout|stderr|stddiag|news)>:")
 _STREAMS: dict[bytes, Stream] = {b"stdout": "stdout", b"stderr": "stderr", b"news": "news"}
-# The beginning of a tag at the end of what has been read so far.
+# An incomplete tag at the end of the data read so far.
 _BEGUN = re.compile(rb"\[(\d{0,9}|\d{1,9},\d{0,9}|(\d{1,9},)?\d{1,9}\](<[a-z]{0,7}>?)?)\Z")
 _LONGEST_TAG = len(b"[123456789,123456789]<stddiag>:")
 
 
 class Piece(NamedTuple):
-    """Some bytes that rank `rank` wrote to `stream`; the launcher's own if `rank` is None."""
+    """Bytes that `rank` wrote to `stream`; from the launcher itself if `rank` is None."""
 
     rank: int | None
     stream: Stream
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PlainReader:
-    """Reads a stream that has no tags: everything in it is rank 0's."""
+    """Reads a stream without tags: everything belongs to rank 0."""
 
     stream: Stream
 
@@ -67,15 +67,17 @@ class PlainReader:
 
 @dataclass
 class TagReader:
-    """Reads one of the launcher's two streams. Feed it what arrives; `pause` gives what need not wait if
-    nothing more comes for a moment, `finish` the rest."""
+    """Reads one of the launcher's two streams, incrementally.
+
+    Pass data to `feed`. `pause` returns what need not wait when no more data comes for a moment, `finish` the rest.
+    """
 
     stream: Stream
     _source: tuple[int | None, Stream] = field(init=False)
     _tags: re.Pattern[bytes] | None = None
     _held: bytes = b""
-    _begins: bool = True  # A line.
-    _tagged: bool = False  # Nothing has come behind the last tag.
+    _begins: bool = True  # Whether the next byte begins a line.
+    _tagged: bool = False  # Whether nothing has come after the last tag.
     _frames: defaultdict[tuple[int | None, Stream], Unframer] = field(
         default_factory=lambda: defaultdict(Unframer)
     )
@@ -91,7 +93,7 @@ class TagReader:
         yield from self._joined(data[:cut])
 
     def pause(self) -> Iterator[Piece]:
-        """What looked like the beginning of a tag, but was not."""
+        """Release bytes that looked like the beginning of a tag but were not."""
         held, self._held = self._held, b""
         yield from self._joined(held)
 
@@ -102,7 +104,7 @@ class TagReader:
                 yield Piece(rank, stream, rest)
 
     def _joined(self, data: bytes) -> Iterator[Piece]:
-        """The pieces of `data`; those of one source that follow each other are one."""
+        """Yield the pieces of `data`, joining consecutive pieces of the same source."""
         for source, parts in itertools.groupby(self._split(data), key=lambda one: one[0]):
             joined = b"".join(part for _, part in parts)
             if source[0] is not None:
@@ -114,7 +116,7 @@ class TagReader:
     def _split(self, data: bytes) -> Iterator[Attributed]:
         if not data:
             return
-        # Marks are looked for behind a line's end, here that of the data before.
+        # A mark must follow a line end, which may be the last byte of the previous data.
         lead = b"\n" if self._begins else b" "
         self._begins = data.endswith(b"\n")
         if self._tags is None:
@@ -146,7 +148,7 @@ class TagReader:
         self._tagged = not found[-1] if found else self._tagged and skipped == len(data)
 
     def _attribute(self, data: bytes) -> Iterator[Attributed]:
-        """What follows a tag: up to the line's end the tag's, then the launcher's."""
+        """Yield text after a tag: up to the line end it belongs to the tag's source, the rest to the launcher."""
         if self._source[0] is not None:
             end = data.find(b"\n")
             if end >= 0:

@@ -1,7 +1,7 @@
-"""Where a run's output goes: the log folder's files and the user's two streams.
+"""Write a run's output to the files of the log folder and to the user's two streams.
 
-A disk that is full or a terminal that has gone is no reason to end a training that is well: a place
-that cannot be written to any more is left out from then on.
+A full disk or a closed terminal is no reason to end a healthy run: a destination that can no longer be
+written to is skipped from then on.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TextIO, cast
 
 FAREWELL_SECONDS = 1.0
-"""For a reader that takes nothing, once the run is to end."""
+"""Time limit for a stalled reader once the run is ending."""
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 
 def write_all(file: BinaryIO, data: bytes) -> None:
-    """Write every byte; a file without a buffer may take fewer at a time. Raises OSError."""
+    """Write all of `data`, even to an unbuffered file, which may accept fewer bytes at a time. Raises OSError."""
     while data:
         written: int | None = file.write(data)
-        if written is None:  # Somebody set the terminal to not waiting.
+        if written is None:  # The terminal is in non-blocking mode.
             select.select([], [file], [])
         data = data[written or 0 :]
 
 
 def bytes_of(stream: TextIO) -> BinaryIO:
-    """What takes the bytes of a stream; a notebook's cell is no file, and gets them as text.
+    """Return a binary writer for a stream. A notebook's output is not a file, and gets the bytes as text.
 
-    Of a file it is no buffer: that would be written again at the end, to where it cannot be.
+    For a file, the writer is not the stream's buffer: after a failed write, Python would flush that again at exit.
     """
     if isinstance(stream, io.TextIOWrapper):
         return open(stream.fileno(), "wb", buffering=0, closefd=False)
@@ -46,7 +46,7 @@ def bytes_of(stream: TextIO) -> BinaryIO:
 
 
 class _AsText(io.RawIOBase):
-    """Writes bytes to a stream of text."""
+    """Writes bytes to a text stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -61,10 +61,11 @@ class _AsText(io.RawIOBase):
 
 @dataclass
 class LogFiles:
-    """Files below `folder`, opened when something is written to them. Close it at the end.
+    """Files below a folder, opened on first write. Call `close` at the end.
 
     Attributes:
-        on_loss: told once, about the first file that cannot be written.
+        folder: Log folder.
+        on_loss: Function called once, with the error of the first file that cannot be written.
     """
 
     folder: Path
@@ -75,11 +76,11 @@ class LogFiles:
     _most_files: tuple[int, int] | None = None
 
     def append(self, name: str, data: bytes) -> None:
-        """Append to the file `name`, at the next `flush`."""
+        """Queue `data` for the file `name`, to be written by the next `flush`."""
         self._waiting.setdefault(name, []).append(data)
 
     def flush(self) -> None:
-        """Write what was appended. A file is given up at its first error."""
+        """Write the queued data. A file is abandoned at its first error."""
         waiting, self._waiting = self._waiting, {}
         for name, parts in waiting.items():
             try:
@@ -106,13 +107,13 @@ class LogFiles:
 
     def _open(self, path: Path) -> BinaryIO:
         if self._most_files is None:
-            # Two files a rank. What has been started before keeps its own limit: some programs
-            # close as many files as there may be.
+            # Each rank needs two files. Programs started earlier keep the old limit: some close as many
+            # descriptors as the limit allows.
             self._most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
             with contextlib.suppress(OSError, ValueError):
                 resource.setrlimit(resource.RLIMIT_NOFILE, (self._most_files[1],) * 2)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        # Unbuffered: what was said is in the file even if this process is killed.
+        # Unbuffered, so that output is in the file even if this process is killed.
         return open(path, "ab", buffering=0, opener=_open_private)
 
     def _lose(self, name: str, error: OSError) -> None:
@@ -123,17 +124,18 @@ class LogFiles:
 
 
 def _open_private(path: str, flags: int) -> int:
-    """What a job prints is for its user only."""
+    """Open a file that only its owner can read."""
     return os.open(path, flags, 0o600)
 
 
 @dataclass
 class Screen:
-    """One of the streams that the user looks at. What its reader does not take yet is kept: writing never waits.
+    """One of the streams that the user sees. Writing never blocks: data that the reader does not accept yet is kept.
 
     Attributes:
-        on_loss: told once, when it cannot be written to any more.
-        patience: seconds after which a reader that takes nothing is shown no more.
+        target: The stream.
+        on_loss: Function called once, when the stream can no longer be written to.
+        patience: Seconds after which a reader that accepts nothing is abandoned.
     """
 
     target: BinaryIO
@@ -145,17 +147,17 @@ class Screen:
 
     @property
     def is_behind(self) -> bool:
-        """Whether its reader has not taken all yet."""
+        """Whether data is waiting for the reader."""
         return bool(self._waiting)
 
     def show(self, data: bytes) -> None:
-        """Show it, at the next `flush`."""
+        """Queue `data`, to be written by the next `flush`."""
         if not self._lost:
             self._took_at = self._took_at if self._waiting else time.monotonic()
             self._waiting += data
 
     def flush(self, seconds: float = 0.0) -> None:
-        """Write what its reader takes, waiting up to `seconds` for it to take any."""
+        """Write what the reader accepts, waiting up to `seconds` until it accepts any."""
         try:
             while self._waiting and (count := self._write(seconds)):
                 del self._waiting[:count]
@@ -167,7 +169,7 @@ class Screen:
             self._leave()
 
     def _write(self, seconds: float) -> int:
-        """Returns how many bytes the reader has taken; 0 if it takes none now."""
+        """Return how many bytes the reader accepted; 0 if it accepts none now."""
         most = _most_at_once(self.target)
         if most is not None and not select.select([], [self.target], [], seconds)[1]:
             return 0
@@ -180,9 +182,9 @@ class Screen:
 
 
 def _most_at_once(target: BinaryIO) -> int | None:
-    """How many bytes a pipe or a terminal takes without waiting, once it takes any; None: a file takes all."""
+    """Return how many bytes a writable pipe or terminal accepts without blocking. None: no limit, as for a file."""
     try:
         mode = os.fstat(target.fileno()).st_mode
-    except io.UnsupportedOperation:  # A notebook's cell.
+    except io.UnsupportedOperation:  # A notebook's output.
         return None
     return None if stat.S_ISREG(mode) else select.PIPE_BUF

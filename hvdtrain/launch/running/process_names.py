@@ -1,4 +1,4 @@
-"""Names of the processes of a launch: ranks by number, others by role."""
+"""Names of the processes of a launch: rank numbers, or roles."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ProcessNames:
-    """The processes of a launch, as its output, its log folder and its messages name them.
+    """Names of a launch's processes in its output, log folder and messages.
 
     Attributes:
-        roles: a name for each process, the one that the user watches first; empty: ranks.
-        tagged: whether the launch marks each line with its process; else there is only one.
-        starter: what messages call the program that starts ranks.
+        roles: Name of each process, the one of most interest to the user first. If empty, the processes are ranks.
+        tagged: Whether the launch tags each line with its process. If not, there is only one process.
+        starter: Name in messages of the program that starts the ranks.
     """
 
     roles: tuple[str, ...] = ()
@@ -21,19 +21,19 @@ class ProcessNames:
     starter: str = field(default="horovodrun", compare=False)
 
     def name(self, number: int) -> str:
-        """In a message."""
+        """Return the name for messages."""
         return self._role(number) or f"rank {number}"
 
     def folder(self, number: int) -> str:
-        """Of its output, in the log folder."""
+        """Return the name of the process's folder in the log folder."""
         return self._role(number) or f"rank.{number}"
 
     def label(self, number: int) -> str:
-        """In front of its lines."""
+        """Return the label in front of the process's lines."""
         return self._role(number) or str(number)
 
     def is_vital(self, number: int) -> bool:
-        """Whether the run fails if this process fails: true for every rank, but only for the first of several roles."""
+        """Return whether the run fails if this process fails: any rank, but only the first of several roles."""
         return not self.roles or number == 0
 
     def _role(self, number: int) -> str:
@@ -47,5 +47,5 @@ ALONE = ProcessNames(tagged=False)
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
-    """`rank 2`, or `ranks 0, 2`."""
+    """Format rank numbers: `rank 2`, or `ranks 0, 2`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

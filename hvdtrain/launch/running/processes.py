@@ -1,8 +1,8 @@
-"""Start programs, read what they write, find the processes of a launch, and end them.
+"""Start programs, read their output, find the processes of a launch, and end them.
 
-Every process of a launch carries the launch's id in its environment, and is found by it in /proc: horovodrun's ranks
-are not simply its children. Over Gloo each hangs under a helper process in a session of its own; mpirun puts each in
-its own process group. Processes on other hosts have an agent there, which does the same.
+Every process of a launch has the launch ID in its environment, and is found by it in /proc, because horovodrun's ranks
+are not simply its children. Over Gloo, each runs under a helper process in its own session; mpirun gives each its own
+process group. Processes on other hosts are handled in the same way by an agent there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hvdtrain.signals import at_parents_end
 from hvdtrain.worker.heartbeat import has_page_of
 
 DRAIN_SECONDS = 1.0
-"""How long to wait for more output after a process has ended: others may still hold its pipes."""
+"""Time to wait for more output after a process has ended, as others may still hold its pipes."""
 _POLL_SECONDS = 0.02
 
 
@@ -49,16 +49,16 @@ def start(
     """Start a program.
 
     Args:
-        argv: the program and its arguments.
-        environ: its complete environment.
-        stdin, output: as in subprocess; None: inherited.
-        merge: what it writes to standard error goes where its standard output goes.
-        session: start it in a new session, where Ctrl-C in the terminal does not reach it.
-        pass_fds: descriptors that it inherits.
-        dies_with_us: have the kernel kill it when this process ends. Call from a process without threads.
+        argv: Program and its arguments.
+        environ: Complete environment of the program.
+        stdin, output: As in subprocess; None inherits.
+        merge: Whether to redirect standard error to standard output.
+        session: Whether to start a new session, which the terminal's Ctrl-C does not reach.
+        pass_fds: Descriptors to inherit.
+        dies_with_us: Whether the kernel kills the program when this process ends. Requires a process without threads.
 
     Raises:
-        CannotStart: the program does not exist or may not be run, or a limit of the system is reached.
+        CannotStart: The program does not exist or may not be run, or a limit of the system is reached.
     """
     try:
         return subprocess.Popen(
@@ -76,7 +76,7 @@ def start(
 
 
 class Pipes:
-    """Reads from several named pipes, whichever has data, and closes them when they end."""
+    """Reads from several named pipes as data arrives, and closes each at its end."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -85,17 +85,17 @@ class Pipes:
         self._selector.register(pipe, selectors.EVENT_READ, name)
 
     def add_output(self, process: subprocess.Popen[bytes], stdout: Any, stderr: Any) -> None:
-        """Add the two pipes of a process of `start`, under these names."""
+        """Add the two pipes of a process from `start`, under these names."""
         self.add(stdout, process.stdout)  # type: ignore[arg-type]
         self.add(stderr, process.stderr)  # type: ignore[arg-type]
 
     @property
     def names(self) -> set[Any]:
-        """The pipes that are still open."""
+        """Names of the pipes that are still open."""
         return {key.data for key in self._selector.get_map().values()}
 
     def read(self, seconds: float) -> list[tuple[Any, bytes]]:
-        """Wait up to `seconds` for data; return (name, bytes) of each pipe that has some. b"" is the end of a pipe."""
+        """Wait up to `seconds` for data; return (name, bytes) for each pipe that has some. b"" marks its end."""
         came = []
         for key, _ in self._selector.select(seconds):
             data = os.read(key.fd, 65536)
@@ -105,16 +105,16 @@ class Pipes:
         return came
 
     def drop(self, *names: Any) -> None:
-        """Close these."""
+        """Close these pipes."""
         for key in list(self._selector.get_map().values()):
             if key.data in names:
                 self._close(key)
 
     def rest(self, *names: Any) -> Iterator[tuple[Any, bytes]]:
-        """Read what is left in these pipes of a process that has ended.
+        """Read the remaining data from these pipes of a process that has ended.
 
-        One read takes all that it wrote. Other processes that hold the pipes may write for ever: they get
-        DRAIN_SECONDS.
+        One read returns all that it wrote. Other processes that hold the pipes may write forever, so reading
+        stops after DRAIN_SECONDS.
         """
         deadline = time.monotonic() + DRAIN_SECONDS
         left = DRAIN_SECONDS
@@ -123,7 +123,7 @@ class Pipes:
             left = deadline - time.monotonic()
 
     def close(self) -> None:
-        """Close all."""
+        """Close all pipes."""
         self.drop(*self.names)
         self._selector.close()
 
@@ -135,7 +135,13 @@ class Pipes:
 
 @dataclass(frozen=True)
 class ProcessState:
-    """From /proc: the id of the parent, the signals that the process has handlers for, whether a signal stopped it."""
+    """State of a process in /proc.
+
+    Attributes:
+        parent: Process ID of the parent.
+        caught: Signals for which the process has handlers.
+        stopped: Whether a signal has stopped the process.
+    """
 
     parent: int
     caught: frozenset[int]
@@ -143,7 +149,7 @@ class ProcessState:
 
 
 def parse_status(text: str) -> ProcessState:
-    """The state in /proc/PID/status."""
+    """Parse the text of /proc/PID/status."""
     fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
     bits = int(fields["SigCgt"], 16)
     return ProcessState(
@@ -154,12 +160,12 @@ def parse_status(text: str) -> ProcessState:
 
 
 def state_of(pid: int) -> ProcessState:
-    """The state of a process. Raises OSError if it has ended."""
+    """Read the state of a process. Raises OSError if it has ended."""
     return parse_status((Path("/proc") / str(pid) / "status").read_text())
 
 
 def processes_of(launch_id: str) -> list[int]:
-    """The ids of all processes of the launch on this host, also of ranks that have overwritten their environment."""
+    """Return the IDs of all processes of the launch on this host, even if a rank has overwritten its environment."""
     mark = f"{LAUNCH_ID}={launch_id}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -167,7 +173,7 @@ def processes_of(launch_id: str) -> list[int]:
         with contextlib.suppress(OSError):
             environ = (entry / "environ").read_bytes()
             if mark in environ.split(b"\0") or (
-                # Without a PATH it may be overwritten; kernel threads have none at all.
+                # Without PATH, the environment may be overwritten; kernel threads have none at all.
                 environ and b"PATH=" not in environ and has_page_of(int(entry.name), launch_id)
             ):
                 found.append(int(entry.name))
@@ -175,14 +181,14 @@ def processes_of(launch_id: str) -> list[int]:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with. Raises OSError if it has ended, or is another user's."""
+    """Return the initial environment of a process. Raises OSError if it has ended or belongs to another user."""
     entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(entry).partition("=") for entry in entries if entry)
     return {name: value for name, _, value in pairs}
 
 
 def name_of(pid: int) -> str:
-    """The name of a process (comm); empty if it has ended."""
+    """Return the name of a process (comm). Empty if it has ended."""
     try:
         return (Path("/proc") / str(pid) / "comm").read_text().rstrip("\n")
     except OSError:
@@ -190,7 +196,11 @@ def name_of(pid: int) -> str:
 
 
 def signal_launch(launch_id: str, how: signal.Signals) -> bool:
-    """Signal all processes of the launch, with SIGKILL until none is left. Returns whether the last scan found any."""
+    """Signal all processes of the launch, with SIGKILL until none is left.
+
+    Returns:
+        Whether the last scan found any process.
+    """
     found: list[int] = []
     for _ in range(20):
         found = processes_of(launch_id)
@@ -204,7 +214,7 @@ def signal_launch(launch_id: str, how: signal.Signals) -> bool:
 
 
 def end_launch(launch_id: str) -> None:
-    """End all processes of the launch on this host: SIGTERM, and SIGKILL to what is left after TERM_SECONDS."""
+    """End all processes of the launch on this host: SIGTERM, then SIGKILL after TERM_SECONDS for the rest."""
     deadline = time.monotonic() + TERM_SECONDS
     there = signal_launch(launch_id, signal.SIGTERM)
     while there and time.monotonic() < deadline:
@@ -215,16 +225,16 @@ def end_launch(launch_id: str) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended. It is not reaped here, so its id cannot belong to another process yet."""
+    """Return whether a process has ended. It is not reaped, so its ID cannot be reused by another process yet."""
     how = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         return process.returncode is not None or os.waitid(os.P_PID, process.pid, how) is not None
-    except ChildProcessError:  # Another thread has waited for it.
+    except ChildProcessError:  # Another thread has reaped it.
         return True
 
 
 def end_groups(processes: Collection[subprocess.Popen[bytes]], seconds: float) -> None:
-    """End programs of `start` with their process groups: SIGTERM, and SIGKILL after `seconds`."""
+    """End programs from `start`, with their process groups: SIGTERM, then SIGKILL after `seconds`."""
     _signal_groups(processes, signal.SIGTERM)
     deadline = time.monotonic() + seconds
     while not all(map(has_ended, processes)) and time.monotonic() < deadline:

@@ -1,7 +1,7 @@
-"""What the ranks on this host are doing, observed from outside: their processes in /proc and their heartbeats.
+"""Observe the ranks on this host from outside: their processes in /proc and their heartbeats.
 
-Every process of a launch carries the launch's id in its environment; a rank also carries its number, and so do the
-processes that it has started.
+Every process of a launch has the launch ID in its environment. Ranks, and the processes they start, also have the
+rank's number there.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ _STATES: dict[str, State] = {
 }
 FIRST_SEARCHES_SECONDS = 1.0
 LAST_SEARCHES_SECONDS = 10.0
-"""Interval between two searches of all processes while ranks of this host are missing; it grows between these."""
+"""Bounds of the interval between searches of all processes while ranks of this host are missing; it grows over time."""
 BUSY_TICKS = 5
-"""Clock ticks (mostly 10 ms each) of CPU time that count as work; waking up now and then takes fewer."""
+"""Clock ticks (usually 10 ms each) of CPU time that count as work; occasional wake-ups take fewer."""
 _NO_PROGRAM = "0"
-"""Where the stack of a process begins that has ended, or may not be looked at."""
+"""Stack address reported for a process that has ended or may not be inspected."""
 _MPI_DAEMONS = {"orted", "prted"}
 MPI_PARAMETER = "hvdtrain_launch_id"
-"""Of Open MPI, which ignores it."""
+"""Parameter set for Open MPI, which ignores it, to mark its processes with the launch ID."""
 _PAUSE_SECONDS = 5.0
-"""A longer time between two looks means that this process was stopped itself, and the ranks perhaps with it."""
+"""A longer interval between two looks means that this process was itself stopped, and perhaps the ranks with it."""
 
 
 def topmost(parents: Mapping[int, int]) -> set[int]:
-    """Of process id -> parent's id: those whose parent is not among them."""
+    """Return the process IDs whose parent is not among the keys of `parents` (process ID -> parent's ID)."""
     return {pid for pid, parent in parents.items() if parent not in parents}
 
 
@@ -59,8 +59,8 @@ class RankProcess:
     """A rank, or a process that a rank has started.
 
     Attributes:
-        environ: what it was started with.
-        state: as in /proc.
+        environ: Initial environment of the process.
+        state: State of the process in /proc.
     """
 
     environ: Mapping[str, str]
@@ -68,12 +68,12 @@ class RankProcess:
 
 
 def rank_processes(launch_id: str) -> dict[int, RankProcess]:
-    """The ranks of the launch on this host and what they have started, by process id."""
+    """Return the ranks of the launch on this host, and the processes they have started, by process ID."""
     found = {}
     for pid in processes_of(launch_id):
         with suppress(OSError, ValueError):
             environ = environment_of(pid)
-            # A script that trains in one process, or with parameter servers, has no number.
+            # Scripts of one process, or with parameter servers, have no rank number.
             numbered = is_rank(environ) or has_page_of(pid, launch_id)
             if numbered and name_of(pid) != HELPER:
                 found[pid] = RankProcess(environ, state_of(pid))
@@ -81,10 +81,10 @@ def rank_processes(launch_id: str) -> dict[int, RankProcess]:
 
 
 def mpi_daemons_of(launch_id: str) -> set[int]:
-    """The processes of Open MPI that run the launch's ranks on this host.
+    """Return the IDs of Open MPI's processes that run the launch's ranks on this host.
 
-    Each has the id as a parameter in its command line, and so has the shell that starts it; daemons of Open MPI 5,
-    which have other parameters, are known by their ranks.
+    The launch ID is a parameter in the command line of each, and of the shell that starts it. Daemons of Open MPI 5,
+    which have other parameters, are recognized as parents of ranks.
     """
     parents = (one.state.parent for one in rank_processes(launch_id).values())
     found = {pid for pid in parents if name_of(pid) in _MPI_DAEMONS}
@@ -92,15 +92,15 @@ def mpi_daemons_of(launch_id: str) -> set[int]:
 
 
 def rank_shells_of(launch_id: str) -> set[int]:
-    """The shells that wait for ranks of a launch over Gloo on this host, which is not the launcher's.
+    """Return the IDs of the shells that wait for ranks of a launch over Gloo, on a host other than the launcher's.
 
-    Each has the id as a variable in its command line.
+    The launch ID is a variable in the command line of each.
     """
     return _saying(rb"\b%s=%s\b" % (LAUNCH_ID.encode(), launch_id.encode()))
 
 
 def _saying(pattern: bytes) -> set[int]:
-    """The processes in whose command line is this."""
+    """Return the IDs of the processes whose command line matches `pattern`."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -111,20 +111,20 @@ def _saying(pattern: bytes) -> set[int]:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank at one moment.
+    """State of one rank at one moment.
 
     Attributes:
-        rank: its number, in an elastic job the one that it has now.
-        pid: its process on its host.
-        state: what its process does.
-        held: seconds since when it is in that state.
-        idle: seconds since its heartbeat made progress.
-        quiet: seconds since its process used the CPU.
-        heartbeat: what it does; None for a program that is not a Python script.
-        host: its name as the user gave it; empty for the launcher's own.
-        ending: whether its script is at what it does when a signal ends the run.
-        size: of the job, as its launcher told it.
-        slot: its place among the ranks of its host in an elastic job, where numbers change; empty in others.
+        rank: Number of the rank; in an elastic job, its current one.
+        pid: Process ID on its host.
+        state: State of the process.
+        held: Seconds in that state.
+        idle: Seconds since its heartbeat made progress.
+        heartbeat: Last heartbeat; None for a program that is not a Python script.
+        host: Name of the host as given by the user; empty for the launcher's own.
+        quiet: Seconds since the process used the CPU.
+        ending: Whether the script is running its handler for a signal that ends the run.
+        size: Number of ranks in the job, as set by the launcher.
+        slot: Position among the ranks of the host in an elastic job, where rank numbers change; otherwise empty.
     """
 
     rank: int
@@ -141,22 +141,27 @@ class RankStatus:
 
     @property
     def phase(self) -> str:
-        """See `heartbeat.Phase`; empty if unknown."""
+        """Phase of the heartbeat (see `heartbeat.Phase`); empty if unknown."""
         return self.heartbeat.phase if self.heartbeat else ""
 
     @property
     def has_ended(self) -> bool:
-        """Whether its script came to its end."""
+        """Whether the script has run to its end."""
         return self.phase == "ended"
 
 
 def as_json(statuses: Iterable[RankStatus]) -> list[dict[str, Any]]:
-    """What JSON can hold; `from_json` reads it."""
+    """Convert the ranks to dictionaries for JSON, as read by `from_json`."""
     return [asdict(status) for status in statuses]
 
 
 def from_json(statuses: Iterable[dict[str, Any]], host: str | None = None) -> list[RankStatus]:
-    """The ranks of `as_json`; with `host`, they are on that one. Raises TypeError for anything else."""
+    """Convert the result of `as_json` back. Raises TypeError for invalid fields.
+
+    Args:
+        statuses: One dictionary per rank.
+        host: Host to set for all ranks. None keeps their own.
+    """
     found = [_status(**fields) for fields in statuses]
     return found if host is None else [replace(one, host=host) for one in found]
 
@@ -167,11 +172,11 @@ def _status(heartbeat: dict[str, Any] | None, **fields: Any) -> RankStatus:
 
 @dataclass
 class _Seen:
-    """A rank of this host: its process, its page, and what was last seen of it.
+    """A rank of this host: its process, its heartbeat page, and its last known state.
 
     Attributes:
-        born: no other process with its id has the same.
-        program: another one once it has executed another program, which has no part in the page.
+        born: Start time of the process, which tells it from another one with the same ID.
+        program: Identity of the program; changes when the process executes another one, which has no heartbeat page.
     """
 
     pid: int
@@ -188,7 +193,7 @@ class _Seen:
         return self.status.state != "gone"
 
     def gives_way_to(self, page: Page | None) -> bool:
-        """Whether a process with this page is the rank; what a rank left behind has none, or still its page."""
+        """Return whether a process with this page is the actual rank; leftovers of one have no page, or its old one."""
         if page is None:
             return False
         return self.page is None or (not self.is_there and page.inode != self.page.inode)
@@ -196,7 +201,7 @@ class _Seen:
 
 @dataclass
 class RankMonitor:
-    """Watches the ranks of a launch on this host. Call `look` about once a second."""
+    """Monitors the ranks of a launch on this host. Call `look` about once a second."""
 
     launch_id: str
     _seen: dict[tuple[str, int], _Seen] = field(default_factory=dict)
@@ -207,9 +212,10 @@ class RankMonitor:
     _resumed: float = float("-inf")
 
     def look(self, *, search: bool = False) -> list[RankStatus]:
-        """The ranks found so far, by number, including those that have ended.
+        """Return the ranks found so far, in the order of their slots, including those that have ended.
 
-        With `search`, any that is missing is looked for now, not only when it is time.
+        Args:
+            search: Whether to search for missing ranks now, even if no search is due.
         """
         now = time.monotonic()
         if now - self._looked > _PAUSE_SECONDS:
@@ -227,18 +233,18 @@ class RankMonitor:
         return [self._seen[slot].status for slot in sorted(self._seen)]
 
     def processes(self) -> Iterator[tuple[int, int]]:
-        """(rank, process id) of the ranks that are running."""
+        """Yield (rank, process ID) for each running rank."""
         for seen in self._seen.values():
             if seen.is_there:
                 yield seen.status.rank, seen.pid
 
     def left_behind(self) -> dict[int, str]:
-        """Processes that scripts started and that outlived all ranks of this host: process ids and names."""
+        """Return the processes that scripts started and that outlived all ranks of this host, as process ID -> name."""
         if any(seen.is_there for seen in self._seen.values()):
             return {}
         found = {}
         for pid, process in rank_processes(self.launch_id).items():
-            # What init has not adopted may still be a rank that was not seen yet.
+            # A process not adopted by init may be a rank that has not been seen yet.
             adopted = process.state.parent == 1
             if is_elastic(process.environ) or not (
                 adopted or slot_of(process.environ) in self._seen
@@ -249,12 +255,12 @@ class RankMonitor:
         return found
 
     def _search(self, now: float) -> None:
-        """Find the process of each rank: the topmost one with a page, as processes of the launcher may be above it."""
+        """Find each rank's process: the topmost one with a heartbeat page, perhaps below processes of the launcher."""
         found = rank_processes(self.launch_id)
         pages = {pid: page for pid in found if (page := page_of(pid)) is not None}
         for one in (found.keys() - pages.keys(), pages.keys()):
             for pid in topmost({pid: found[pid].state.parent for pid in one}):
-                # What a rank has left behind is adopted by init.
+                # Leftovers of a rank are adopted by init.
                 if pid in pages or found[pid].state.parent != 1:
                     self._take(pid, found[pid].environ, pages.get(pid), now)
 
@@ -265,7 +271,7 @@ class RankMonitor:
             return
         with suppress(OSError):
             _, born, program, _ = _fields_of(pid)
-            # Others may join an elastic job.
+            # In an elastic job, more ranks may join.
             self._expected = math.inf if is_elastic(environ) else max(1, local_size_of(environ))
             size = size_of(environ)
             slot = ":".join(map(str, slot_of(environ))) if is_elastic(environ) else ""
@@ -306,9 +312,9 @@ class RankMonitor:
 
 
 def _fields_of(pid: int) -> tuple[str, str, str, int]:
-    """State, time of birth, bottom of the stack and clock ticks of CPU time in /proc/PID/stat.
+    """Return the state, start time, stack bottom and clock ticks of CPU time from /proc/PID/stat.
 
-    A program's name there may contain anything. Its stack begins at random, so at another place after execve.
+    The program's name there may contain anything. The stack address is randomized, so it changes after execve.
     """
     fields = (Path("/proc") / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2]
     state, *rest = fields.split()

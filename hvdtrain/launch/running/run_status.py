@@ -1,4 +1,4 @@
-"""What a run is, and how far it has come: a small file in its log folder, for `hvdtrain ps`."""
+"""The status file in a run's log folder, from which `hvdtrain ps` reports the run and its progress."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from hvdtrain.launch.running.rank_monitor import RankStatus
 NAME = "status.json"
 WRITE_SECONDS = 5.0
 LONGEST = 1_000_000
-"""Bytes of the file; a command can be long."""
+"""Maximum size of the file in bytes; a command can be long."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run, as its launcher saw it last.
+    """A run as last seen by its launcher.
 
     Attributes:
-        run: its unique name.
-        pid: of its `hvdtrain run`, on `host`.
-        host: where it was started.
-        slurm_job: number of the Slurm job in which it runs; empty if in none.
-        command: what was launched, without secrets.
-        started, updated: in seconds since the epoch.
-        ranks: how many there are; at the end, how many there were.
-        phase: of the ranks (see `heartbeat.Phase`), of the slowest ones if they differ; empty before the first.
-        step: the last step that all have begun, counted from 1; 0 before the first.
+        run: Unique ID of the run.
+        command: Launched command, without secrets.
+        pid: Process ID of `hvdtrain run` on `host`.
+        host: Host where the run was started.
+        slurm_job: ID of the surrounding Slurm job; empty if there is none.
+        started, updated: Seconds since the epoch.
+        ranks: Number of running ranks; at the end, the last number.
+        phase: Phase of the slowest rank (see `heartbeat.Phase`); empty before the first report.
+        step: Last step that all ranks have begun, counted from 1; 0 before the first.
     """
 
     run: str
@@ -47,7 +47,7 @@ class RunStatus:
     step: int = 0
 
     def with_ranks(self, ranks: Sequence[RankStatus]) -> RunStatus:
-        """This run, updated with the current state of its ranks."""
+        """Return a copy updated with the current state of the ranks."""
         there = [one for one in ranks if one.heartbeat and one.state != "gone"]
         slowest = min(
             there, key=lambda one: one.heartbeat.step if one.heartbeat else 0, default=None
@@ -62,7 +62,7 @@ class RunStatus:
         )
 
     def write(self, folder: Path) -> None:
-        """Into the run's log folder; a folder that cannot be written is no reason to end the run."""
+        """Write the status to the log folder. Errors are ignored: they are no reason to end the run."""
         path = folder / f".{NAME}"
         with suppress(OSError):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -72,7 +72,7 @@ class RunStatus:
 
 
 def read_status(folder: Path) -> RunStatus | None:
-    """The status in a log folder; None if there is none, or it is not valid."""
+    """Read the status from a log folder. Returns None if it is missing or invalid."""
     try:
         with (folder / NAME).open("rb") as file:
             found = json.loads(file.read(LONGEST))

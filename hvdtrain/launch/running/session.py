@@ -1,4 +1,4 @@
-"""One launch from its plan to its exit code."""
+"""Run a launch, from the command that starts it to its exit code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from hvdtrain.launch.running.run_status import WRITE_SECONDS, RunStatus
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import Limits, Verdict, Watchdog
 
-# Wrong use, the user's own signal, and a job that has no time left; what nobody reads any more ends like a signal.
+# No restart after these: usage errors, the user's own signals (also sent when the output has no reader any more), and
+# a job that has no time left.
 _FINAL = {
     0,
     EXIT_USAGE,
@@ -48,20 +49,20 @@ _FINAL = {
 }
 LOOK_SECONDS = 1.0
 LEAST_FILES = 32
-"""Two ranks start with 40, and not with 20."""
+"""Minimum limit on open files. Two ranks start with a limit of 40, but not with 20."""
 _WARNED = "\nSIGUSR1: this job will end soon; notifying all workers"
 
 
 @dataclass(frozen=True)
 class View:
-    """What of a run the user sees, and where the rest is kept.
+    """Which output of a run the user sees, and where the rest is kept.
 
     Attributes:
-        log_dir: folder of this run's files; None makes one under `.hvdtrain/logs`.
-        all_ranks: show the output of all ranks.
-        verbose: show what the launcher says.
-        timestamps: put the time in front of each line of the ranks.
-        command: what `hvdtrain ps` calls it, without secrets.
+        log_dir: Folder for this run's files. None creates one under `.hvdtrain/logs`.
+        all_ranks: Whether to show the output of all ranks.
+        verbose: Whether to show the launcher's own output.
+        timestamps: Whether to prefix each line of the ranks with the time.
+        command: Command for `hvdtrain ps` to show, without secrets.
     """
 
     log_dir: Path | None = None
@@ -76,9 +77,9 @@ class Patience:
     """How long to wait for a run, and whether to restart it.
 
     Attributes:
-        restarts: how often it is started again when it failed and had made progress.
-        grace: seconds for scripts that have a handler for the signal that ends the run.
-        limits: of the watchdog; None only looks on.
+        grace: Seconds for scripts that handle the signal that ends the run.
+        limits: Limits of the watchdog. None disables it.
+        restarts: Maximum number of restarts after failures, as long as each run made progress.
     """
 
     grace: float = 0.0
@@ -96,20 +97,23 @@ def run_launch(
     process_names: ProcessNames = RANKS,
     on_outcome: Callable[[Outcome, Path], None] | None = None,
 ) -> int:
-    """Run a launch command; show, keep and judge its output. Returns the exit code for the user.
+    """Run a launch command; show, save and interpret its output.
 
     Args:
-        argv: the command.
-        view: what the user sees.
-        patience: how long it is waited for.
-        environ: of the command; None: of this process.
-        elastic: the others go on without a rank that fails, and may come to a good end.
-        process_names: what its processes are called.
-        on_outcome: told how it ended, and its log folder, in place of the user.
+        argv: Command to run.
+        view: Which output the user sees.
+        patience: Time limits and restarts.
+        environ: Environment of the command. None uses that of this process.
+        elastic: Whether the other ranks continue when one fails, so that the run may still succeed.
+        process_names: Names of the processes.
+        on_outcome: Function called with the outcome and the log folder. If given, the user gets no message.
+
+    Returns:
+        The exit code for the user.
 
     Raises:
-        UsageError: with the limits of this shell (ulimit) nothing can be launched.
-        CannotStart: the command does not exist, or cannot be started.
+        UsageError: The limits of this shell (ulimit) are too low, or the log folder cannot be used.
+        CannotStart: The command does not exist or cannot be started.
     """
     _require_limits()
     environ = os.environ if environ is None else environ
@@ -130,7 +134,7 @@ def run_launch(
 
 
 def _require_limits() -> None:
-    """Programs under limits as these end without a word about it, or with a wrong one."""
+    """Check the resource limits: below them, programs fail without a message, or with a misleading one."""
     for kind, option, least, what in (
         (resource.RLIMIT_NOFILE, "-n", LEAST_FILES, "open files"),
         (resource.RLIMIT_FSIZE, "-f", 1, "blocks in a file"),
@@ -152,7 +156,7 @@ def _run_once(
     process_names: ProcessNames,
     on_outcome: Callable[[Outcome, Path], None] | None,
 ) -> tuple[int, str]:
-    """Returns the exit code, and how far the run had come; empty if it had made no progress."""
+    """Run the command once. Returns the exit code and a description of the progress, empty if there was none."""
     log_dir = make_log_dir(view.log_dir)
     terminals = () if view.all_ranks else _terminals()
     launch_id = uuid.uuid4().hex
@@ -176,13 +180,13 @@ def _run_once(
     )
     run = _ShownRun(
         output,
-        # Those of other strategies come and go: who starts them looks after them.
+        # Processes of other strategies may come and go; their launcher monitors them.
         Watchdog(limits if process_names == RANKS else None, still),
         StoppedPrograms(),
         process_names,
         elastic,
         RunStatus(launch_id, view.command),
-        # Launchers of ranks report on them; other launches usually have their script on this host.
+        # Launchers of ranks report on them; other launches usually run their script on this host.
         None if process_names == RANKS else RankMonitor(launch_id),
     )
     output.on_news = run.take_news
@@ -212,12 +216,12 @@ def _run_once(
 
 @dataclass
 class _ShownRun:
-    """A run whose output is shown and whose ranks are watched.
+    """A run whose output is shown and whose ranks are monitored.
 
     Attributes:
-        monitor: of the scripts on this host; None: whoever starts them tells what they do.
-        hung: why the watchdog ended it; empty if it did not.
-        orders: for the command, not sent yet.
+        monitor: Monitor of the scripts on this host. None if the launcher reports on its ranks.
+        hung: Reason why the watchdog ended the run; empty if it did not.
+        orders: Lines to send to the command.
     """
 
     output: Output
@@ -257,7 +261,7 @@ class _ShownRun:
             self.write_status()
 
     def write_status(self) -> None:
-        """Into the log folder, for `hvdtrain ps`."""
+        """Write the status file for `hvdtrain ps`."""
         self.status = self.status.with_ranks(list(self.watchdog.statuses.values()))
         self.status.write(self.output.log_dir)
 
@@ -288,7 +292,7 @@ class _ShownRun:
             self.looked = time.monotonic()
             self._hear(self.monitor.look())
         if self.output.is_behind:
-            return False  # The ranks may wait for its reader, as this run does.
+            return False  # The ranks may be blocked by a slow reader, like this run.
         if self.hung:
             return True
         verdict = self.watchdog.verdict(self.stopped.look([command]))
@@ -302,7 +306,7 @@ class _ShownRun:
         return bool(self.hung)
 
     def _end_ranks(self, verdict: Verdict) -> None:
-        """End those that the others wait for; who starts the ranks of an elastic job starts them again."""
+        """End the ranks that the others wait for; the launcher of an elastic job restarts them."""
         self.watchdog.dismiss(verdict.culprits)
         self.output.say(f"\n{verdict.text}\nended, to be restarted: {_names(verdict.culprits)}")
         for one in verdict.culprits:
@@ -321,12 +325,12 @@ def _names(ranks: Sequence[RankStatus]) -> str:
 
 
 def _terminals() -> tuple[int, ...]:
-    """The descriptors of those standard streams of this process that are a terminal."""
+    """Return the descriptors of this process's standard output and error that are terminals."""
     return tuple(n for n, stream in ((1, sys.stdout), (2, sys.stderr)) if stream.isatty())
 
 
 def _window(terminals: Sequence[int]) -> dict[str, str]:
-    """The terminal's size, for the ranks: they have pipes, or pseudo-terminals without a size."""
+    """Return the terminal's size as variables for the ranks, whose pipes or pseudo-terminals have no size."""
     for descriptor in terminals:
         with suppress(OSError):
             size = os.get_terminal_size(descriptor)

@@ -1,7 +1,7 @@
-"""What the tasks of srun report about themselves.
+"""Track the reports of srun's tasks.
 
-srun does not notice that hvdtrain's process of a task is stopped, or that a slurmstepd, Slurm's daemon above it, was
-killed: the task is then silent while others go on telling.
+srun does not notice if hvdtrain's process in a task is stopped, or if slurmstepd, Slurm's daemon above it, is killed;
+the task then falls silent while others go on reporting.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 NEWS_SECONDS = 5.0
-"""Interval of a task's news while nothing changes."""
+"""Interval between a task's reports while nothing changes."""
 SILENT_SECONDS = 30.0
-"""Without a report from a task that has reported before; the same as for an agent without its supervisor."""
+"""Limit on the silence of a task that has reported before; the same as for an agent without its supervisor."""
 BEGIN_SECONDS = 60.0
-"""For the other tasks to begin after the first, unless --start-timeout is longer: Python starts late from a busy file
-system."""
+"""Time for the other tasks to start after the first, unless --start-timeout is longer. Python starts slowly from a busy
+file system."""
 _WITNESS_SECONDS = 3 * NEWS_SECONDS
 """If no task has reported for this long, the network or srun itself is slow."""
 
 
 @dataclass
 class SrunTasks:
-    """When each task reported last.
+    """Times of the last report of each task.
 
     Attributes:
-        hosts: the node of each rank; empty for ranks that srun did not start.
+        hosts: Node of each rank; empty for ranks that srun did not start.
     """
 
     hosts: Sequence[str] = ()
@@ -36,7 +36,7 @@ class SrunTasks:
     _ended: set[int] = field(default_factory=set)
 
     def expect(self, hosts: Sequence[str], begin: float) -> None:
-        """srun starts a task for each of these, the later ones within `begin` seconds of the first."""
+        """Set the node of each task, and the seconds after the first within which the others begin."""
         self.hosts, self._begin = hosts, begin
 
     def hear(self, rank: int, *, ended: bool) -> None:
@@ -48,14 +48,14 @@ class SrunTasks:
             self._ended.add(rank)
 
     def silent(self, awake: float, longest: float) -> Iterator[tuple[str, float]]:
-        """The tasks that have been silent for too long, and for how many seconds at least.
+        """Yield each task that has been silent for too long, and the limit in seconds that it exceeded.
 
         Args:
-            awake: how long this process has listened without a pause, in seconds.
-            longest: the limit if no task tells anything.
+            awake: Seconds for which this process has listened without a pause.
+            longest: Limit in seconds if no task reports at all.
         """
         if not self._heard:
-            return  # Slurm has not started any yet.
+            return  # Slurm has not started any task yet.
         now = time.monotonic()
         there = [rank for rank in range(len(self.hosts)) if rank not in self._ended]
         others_tell = any(

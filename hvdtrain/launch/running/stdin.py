@@ -1,7 +1,7 @@
-"""Forwards the standard input of a launch to rank 0, as mpirun does.
+"""Forward the standard input of a launch to rank 0, as mpirun does.
 
-The command reads a pipe, never the terminal itself: it runs in a session of its own, where nothing would stop it from
-taking what is typed at the shell's prompt while the launch is in the background.
+The command reads a pipe, never the terminal itself: it runs in its own session, where nothing would keep it from
+consuming what the user types at the shell's prompt while the launch is in the background.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ENDING_SECONDS = 0.5
 
 
 class InputRelay:
-    """Use as a context manager; after it, nothing reads the input.
+    """Relay of standard input, used as a context manager; afterwards, nothing reads the input.
 
     Attributes:
-        reading: the descriptor that the command reads.
+        reading: Descriptor for the command to read.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class InputRelay:
         return self
 
     def start(self) -> None:
-        """Call this when the command has its descriptor."""
+        """Start relaying, after the command has inherited its descriptor."""
         os.close(self.reading)
         self._thread.start()
 
@@ -47,9 +47,9 @@ class InputRelay:
             self._thread.join(_ENDING_SECONDS)
 
     def _relay(self) -> None:
-        # The main thread takes all signals. With SIGTTIN blocked, a read from the background fails and stops nothing.
+        # The main thread handles all signals. With SIGTTIN blocked, a background read fails instead of stopping us.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        # The end of a pipe that nobody reads reports an error, whatever it is asked for.
+        # A pipe without a reader always reports an error, whichever events are requested.
         unread, either = select.poll(), select.poll()
         unread.register(self._writing, 0)
         either.register(self._writing, 0)

@@ -1,6 +1,6 @@
-"""Stopped programs between `hvdtrain run` and its ranks: nothing else watches them, and a run cannot end
-without them. On this host that is all that the launch command has started; on others Open MPI's daemon, or the
-shell of each rank."""
+"""Detect stopped programs between `hvdtrain run` and its ranks. Nothing else watches them, and a run cannot end
+without them. On this host, these are all programs that the launch command has started; on others, Open MPI's daemon
+or the shell of each rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.tf_config import TF_CONFIG
 
 LOOK_SECONDS = 2.0
 PAUSE_SECONDS = 5.0
-"""Between two looks: a longer pause means that this process was stopped, and perhaps the others as well."""
+"""A longer interval between two looks means that this process was itself stopped, and perhaps the others too."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class StoppedProgram:
     """A stopped program.
 
     Attributes:
-        name: of its file, or of the module that Python runs.
-        pid: its process id on its host.
-        held: seconds since it was first seen stopped.
-        host: its name as the user gave it; empty for the launcher's own.
+        name: Name of its file, or of the module that Python runs.
+        pid: Process ID on its host.
+        held: Seconds since it was first seen stopped.
+        host: Name of the host as given by the user; empty for the launcher's own.
     """
 
     name: str
@@ -46,17 +46,17 @@ class StoppedProgram:
 
 @dataclass
 class StoppedPrograms:
-    """Watches programs and the processes that they have started on this host, down to the ranks."""
+    """Watches programs, and the processes that they have started on this host, down to the ranks."""
 
     _since: dict[int, float] = field(default_factory=dict)
     _looked: float = float("-inf")
     _elsewhere: dict[str, list[StoppedProgram]] = field(default_factory=dict)
 
     def look(self, programs: Iterable[int]) -> list[StoppedProgram]:
-        """The stopped programs, on all hosts. Call regularly.
+        """Return the stopped programs on all hosts. Call regularly.
 
         Args:
-            programs: their process ids.
+            programs: Process IDs of the programs to watch on this host.
         """
         now = time.monotonic()
         if now - self._looked >= LOOK_SECONDS:
@@ -73,12 +73,12 @@ class StoppedPrograms:
         return [*here, *(one for some in self._elsewhere.values() for one in some)]
 
     def hear(self, host: str, stopped: Iterable[Mapping[str, Any]]) -> None:
-        """What is stopped on another host now: `StoppedProgram` as dictionaries."""
+        """Record what is now stopped on another host, as dictionaries of `StoppedProgram`."""
         self._elsewhere[host] = [StoppedProgram(**{**one, "host": host}) for one in stopped]
 
 
 def _name(pid: int) -> str:
-    """The name of a program's file, or of the module that Python runs; empty if it has ended."""
+    """Return the name of a program's file, or of the module that Python runs. Empty if it has ended."""
     with suppress(OSError):
         words = (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace").split("\0")
         name = Path(words[0]).name
@@ -89,7 +89,7 @@ def _name(pid: int) -> str:
 
 
 def _stopped(pid: int) -> Iterator[int]:
-    """Those of a process and its descendants that are stopped, without the ranks and what these have started."""
+    """Yield which of a process and its descendants are stopped, excluding ranks and their descendants."""
     with suppress(OSError):
         environ = environment_of(pid)
         if is_rank(environ) or TF_CONFIG in environ:

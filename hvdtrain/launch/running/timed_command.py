@@ -1,4 +1,4 @@
-"""Run a command with a time limit, and leave none of its processes behind."""
+"""Run a command with a time limit, leaving none of its processes behind."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from hvdtrain.signals import leaving_on_signals
 
 _TICK_SECONDS = 0.1
 ANSWER_SECONDS = 20.0
-"""Time limit of `ask`: nvidia-smi takes seconds on a machine without persistence mode."""
+"""Default time limit of `ask`: nvidia-smi takes seconds on a machine without persistence mode."""
 _KEPT_BYTES = 1 << 18
-"""Kept of the beginning, and of the end, of what a command writes."""
+"""Bytes kept of the beginning, and of the end, of a command's output."""
 _KEPT_OF_ANSWER = 1 << 26
-"""`scontrol show job` prints a kilobyte for every job of the cluster."""
+"""Bytes kept for `ask`: `scontrol show job` prints a kilobyte for every job of the cluster."""
 NOT_FOUND = 127
-"""The exit code of shells for a program that does not exist."""
+"""Exit code of shells for a program that does not exist."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """How a command ended.
+    """Result of a command.
 
     Attributes:
-        returncode: its exit code (negative: killed by that signal); None if it ran into the time limit.
-        stdout, stderr: what it wrote.
-        started, seconds: when it started (seconds since the epoch), and how long it ran.
+        returncode: Exit code; negative if a signal killed it, None if it exceeded the time limit.
+        stdout, stderr: Output of the command.
+        started: Start time, in seconds since the epoch.
+        seconds: Duration of the run.
     """
 
     returncode: int | None
@@ -56,12 +57,12 @@ class Ran:
 
     @property
     def answer(self) -> str:
-        """Its standard output if it succeeded, else empty."""
+        """Standard output if the command succeeded, else empty."""
         return self.stdout if self.returncode == 0 else ""
 
     @property
     def last_line(self) -> str:
-        """The last line with text, from standard error if it has one; else how the command ended."""
+        """Last non-empty line, preferring standard error; without output, a description of how the command ended."""
         for text in (self.stderr, self.stdout):
             lines = [line.strip() for line in text.splitlines() if line.strip()]
             if lines:
@@ -78,8 +79,8 @@ def run(
 ) -> Ran | None:
     """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
-    Launchers start processes in sessions of their own, so everything that the command starts carries a mark in its
-    environment, and is found and ended by it.
+    Launchers start processes in sessions of their own, so everything that the command starts is found, and ended, by a
+    mark in its environment.
     """
     mark = f"bounded-{uuid.uuid4().hex}"
     return _run(
@@ -95,7 +96,7 @@ def run(
 def ask(
     argv: Sequence[str], *, limit: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None
 ) -> Ran:
-    """Run a short query; exit code 127 if there is no such program. A job or daemon that it starts lives on."""
+    """Run a short query. The exit code is 127 if there is no such program. A job or daemon that it starts is kept."""
     environ = os.environ if environ is None else environ
     said = _run(argv, environ, limit, "", _KEPT_OF_ANSWER, lambda: None)
     return said or Ran(NOT_FOUND, "", f"{argv[0]} is not installed", time.time(), 0.0)
@@ -111,7 +112,7 @@ def _run(
 ) -> Ran | None:
     started, begin = time.time(), time.monotonic()
     try:
-        # A file in memory: a pipe would need a thread that fills it.
+        # An in-memory file, as a pipe would need a thread to fill it.
         with os.fdopen(os.memfd_create("input"), "w+b") as given:
             given.write(stdin.encode())
             given.seek(0)
@@ -119,7 +120,7 @@ def _run(
     except CannotStart as error:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError):
             return None
-        # No process more, no memory, an environment that is too large.
+        # Out of processes or memory, or the environment is too large.
         return Ran(EXIT_FAILURE, "", str(error), started, 0.0)
     written = {"stdout": _Kept(kept), "stderr": _Kept(kept)}
     with contextlib.closing(Pipes()) as pipes:
@@ -179,7 +180,7 @@ def end_all() -> None:
     while children := _children():
         late = time.monotonic() > deadline
         for pid in children:
-            # Each leads a session; the thread that started it reaps it.
+            # Each child leads a session, and is reaped by the thread that started it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL if late else signal.SIGTERM)
         if late:
@@ -188,7 +189,7 @@ def end_all() -> None:
 
 
 def _children() -> list[int]:
-    """The ids of this process's children, of all threads."""
+    """Return the IDs of this process's children, of all threads."""
     found = []
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Decides from the state of the ranks whether a run can continue, and which ranks block it.
+"""Decide from the state of the ranks whether a run can continue, and which ranks block it.
 
-Horovod's own stall check runs inside rank 0. It sees a rank that does not come to a collective, and no rank that is
-frozen, never called init or has gone: over MPI it waits for such a rank itself. Over Gloo it says nothing and ends
-nothing, whatever its limits are.
+Horovod's own stall check runs inside rank 0. It detects a rank that does not join a collective, but not one that is
+frozen, never called init or has gone: with MPI, rank 0 itself waits for such a rank. With Gloo, it neither warns nor
+ends the job, whatever its limits.
 """
 
 from __future__ import annotations
@@ -21,25 +21,31 @@ from hvdtrain.launch.running.stopped_programs import StoppedProgram
 from hvdtrain.worker.heartbeat import INIT, WITH_BEATS
 
 STILL_SECONDS = 20.0
-"""A rank that is stopped, or gone before its end. Shorter than Gloo's 30 s, after which Gloo blames other ranks."""
+"""Limit for a rank that is stopped, or gone before its end. Below Gloo's 30 s, after which Gloo blames other ranks."""
 WAITING_SECONDS = 300.0
-"""Ranks wait, and others do not come: for instance to init."""
+"""Limit for ranks that wait for others which do not come, for instance to init."""
 UNHEARD_SECONDS = 60.0
-"""No report about a rank: at least this long, even with a short `--hang-timeout`: reports may come late."""
+"""Minimum limit without a report about a rank, even with a short `--hang-timeout`, as reports may be late."""
 PAUSE_SECONDS = 5.0
-"""Without being asked: the launcher has waited for a reader of its output (Ctrl-S in a terminal), and so have ranks."""
+"""A longer interval between calls of `verdict` means that the launcher was blocked by a reader of its output (Ctrl-S in
+a terminal), and perhaps the ranks too."""
 STALL_MARGIN_SECONDS = 10.0
-"""Beyond the time in which Horovod's stall check notices a rank and ends the job."""
+"""Margin beyond the time in which Horovod's stall check detects a rank and ends the job."""
 PROGRESS_SECONDS = 60.0
-"""Of work after init count as progress in a script whose steps are not seen."""
+"""Seconds of work after init that count as progress in a script whose steps are not visible."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds; see the constants of this module. busy: as waiting, while those that do not come compute.
+    """Time limits in seconds; see the constants of this module.
 
-    apart: some ranks are in a step or a collective, and others stay outside; infinite: somebody else looks to that.
-    elastic: ranks come and go, and one that is ended is started again.
+    Attributes:
+        still: Limit for a rank that is stopped or gone.
+        waiting: Limit for ranks that wait for idle ones.
+        busy: Limit for ranks that wait for ranks that compute, and for a run to end after all of its ranks.
+        hang: Limit for a run without progress.
+        apart: Limit while some ranks are in a step or collective and others are not. Infinite if left to Horovod.
+        elastic: Whether ranks come and go, and are restarted when ended.
     """
 
     still: float = STILL_SECONDS
@@ -52,7 +58,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot continue; empty while it can. culprits: the ranks that the others wait for, if known."""
+    """Why a run cannot continue; falsy while it can.
+
+    Attributes:
+        text: Reason, and what each rank is doing.
+        culprits: Ranks that the others wait for, if known.
+    """
 
     text: str = ""
     culprits: tuple[RankStatus, ...] = ()
@@ -62,21 +73,21 @@ class Verdict:
 
 
 def stopped_seconds(environ: Mapping[str, str]) -> float:
-    """Seconds after which a stopped process counts as hung; `hvdtrain run` passes it to the programs that it starts."""
+    """Return the seconds after which a stopped process counts as hung, as passed on by `hvdtrain run`."""
     return float(environ.get(STOPPED_SECONDS, STILL_SECONDS))
 
 
 def limits_of(hang: float, plan: LaunchPlan | None = None) -> Limits:
-    """None is longer than the user's `--hang-timeout`, but for ranks that compute while others wait for them.
+    """Return the limits of the watchdog. No limit except `busy` exceeds `--hang-timeout`.
 
     Args:
-        hang: that time-out, in seconds.
-        plan: of Horovod's ranks; None: other processes are started.
+        hang: Value of `--hang-timeout`, in seconds.
+        plan: Plan of Horovod's ranks. None for other processes.
     """
     elastic = plan is not None and plan.elastic
     apart = hang if elastic else math.inf
     if plan is not None and plan.stall_check and plan.stall_shutdown_seconds and not elastic:
-        # Where Horovod's own check works, it names the collective, and comes first.
+        # Where Horovod's own check works, it names the collective, so it goes first.
         stall = plan.stall_warning_seconds + plan.stall_shutdown_seconds + STALL_MARGIN_SECONDS
         apart = min(hang, stall)
     return Limits(
@@ -91,15 +102,15 @@ def limits_of(hang: float, plan: LaunchPlan | None = None) -> Limits:
 
 @dataclass
 class Watchdog:
-    """What is known about the ranks of a launch.
+    """Watches the ranks of a launch through the reports about them.
 
     Attributes:
-        limits: of the ranks; None: others look after them, or nobody.
-        still: seconds after which a stopped program that looks after the ranks counts.
-        statuses: of each rank that was ever seen, the last one, by host and place there (numbers may change).
-        steps: the most that a rank has finished in an epoch.
-        working_since: when the first rank was past init (time.monotonic()); 0 before.
-        tasks: what srun's tasks tell, if it has started the ranks.
+        limits: Limits for the ranks. None if they are not watched here.
+        still: Seconds after which a stopped program between launcher and ranks counts as hung.
+        statuses: Last state of every rank seen, by host and slot or rank there (ranks may be renumbered).
+        steps: Maximum number of steps that a rank has finished in an epoch.
+        working_since: Time at which the first rank was past init (time.monotonic()); 0 before.
+        tasks: Reports of srun's tasks, if it started the ranks.
     """
 
     limits: Limits | None
@@ -122,7 +133,7 @@ class Watchdog:
             if before is None or _process(before) != _process(one):
                 self._begin_anew()
             elif before.state == "stopped" and one.state == "gone" and not self._is_elastic:
-                one = before  # What is killed while it is stopped was stopped.
+                one = before  # If killed while stopped, it counts as stopped.
             self.statuses[place] = one
             self._heard[place] = time.monotonic()
             if one.heartbeat is not None and one.phase not in ("starting", "init"):
@@ -134,7 +145,7 @@ class Watchdog:
         self._hosts[name] = time.monotonic()
 
     def forget_host(self, name: str) -> None:
-        """The host has left the job."""
+        """Drop the ranks of a host that has left the job."""
         self._hosts.pop(name, None)
         for place in [place for place in self.statuses if place[0] == name]:
             del self.statuses[place]
@@ -145,8 +156,8 @@ class Watchdog:
         self._begin_anew()
 
     def can_replace(self, culprits: Iterable[RankStatus]) -> bool:
-        """Whether these ranks are started again once they are ended: an elastic job that nobody else goes on with ends,
-        where a rank has finished."""
+        """Return whether these ranks are restarted if ended: once a rank has finished, an elastic job restarts others
+        only if yet another is still running."""
         known = self.statuses.values()
         without = self._dismissed | set(map(_process, culprits))
         others = [one for one in known if one.state != "gone" and _process(one) not in without]
@@ -157,15 +168,15 @@ class Watchdog:
         return self.limits is not None and self.limits.elastic
 
     def _begin_anew(self) -> None:
-        """In an elastic job, ranks that have waited for one that was lost now wait for a new one."""
+        """Restart the waiting times: in an elastic job, ranks that waited for a lost rank now wait for a new one."""
         if self._is_elastic:
             self._resumed = time.monotonic()
 
     def verdict(self, programs: Iterable[StoppedProgram] = ()) -> Verdict:
-        """Why the run cannot continue.
+        """Return why the run cannot continue, if so.
 
         Args:
-            programs: those that look after the ranks and are stopped.
+            programs: Stopped programs between the launcher and its ranks.
         """
         now = time.monotonic()
         if now - self._asked > PAUSE_SECONDS:
@@ -181,7 +192,7 @@ class Watchdog:
         ranks = [
             _at_most(awake, one)
             for one in self.statuses.values()
-            # Who starts the ranks of an elastic job sees those that have gone.
+            # The launcher of an elastic job notices by itself which ranks have gone.
             if not (
                 self.limits.elastic and (one.state == "gone" or _process(one) in self._dismissed)
             )
@@ -189,7 +200,7 @@ class Watchdog:
         return self._unheard(now, awake, self.limits) or verdict(ranks, self.limits)
 
     def _unheard(self, now: float, awake: float, limits: Limits) -> Verdict:
-        """Hosts and tasks report on their ranks every few seconds, whatever the ranks do."""
+        """Check for silent hosts and tasks, which report every few seconds whatever their ranks do."""
         limit = max(limits.waiting, UNHEARD_SECONDS)
         heard = {f"host {name}": at for name, at in self._hosts.items()} | {
             _name(one): self._heard[place]
@@ -206,21 +217,21 @@ class Watchdog:
         )
 
     def progress(self) -> str:
-        """What the ranks are known to have done; empty if they finished no step and worked for less than a minute."""
+        """Describe the progress of the ranks. Empty if they finished no step and worked for less than a minute."""
         if self.steps > 0:
             return f"{self.steps} step{'s' if self.steps > 1 else ''}"
         worked = time.monotonic() - self.working_since if self.working_since else 0.0
         return f"{worked:.0f} s of work" if worked >= PROGRESS_SECONDS else ""
 
     def absent(self, failed: Container[int]) -> str:
-        """Which ranks, other than those that `failed`, these have missed; empty if none is known.
+        """Describe which ranks, other than those that `failed`, the others were waiting for. Empty if none is known.
 
-        For a run that has ended: what has gone meanwhile may have been ended with it, so that counts least.
+        Called after the end of a run, which may have ended the ranks that are gone; so that reason comes last.
         """
         return _away([one for one in self.statuses.values() if one.rank not in failed], _AWAY)
 
     def missed_init(self) -> str:
-        """Which ranks have not come to init, in which another one waited until it aborted; empty if none has."""
+        """Describe which ranks did not call init while others waited there until they aborted. Empty if unknown."""
         known = list(self.statuses.values())
         if not any(_meeting(one) == INIT for one in known):
             return ""
@@ -234,7 +245,7 @@ def _process(one: RankStatus) -> tuple[str, int]:
 
 
 def _at_most(seconds: float, one: RankStatus) -> RankStatus:
-    """The rank as if it had been watched for so long."""
+    """Return the status with its durations limited to the time for which the rank has been watched."""
     held, idle, quiet = (min(seconds, since) for since in (one.held, one.idle, one.quiet))
     return replace(one, held=held, idle=idle, quiet=quiet)
 
@@ -265,7 +276,12 @@ def _away(ranks: Sequence[RankStatus], ways: Sequence[_Way]) -> str:
 
 
 def verdict(ranks: Sequence[RankStatus], limits: Limits) -> Verdict:
-    """Why a run with these ranks cannot continue, and what each rank is doing."""
+    """Return why a run with these ranks cannot continue, and what each rank is doing.
+
+    Args:
+        ranks: State of all ranks.
+        limits: Time limits, extended by the longest phase that a rank has announced.
+    """
     there = [one for one in ranks if one.state != "gone"]
     patience = max((one.heartbeat.allowed for one in there if one.heartbeat), default=0.0)
     for held_up in (_stopped, _lost, _left, _awaited, _apart, _idle, _over):
@@ -282,7 +298,7 @@ def _stopped(
 
 
 def _frozen(ranks: Sequence[RankStatus]) -> Verdict:
-    # However short: a rank that is stopped while nothing moves is what the others wait for.
+    # Even if only just stopped: when nothing moves, a stopped rank is what the others wait for.
     return _sentence(
         [one for one in ranks if one.state == "stopped"],
         "stopped (SIGSTOP), and the others are waiting for THEM",
@@ -311,7 +327,7 @@ def _lost(
 def _left(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # Horovod itself detects the end of a rank in other waits.
+    # In waits other than init, Horovod itself detects the end of a rank.
     waiting = any(_meeting(one) == INIT and one.idle >= limits.still for one in there)
     ended = [one for one in ranks if one.has_ended]
     if limits.elastic or not waiting:
@@ -324,10 +340,10 @@ def _left(
 def _awaited(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # Horovod's stall check watches collectives; a rank in join may wait for good reason.
+    # Collectives are left to Horovod's stall check; a rank may wait in join for good reason.
     late = [one for one in there if not (one.heartbeat and one.heartbeat.waiting)]
     late = [one for one in late if not one.has_ended]
-    # Ranks that compute may be busy for long: imports, reading data.
+    # Ranks that compute may be busy for long, for example with imports or reading data.
     idle = all(one.quiet >= limits.waiting + patience for one in late)
     limit = (limits.waiting if idle else limits.busy) + patience
     waiting = [one for one in there if one.heartbeat and one.heartbeat.waiting]
@@ -335,11 +351,11 @@ def _awaited(
     if late and any(_meeting(one) == INIT for one in waiting):
         missing = f"missing: others have waited {limit:g} s for THEM in {INIT}"
         if limits.elastic:
-            # The ranks that wait may have met another failure, while this one is working.
+            # The waiting ranks may have hit another failure, while this one is still working.
             late = [one for one in late if one.idle >= limit]
         return _frozen(late) or _sentence(late, missing, "")
     if limits.elastic:
-        # Until there are as many hosts as the job needs.
+        # The ranks may be waiting until there are as many hosts as the job needs.
         limit = limits.hang + patience
         waiting = [one for one in waiting if one.idle >= limit]
     if waiting and len(waiting) == len(there):
@@ -361,7 +377,7 @@ def _awaited(
 def _apart(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    """The ranks that are missing where the others wait."""
+    """Find the ranks that are missing from a step or collective in which the others wait."""
     limit = limits.apart + patience
     late = [one for one in there if not (one.has_ended or _meets_others(one))]
     others = [one for one in there if _meets_others(one)]
@@ -378,7 +394,7 @@ def _apart(
 
 
 def _mismatch(ranks: Sequence[RankStatus], seconds: float) -> Verdict:
-    """All ranks wait, but in different collectives, none of which can complete."""
+    """Report ranks that all wait, but in different collectives, none of which can complete."""
     collectives = set(map(_meeting, ranks))
     if len(collectives) < 2 or "" in collectives:
         return Verdict()
@@ -402,7 +418,7 @@ def _idle(
 def _over(
     ranks: Sequence[RankStatus], there: Sequence[RankStatus], limits: Limits, patience: float
 ) -> Verdict:
-    # Processes that the scripts left running may still compute.
+    # Processes left running by the scripts may still compute.
     ended = all(
         (one.held if one.state == "gone" else one.quiet if one.has_ended else 0.0) >= limits.busy
         for one in ranks
@@ -427,21 +443,21 @@ def _name(one: RankStatus) -> str:
 
 
 def _meeting(one: RankStatus) -> str:
-    """Where a rank waits for others; empty if it does not."""
+    """Return where a rank waits for others. Empty if it does not."""
     if one.heartbeat is None or not one.heartbeat.waiting:
         return ""
     return f"the collective {one.heartbeat.detail}" if one.heartbeat.detail else INIT
 
 
 def _meets_others(one: RankStatus) -> bool:
-    """Whether it is in a collective, or in a step, whose collectives are not seen."""
+    """Return whether a rank is in a collective, or in a step, whose collectives are not visible."""
     if one.heartbeat is not None and one.heartbeat.waiting:
         return one.heartbeat.detail != "join"
     return one.phase in ("training", "evaluating", "predicting")
 
 
 def picture(ranks: Sequence[RankStatus]) -> str:
-    """One line per group of ranks that do the same: where they are, and in which state."""
+    """Describe where the ranks are and in which state, one line per group of ranks that do the same."""
     return "\n".join(
         f"  {ranks_in_words(numbers)}: {words}" for words, numbers in _grouped(ranks, _line).items()
     )

@@ -1,2 +1,1 @@
-"""Slurm: what an allocation offers, the srun that starts ranks in it, and the job that asks for
-one."""
+"""Slurm: reading an allocation, the variables of srun's tasks, and submitting batch jobs."""

@@ -1,4 +1,4 @@
-"""What a Slurm allocation offers, read from the variables that Slurm sets in it."""
+"""Read a Slurm allocation from the variables that Slurm sets in it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hvdtrain.launch.slurm.nodelist import expand_counts, expand_nodes
 _VARIABLES = {
     "job": "SLURM_JOB_ID",
     "nodes": "SLURM_JOB_NODELIST",
-    # Set only if the job asked for tasks; TASKS_PER_NODE is always set, without that to the cores.
+    # Set only if the job requested tasks; TASKS_PER_NODE is always set, by default to the cores.
     "tasks": "SLURM_NTASKS",
     "tasks per node": "SLURM_NTASKS_PER_NODE",
     "layout": "SLURM_TASKS_PER_NODE",
     "cores": "SLURM_JOB_CPUS_PER_NODE",
     "cores per task": "SLURM_CPUS_PER_TASK",
-    # As asked for (`a100:4`), then those of the node where the job's script runs.
+    # As requested (`a100:4`), and those of the node where the job's script runs.
     "gpus per node": "SLURM_GPUS_PER_NODE",
     "gpus here": "SLURM_GPUS_ON_NODE",
     # Only inside a step (srun).
     "step": "SLURM_STEP_ID",
     "tasks of step": "SLURM_STEP_NUM_TASKS",
     "task": "SLURM_PROCID",
-    # Only in a step with --pty, whose command runs in its first task alone.
+    # Only in a step with --pty, which runs its command in its first task alone.
     "terminal of step": "SLURM_PTY_PORT",
     # Only in a heterogeneous job.
     "components": "SLURM_HET_SIZE",
@@ -37,15 +37,15 @@ _VARIABLES = {
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes that Slurm gave to a job.
+    """The nodes that Slurm allocated to a job.
 
     Attributes:
-        job_id: Slurm's number of the job.
-        hosts: the nodes in Slurm's order, each with the ranks that it takes.
-        cores: of each node, in the same order.
-        cores_per_task: if the job asked for it.
-        this_node: the node where this process runs; None outside of the allocation.
-        in_step: whether this process is a step itself, which holds its cores.
+        job_id: ID of the job.
+        hosts: Nodes in Slurm's order, each with its number of ranks.
+        cores: Number of cores of each node, in the same order.
+        cores_per_task: Number of cores per task, if the job requested it.
+        this_node: Node where this process runs; None outside of the allocation.
+        in_step: Whether this process runs inside a step, which holds its cores.
     """
 
     job_id: str
@@ -57,14 +57,17 @@ class Allocation:
 
 
 def read_allocation(environ: Mapping[str, str], *, own_hosts: bool = False) -> Allocation | None:
-    """The allocation around this process; None outside of Slurm.
+    """Read the allocation around this process. Returns None outside of Slurm.
 
-    A node takes as many ranks as the job asked for tasks there, else as it has GPUs, else one.
-    Raises UsageError, which names the variable.
+    A node takes as many ranks as the job requested tasks there, otherwise as it has GPUs, otherwise one.
 
     Args:
-        own_hosts: the user names the hosts, and not for srun: a heterogeneous job, whose
-            components srun does not start together, is then None as well.
+        environ: Environment of this process.
+        own_hosts: Whether the user names the hosts, and not for srun. If so, a heterogeneous job, whose
+            components srun does not start together, also returns None.
+
+    Raises:
+        UsageError: A variable is invalid, the job is heterogeneous, or srun started this process as one of several.
     """
     job_id = environ.get(_VARIABLES["job"])
     if job_id is None:
@@ -108,7 +111,7 @@ def _nodes(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _slots(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
-    """Ranks for each node."""
+    """Return the number of ranks for each node."""
     tasks = _number(environ, "tasks")
     each = _number(environ, "tasks per node")
     if tasks is None and each is None:
@@ -128,7 +131,7 @@ def _slots(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
 
 
 def _gpus_per_node(environ: Mapping[str, str]) -> int:
-    """GPUs of each node: `4`, `a100:4` or `a100:2,v100:1`; 0 if none are known of."""
+    """Parse the GPUs of each node: `4`, `a100:4` or `a100:2,v100:1`. Returns 0 if unknown."""
     text = environ.get(_VARIABLES["gpus per node"])
     if text is None:
         return _number(environ, "gpus here") or 0

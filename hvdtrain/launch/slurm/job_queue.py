@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: submit one, and follow it to its end."""
+"""Submit a job to Slurm's queue, and follow it to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.launch.running.timed_command import NOT_FOUND, ask
 
 POLL_SECONDS = 2.0
 SILENCE_SECONDS = 120.0
-"""How long Slurm may not answer (it may be restarting) before following a job is given up."""
+"""Time for which Slurm may fail to respond (it may be restarting) before following a job is given up."""
 
 ENDED = frozenset(
     [
@@ -37,15 +37,15 @@ class JobState:
     """The state of a Slurm job, or of one task of an array.
 
     Attributes:
-        name: its number; `12_3` for a task of an array, `12_[4-9]` for those that wait together.
-        state: such as PENDING, RUNNING or COMPLETED.
-        reason: why it waits.
-        exit_code: as a shell would tell it; 0 until it has ended.
-        restarts: how often it was requeued.
-        output: the file for what it says.
-        command: its batch script.
-        folder: in which it runs.
-        started: in seconds since the epoch; None before.
+        name: ID of the job; `12_3` for a task of an array, `12_[4-9]` for its pending tasks.
+        state: State, such as PENDING, RUNNING or COMPLETED.
+        reason: Why the job is pending.
+        exit_code: Exit code as a shell reports it; 0 until the job has ended.
+        restarts: Number of times the job was requeued.
+        output: File for the job's output.
+        command: Batch script of the job.
+        folder: Working folder of the job.
+        started: Start time in seconds since the epoch; None before the start.
     """
 
     name: str
@@ -60,17 +60,22 @@ class JobState:
 
     @property
     def result(self) -> int:
-        """The exit code for the user: never 0 if the job did not complete."""
+        """Exit code for the user: never 0 if the job did not complete."""
         return 0 if self.state == "COMPLETED" else self.exit_code or EXIT_FAILURE
 
 
 def sbatch_argv(script: Path) -> list[str]:
-    """The command that submits a script and prints the job's number."""
+    """Return the command that submits a script and prints the job's ID."""
     return ["sbatch", "--parsable", str(script)]
 
 
 def submit_job(script: Path) -> str:
-    """Submit a batch script; return the job's number. Raises UsageError or HvdtrainError."""
+    """Submit a batch script and return the job's ID.
+
+    Raises:
+        UsageError: sbatch is not installed.
+        HvdtrainError: Slurm did not respond in time, or rejected the job.
+    """
     said = ask(sbatch_argv(script), limit=SILENCE_SECONDS)
     if said.returncode == NOT_FOUND:
         raise UsageError(
@@ -83,15 +88,15 @@ def submit_job(script: Path) -> str:
         )
     if said.returncode != 0:
         raise HvdtrainError(f"sbatch refused the job ({script}):\n{said.stderr.strip()}")
-    # `7`, or `7;cluster`.
+    # Either `7` or `7;cluster`.
     return said.stdout.strip().partition(";")[0]
 
 
 def read_states(text: str) -> list[JobState]:
-    """The jobs of `scontrol --oneliner show job`, one a line."""
+    """Parse the output of `scontrol --oneliner show job`, with one job per line."""
     states = []
     for line in text.splitlines():
-        # Values may contain spaces, but no word of one looks like the next NAME= that is asked for.
+        # Values may contain spaces, but none contains a word that looks like one of the fields read here.
         fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
         if "JobId" not in fields:
             continue
@@ -116,7 +121,7 @@ def read_states(text: str) -> list[JobState]:
 
 
 def _time(text: str) -> float | None:
-    """Of Slurm's 2026-01-31T12:00:00, in this machine's time zone; None for Unknown and what is to come."""
+    """Convert Slurm's 2026-01-31T12:00:00 (local time) to seconds since the epoch. None if Unknown or in the future."""
     try:
         when = time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except ValueError:
@@ -125,10 +130,15 @@ def _time(text: str) -> float | None:
 
 
 def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int:
-    """Wait until the job, or every task of it, has ended; return its exit code.
+    """Wait until a job, or every task of an array, has ended, and return its exit code.
 
-    What a job without an array writes is copied to `output` as it comes; its states are told by
-    `say`. For an array only the states are told. Raises HvdtrainError if Slurm does not answer.
+    Args:
+        job_id: ID of the job.
+        output: Stream to which the output of a job without an array is copied as it comes.
+        say: Function called with a message for each change of state.
+
+    Raises:
+        HvdtrainError: Slurm no longer responds.
     """
     said: dict[str, tuple[str, int]] = {}
     shown = 0
@@ -141,7 +151,7 @@ def follow_job(job_id: str, output: BinaryIO, say: Callable[[str], None]) -> int
                 say(_describe(one))
         if len(states) == 1 and "_" not in states[0].name:
             shown = _copy_new(states[0].output, shown, output)
-        # A job that is requeued has an end for a moment: only one that lasts is the end.
+        # A job that is being requeued briefly appears to have ended, so the end must be seen twice.
         if all(one.state in ENDED for one in states):
             if states == ended_before:
                 return max(one.result for one in states)
@@ -175,10 +185,10 @@ def _ask(job_id: str) -> list[JobState]:
 
 
 def _copy_new(path: Path, shown: int, output: BinaryIO) -> int:
-    """Copy what the file has beyond `shown` bytes; return its new length."""
+    """Copy the file's content beyond `shown` bytes; return its new length."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if path.stat().st_size < shown:
-            shown = 0  # Written anew by a restart.
+            shown = 0  # Rewritten by a restart.
         file.seek(shown)
         while data := file.read(65536):
             output.write(data)
@@ -188,7 +198,7 @@ def _copy_new(path: Path, shown: int, output: BinaryIO) -> int:
 
 
 def _value(line: str, name: str) -> str:
-    """The value of a field that may contain spaces: up to the next word with a '='."""
+    """Return the value of a field that may contain spaces: up to the next word with a '='."""
     _, _, rest = line.partition(f" {name}=")
     words: list[str] = []
     for word in rest.split(" "):

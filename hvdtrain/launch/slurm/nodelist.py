@@ -1,6 +1,6 @@
-"""Slurm's short ways to write lists: nodes `gpu[01-04,07],cpu3`, numbers `4(x2),3`.
+"""Expand Slurm's abbreviated lists: nodes `gpu[01-04,07],cpu3`, counts `4(x2),3`.
 
-Read here, without `scontrol show hostnames`, so that what a launch would do can be printed anywhere.
+Done without `scontrol show hostnames`, so that a launch can be previewed on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import product
 from hvdtrain.errors import UsageError
 
 MOST_NODES = 65_536
-"""More than any cluster has: a longer list is a slip, such as `n[1-99999999]`."""
+"""More than any cluster has; a longer list is a typing error, such as `n[1-99999999]`."""
 
 _TERM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
 _BRACKET = re.compile(r"\[([^\]]*)\]")
@@ -21,10 +21,12 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> tuple[str, ...]:
-    """The names of `gpu[01-04,07],cpu3`, in the order in which Slurm numbers the nodes.
+    """Return the names in `gpu[01-04,07],cpu3`, in the order in which Slurm numbers the nodes.
 
-    Several brackets in one name give all combinations, the first bracket changing slowest.
-    Raises UsageError.
+    Several brackets in one name produce all combinations, with the first bracket changing slowest.
+
+    Raises:
+        UsageError: The list is invalid, or names more than MOST_NODES nodes.
     """
     names: list[str] = []
     for term in _terms(text):
@@ -33,7 +35,7 @@ def expand_nodes(text: str) -> tuple[str, ...]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """The numbers of `4(x2),3`: (4, 4, 3). Raises UsageError."""
+    """Return the numbers in `4(x2),3`: (4, 4, 3). Raises UsageError if the list is invalid."""
     counts: list[int] = []
     for item in text.split(","):
         match = _COUNT.fullmatch(item)
@@ -45,7 +47,7 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def _terms(text: str) -> Iterator[str]:
-    """What the commas outside of brackets separate."""
+    """Yield the parts between commas outside of brackets."""
     position = 0
     while True:
         match = _TERM.match(text, position)
@@ -63,8 +65,8 @@ def _terms(text: str) -> Iterator[str]:
 
 
 def _expand(term: str, text: str, most: int) -> list[str]:
-    """The names of one term, such as `gpu[01-04,07]`."""
-    pieces = _BRACKET.split(term)  # Fixed text and insides of brackets, in turns.
+    """Return the names of one term, such as `gpu[01-04,07]`."""
+    pieces = _BRACKET.split(term)  # Alternately fixed text and the content of a bracket.
     choices = [
         _numbers(piece, text) if index % 2 else [piece] for index, piece in enumerate(pieces)
     ]
@@ -77,7 +79,7 @@ def _expand(term: str, text: str, most: int) -> list[str]:
 
 
 def _numbers(inside: str, text: str) -> list[str]:
-    """`01-04,07` -> 01 02 03 04 07. The width of the first number is kept."""
+    """Expand `01-04,07` to 01 02 03 04 07. The width of each range's first number is kept."""
     numbers: list[str] = []
     for item in inside.split(","):
         match = _RANGE.fullmatch(item)

@@ -1,19 +1,18 @@
-"""JobRequest -> the batch script that runs it. Pure: the script's text depends on the request alone.
+"""Generate the batch script for a JobRequest. Pure: the text depends on the request alone.
 
 Words of the command that look secret (`--password VALUE`) are not in the script, which takes them from the job's
 environment (`secret_words`).
 
-A job that is warned before its end (the time limit, a job of higher priority) passes SIGUSR1 on to
-its ranks, and may put itself back into the queue:
+A job that is warned before its end (by the time limit or preemption) passes SIGUSR1 on to its ranks,
+and may requeue itself:
 
 - Slurm warns only the script (`B:`), which passes the signal to `hvdtrain run`, and that to every
-  rank. srun would pass a signal to its step as well, but horovodrun has no step.
-- Training that ends by itself after the warning, and not with 0, stopped for it: the job goes back
-  into the queue. Training that goes on is stopped and goes back shortly before its time is over.
-  A failure that has nothing to do with the warning comes again after the restart, unwarned, and
-  ends the job.
-- SIGTERM means that Slurm is ending the job already: by `scancel`, which must stay the end of it, or
-  by a preemption, where Slurm itself puts the job back. The script then requeues nothing.
+  rank. srun would signal its step as well, but horovodrun has no step.
+- Training that ends by itself after the warning, with a nonzero code, stopped because of it: the job
+  is requeued. Training that continues is stopped and requeued shortly before the time limit. A
+  failure unrelated to the warning recurs after the restart, unwarned, and ends the job.
+- SIGTERM means that Slurm is already ending the job: by `scancel`, which must be final, or by a
+  preemption, where Slurm itself requeues the job. The script then requeues nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hvdtrain.launch.secrets import masked
 
 WARNING_SECONDS = 120
 MARGIN_SECONDS = 10
-"""How long before its end a job that still trains goes back into the queue."""
+"""Time before its end at which a job that is still training is requeued."""
 
 _TIME = re.compile(r"\d+|\d+:\d\d|\d+:\d\d:\d\d|\d+-\d+(:\d\d){0,2}|UNLIMITED", re.ASCII)
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
@@ -37,7 +36,7 @@ _MEMORY = re.compile(r"\d+[KMGT]?", re.ASCII | re.IGNORECASE)
 _GPUS = re.compile(r"([\w.-]+:)*[1-9]\d*", re.ASCII)
 _OPTION = re.compile(r"(--[A-Za-z][\w-]*|-[A-Za-z])", re.ASCII)
 
-# Names of what has an option of hvdtrain's own, where they differ from it.
+# Options with a counterpart of hvdtrain's own, under another name.
 _SHORT = {
     "-J": "--job-name",
     "-N": "--nodes",
@@ -55,28 +54,31 @@ _OWN_NAMES = {
     "--requeue": "--requeue",
     "--no-requeue": "--requeue, or nothing",
 }
-# Options of sbatch whose names begin as those of others do.
+# Options of sbatch whose names are prefixes of others.
 _WHOLE_NAMES = {"--gpus", "--ntasks"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """A job for sbatch. Raises UsageError for what sbatch would refuse, or take for something else.
+    """A job for sbatch.
 
     Attributes:
-        command: what runs on the first node: `hvdtrain run ...`.
-        job_name: as squeue shows it.
-        nodes, tasks_per_node, cpus_per_task: at least 1; None leaves it to Slurm.
-        gpus_per_node: a number, or TYPE:NUMBER.
-        time: the limit as Slurm writes it: minutes, H:MM:SS or D-HH:MM:SS.
-        partition, account, qos: where it queues and who is charged; None leaves it to Slurm.
-        array: the tasks of a job array, such as 0-3 or 0-99%4; each runs the whole job once.
-        memory: for each node, such as 64G.
-        output: the file for what the job says, with Slurm's %-patterns.
-        mail_type, mail_user: when Slurm writes to whom, such as END,FAIL.
-        directives: further #SBATCH lines, such as --constraint=a100.
-        warning_seconds: SIGUSR1 to every rank this many seconds before the time limit; None is never.
-        requeue: go back into the queue when the time is over before the training.
+        command: Command to run on the first node: `hvdtrain run ...`.
+        job_name: Name of the job in squeue.
+        output: File for the job's output, with Slurm's %-patterns.
+        nodes, tasks_per_node, cpus_per_task: Numbers, at least 1. None leaves them to Slurm.
+        gpus_per_node: A number, or TYPE:NUMBER.
+        time: Time limit in Slurm's format: minutes, H:MM:SS or D-HH:MM:SS.
+        partition, account, qos: Queue and accounting. None leaves them to Slurm.
+        array: Tasks of a job array, such as 0-3 or 0-99%4; each runs the whole job once.
+        memory: Memory per node, such as 64G.
+        mail_type, mail_user: Events that Slurm reports by mail, such as END,FAIL, and the recipient.
+        directives: Additional #SBATCH lines, such as --constraint=a100.
+        warning_seconds: Seconds before the time limit at which every rank gets SIGUSR1. None sends none.
+        requeue: Whether to requeue the job if the time limit comes before the end of training.
+
+    Raises:
+        UsageError: sbatch would reject or misinterpret an option.
     """
 
     command: tuple[str, ...]
@@ -134,7 +136,7 @@ class JobRequest:
 
 
 def _check_directive(line: str, options: Iterable[str]) -> None:
-    """Raise UsageError for no option of sbatch, and for one that must not be set behind our back."""
+    """Check that a line is an option of sbatch, and not one that hvdtrain sets. Raises UsageError if not."""
     match = _OPTION.match(line)
     if match is None:
         raise UsageError(
@@ -144,7 +146,7 @@ def _check_directive(line: str, options: Iterable[str]) -> None:
     for word in line.split():
         match = _OPTION.match(word)
         name = _SHORT.get(match[0], match[0]) if match else ""
-        # sbatch takes the beginning of a name for the whole.
+        # sbatch accepts abbreviated names.
         meant = [one for one in own if one == name] or [one for one in own if one.startswith(name)]
         if name and meant and name not in _WHOLE_NAMES:
             raise UsageError(
@@ -154,7 +156,7 @@ def _check_directive(line: str, options: Iterable[str]) -> None:
 
 
 def batch_script(request: JobRequest) -> str:
-    """The whole text of the script."""
+    """Return the text of the batch script."""
     lines = [
         "#!/bin/bash",
         *(
@@ -178,13 +180,13 @@ def batch_script(request: JobRequest) -> str:
 
 
 def secret_words(command: Sequence[str]) -> dict[str, str]:
-    """The words of the command that look secret, by the variable from which the script takes each."""
+    """Return the words of the command that look secret, by the variable from which the script takes each."""
     secret = [word for word, shown in zip(command, masked(command), strict=True) if word != shown]
     return {f"{SECRET_WORD}{number}": word for number, word in enumerate(dict.fromkeys(secret), 1)}
 
 
 def _in_shell(command: Sequence[str]) -> str:
-    """The command as a line for a shell, which ends there if a secret word is not set."""
+    """Format the command for the shell, which exits with a message if the variable of a secret word is not set."""
     names = {word: name for name, word in secret_words(command).items()}
     return " ".join(
         f'"${{{names[word]}:?is not set: submit with hvdtrain submit}}"'
@@ -195,13 +197,13 @@ def _in_shell(command: Sequence[str]) -> str:
 
 
 def default_warning(time: str | None) -> int:
-    """Seconds before the time limit, for those who did not say: enough to save a large model."""
+    """Return the default seconds between warning and time limit: enough to save a large model."""
     limit = _seconds(time)
     return WARNING_SECONDS if limit is None else max(1, min(WARNING_SECONDS, limit // 2))
 
 
 def _options(request: JobRequest) -> dict[str, str | None]:
-    """Option of sbatch -> its value; None: not asked for."""
+    """Return the options of sbatch with their values; None if not requested."""
     numbers = {
         "--nodes": request.nodes,
         "--ntasks-per-node": request.tasks_per_node,
@@ -226,19 +228,19 @@ def _options(request: JobRequest) -> dict[str, str | None]:
 
 
 def _seconds(time: str | None) -> int | None:
-    """The length of a time limit; None if there is none (0 in Slurm), or it cannot be read."""
+    """Convert a time limit to seconds. None if there is none (0 in Slurm), or it is invalid."""
     if time is None or time == "UNLIMITED" or not _TIME.fullmatch(time):
         return None
     days, dash, rest = time.rpartition("-")
     numbers = [int(part) for part in rest.split(":")]
-    # After a day hours come first; one number alone is minutes, two are minutes and seconds.
+    # After days, hours come first; one number alone is minutes, two are minutes and seconds.
     first = 3600 if dash or len(numbers) == 3 else 60
     units = (first, first // 60, 1) if first == 3600 else (60, 1)
     seconds = sum(n * unit for n, unit in zip(numbers, units, strict=False))
     return int(days or 0) * 86400 + seconds or None
 
 
-# To Slurm the number of an array's last task is that of the whole array.
+# SLURM_JOB_ID of an array's last task is the ID of the whole array, so name the task itself.
 _NAME_OF_TASK = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
 
 _WARN = """\
@@ -255,7 +257,7 @@ trap warn USR1
 
 
 def _requeue_in_time(warning: int) -> str:
-    """The part that waits for the margin before the job's end."""
+    """Return the part of the script that requeues the job shortly before its end."""
     return f"""\
 run=
 warned=

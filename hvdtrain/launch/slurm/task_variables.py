@@ -1,6 +1,6 @@
-"""What a task of srun is to Horovod: Slurm's variables in, Horovod's out.
+"""Translate the variables that Slurm sets for a task of srun to Horovod's.
 
-Horovod asks its environment for its place, which horovodrun and mpirun set there; srun sets its own names.
+Horovod reads its rank and size from the environment, where horovodrun and mpirun set them; srun uses its own names.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from hvdtrain.launch.slurm.nodelist import expand_counts
 
 
 def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """The variables to add to those of a task.
+    """Return the variables to add to the environment of a task.
 
-    Ranks are numbered as Slurm numbers tasks. The cross rank and size count the nodes that have a
-    rank of this local number.
+    Ranks have the numbers of Slurm's tasks. The cross rank and size count the nodes that have a rank
+    with this local rank.
 
     Args:
-        environ: of the task.
-        cores: those that the task may run on (its affinity mask).
+        environ: Environment of the task.
+        cores: Number of cores in the task's affinity mask.
 
     Raises:
-        HvdtrainError: this is no task of srun.
+        HvdtrainError: This process is not a task of srun.
     """
     try:
         node, local = int(environ["SLURM_NODEID"]), int(environ["SLURM_LOCALID"])
@@ -48,10 +48,10 @@ def task_environment(environ: Mapping[str, str], cores: int) -> dict[str, str]:
 
 
 def _share(environ: Mapping[str, str], cores: int, tasks: int) -> int:
-    """The cores of one task, at least 1.
+    """Return the number of cores of one task, at least 1.
 
-    A task that Slurm bound has its cores to itself; the tasks of a node that are not bound all run
-    on the job's cores there.
+    A task that Slurm bound to cores has them to itself; unbound tasks of a node share the job's cores
+    there.
     """
     asked = environ.get("SLURM_CPUS_PER_TASK", "")
     if asked.isdecimal() and int(asked) > 0:
