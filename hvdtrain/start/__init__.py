@@ -1,4 +1,4 @@
-"""The programs that a launch consists of, each run as `python -m hvdtrain.start.NAME`.
+"""The programs of a launch, each run as `python -m hvdtrain.start.NAME`.
 
-They may load Horovod's launcher (`horovod.runner`), which does not load TensorFlow.
+They may import Horovod's launcher (`horovod.runner`), which does not load TensorFlow.
 """

@@ -4,15 +4,16 @@
 
 It reads orders from standard input and writes news to standard output, as lines of JSON. The first order is the
 greeting (`Greeting`), with the environment and the secrets, which must not appear in a command line; the agent answers
-with a report on its host. It watches the ranks that Horovod's launcher starts here, and starts processes itself for
-parameter servers. When its input ends, or is silent for SILENCE_SECONDS, the supervisor is gone or cut off: then the
+with a report on its host. It monitors the ranks that Horovod's launcher starts here, and starts processes itself for
+parameter servers. When its input ends, or is silent for SILENCE_SECONDS, the supervisor is gone or cut off, and the
 agent ends everything of the launch on this host.
 
-Orders, after the greeting: {"start": number, ...}, {"warn": number} of one process, {"warn": null} of all ranks,
-{"stacks": true}, {"end": process id} of a rank, {"signal": number}, {"look": true}. News: {"report": ..., "ports":
+Orders, after the greeting: {"start": number, ...}, {"warn": number} for one process, {"warn": null} for all ranks,
+{"stacks": true}, {"end": process ID} for a rank, {"signal": number}, {"look": true}. News: {"report": ..., "ports":
 [...]}, {"problem": text}, {"output": [number, descriptor, text]}, {"ended": [number, exit code]}, and once a second
-{"ranks": [...], "stopped": [programs], "left": [names], "leaving": whether}, of processes that scripts left behind:
-which the agent has ended, and whether there are any; with {"answer": true} also after a signal and a look.
+{"ranks": [...], "stopped": [programs], "left": [names], "leaving": bool}. The last two are about processes that scripts
+left behind: those that the agent has ended, and whether there are any. After a signal or a look, the same is sent with
+{"answer": true}.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from hvdtrain.signals import at_parents_end, outlive_signals
 
 
 def main() -> None:
-    """Serve one launch on this host, and end what is left of it."""
-    outlive_signals()  # An agent ends with its input only,
-    # also one that is stopped later. One that is stopped before this line stays when its connection has ended: whatever
-    # ends it there would have to be started by ssh in front of Python, and is not on every host.
+    """Serve one launch on this host, then end what is left of it."""
+    outlive_signals()  # Only the end of its input ends an agent,
+    # even one that is stopped later. An agent stopped before this line remains when its connection ends: ending it
+    # would take another program between ssh and Python, which not every host has.
     at_parents_end(signal.SIGCONT)()
     from hvdtrain.start.parts.host_agent import Agent
 

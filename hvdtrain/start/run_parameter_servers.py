@@ -7,10 +7,10 @@ TF_CONFIG and its share of the host. An agent on every host (`agent`), reached b
 starts and ends them.
 
 When the chief ends, all others are ended, and its exit code is the launch's. A worker that ends earlier is restarted at
-its port, up to RESTARTS times in a row. When a server ends, its variables are lost: the run ends with one message.
-A process that was stopped (SIGSTOP) is ended. SIGUSR1 warns the chief.
+its port, up to RESTARTS times in a row. When a server ends, its variables are lost, and the run ends with one message.
+A process that is stopped (SIGSTOP) for too long is ended. SIGUSR1 warns the chief.
 
-Output is marked with the number of its process, as horovodrun does: 0 is the chief, then workers, then servers.
+Output is marked with the number of its process, as by horovodrun: 0 is the chief, then workers, then servers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdtrain.signals import quit_on_ctrl_c
 
 
 def main() -> None:
-    """Launch; exit with the chief's exit code."""
+    """Launch, and exit with the chief's exit code."""
     quit_on_ctrl_c()
     from hvdtrain.errors import exit_code_of
     from hvdtrain.start.parts.parameter_server_launcher import launch_roles

@@ -1,12 +1,12 @@
-"""Start ranks by srun, with the environment that horovodrun would give them:
+"""Start ranks with srun, in the environment that horovodrun would give them:
 
     python -m hvdtrain.start.run_srun OPTIONS srun SRUN-OPTIONS COMMAND...
 
-takes horovodrun's options; hosts and ssh are left to srun. Over Gloo, Horovod's rendezvous server, where the ranks find
-each other, runs in this process. The ranks get the same named set of environment variables as ranks on other hosts
-under horovodrun, and those of a login session; they travel inside Slurm's own messages, not in command lines.
+accepts horovodrun's options; hosts and ssh are left to srun. Over Gloo, Horovod's rendezvous server, through which the
+ranks find each other, runs in this process. The ranks get the same environment variables as ranks on other hosts under
+horovodrun, and those of a login session; they travel inside Slurm's own messages, not in command lines.
 
-Signals are forwarded to srun, which forwards SIGUSR1 and SIGUSR2 to every rank and ends the ranks at others. The exit
+Signals are forwarded to srun, which forwards SIGUSR1 and SIGUSR2 to every rank and ends the ranks on others. The exit
 code is srun's, or that of the signal.
 """
 
@@ -18,7 +18,7 @@ from hvdtrain.signals import quit_on_ctrl_c
 
 
 def main() -> None:
-    """Launch; exit with srun's exit code."""
+    """Launch, and exit with srun's exit code."""
     quit_on_ctrl_c()
     from hvdtrain.errors import exit_code_of
     from hvdtrain.start.parts.srun_launcher import launch_tasks

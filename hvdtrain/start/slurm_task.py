@@ -1,12 +1,12 @@
-"""One task of srun:
+"""Run one task of srun:
 
     srun ... python -m hvdtrain.start.slurm_task COMMAND...
 
 sets Horovod's variables for COMMAND from Slurm's, and marks its output with the rank, as horovodrun and mpirun do.
-srun's own --label breaks unfinished lines (progress bars) and lines that are longer than its messages.
+srun's own --label breaks unfinished lines (progress bars) and lines longer than its messages.
 
-Marks (`hvdtrain.start.parts.output_tags`) stand at line starts, and no marked line is longer than what srun forwards in
-one piece, so lines of several ranks never mix.
+Marks (`hvdtrain.start.parts.output_tags`) are at the beginning of lines, and no marked line is longer than what srun
+forwards in one piece, so lines of several ranks never mix.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ TICK_SECONDS = 0.1
 
 
 def main() -> None:
-    """Run the command; exit with its exit code."""
-    # Slurm signals all processes of a task: this one stays, to forward what the command prints then.
+    """Run the command, and exit with its exit code."""
+    # Slurm signals all processes of a task; this one survives, to forward what the command then prints.
     outlive_signals()
     try:
         place = task_environment(os.environ, available_cores())
@@ -53,10 +53,10 @@ def main() -> None:
 
 
 def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
-    """Run the command and forward its output with marks; return its exit code."""
+    """Run the command, forward its output with marks, and return its exit code."""
     told = _RankNews(rank, environment)
     told.tick()
-    # srun does not end what has lost its place below the task.
+    # srun does not end processes that are orphaned below the task.
     process = start(argv, environment, stdin=None, session=False, dies_with_us=True)
     mark, pipes = mark_for(environment), Pipes()
     pipes.add_output(process, 1, 2)
@@ -65,7 +65,7 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
         for descriptor, data in pipes.read(TICK_SECONDS if pipes.names else TICK_SECONDS / 10):
             write_all(descriptor, mark(data, rank, descriptor, LONGEST_PIECE))
         told.tick()
-    # A process that the rank left behind may hold the pipes open.
+    # Processes that the rank left behind may hold the pipes open.
     for descriptor, data in pipes.rest(1, 2):
         write_all(descriptor, mark(data, rank, descriptor, LONGEST_PIECE))
     code = process.wait()
@@ -74,8 +74,8 @@ def run_marked(argv: list[str], environment: dict[str, str], rank: int) -> int:
 
 
 class _RankNews:
-    """Tells `hvdtrain run`, if it is the launcher, that the task is there and what its rank does: changes at once, else
-    every few seconds."""
+    """Reports to `hvdtrain run`, if that is the launcher, that the task is alive and the state of its rank: at once on
+    changes, otherwise every few seconds."""
 
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         self._rank = rank

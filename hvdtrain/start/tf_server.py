@@ -2,8 +2,8 @@
 
     TF_CONFIG=... python -m hvdtrain.start.tf_server
 
-It ends with 0 when the chief has ended, and at once on SIGTERM. A worker that was started again under the same
-address is taken back into the job. The environment determines what it may use (GPUs, threads).
+It exits with 0 when the chief has ended, and at once on SIGTERM. A worker restarted at the same address rejoins the
+job. The environment determines which GPUs and how many threads it uses.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hvdtrain.errors import EngineError, HvdtrainError, UsageError
 from hvdtrain.tf_config import SERVER, TF_CONFIG, WORKER, TfConfig, answers, read_tf_config
 
 START_SECONDS = 3600.0
-"""How long the chief may read its data before it needs its workers."""
+"""Time for the chief to start: it may read its data before it needs its workers."""
 POLL_SECONDS = 2.0
 ATTEMPTS = 3
-"""The chief counts as gone after this many calls without an answer."""
+"""Number of unanswered calls after which the chief counts as gone."""
 
 
 def main() -> None:
@@ -44,7 +44,7 @@ def _serve(config: TfConfig) -> None:
     if config.kind == SERVER:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    # A call to a server that has gone must fail, not wait for it to come back.
+    # A call to a server that has gone must fail, instead of waiting for it to come back.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     import tensorflow as tf
 
@@ -62,7 +62,7 @@ def _serve(config: TfConfig) -> None:
         ) from error
     wait_for_end(lambda: answers(config.chief), config)
     del server
-    # TensorFlow has no way to stop a server, and its threads would hold this process.
+    # TensorFlow cannot stop a server, and its threads would keep this process alive.
     sys.stdout.flush()
     os._exit(0)
 
@@ -75,8 +75,14 @@ def wait_for_end(
 ) -> None:
     """Wait for the chief to start, then return when it has ended.
 
+    Args:
+        chief_answers: Function that returns whether the chief responds.
+        config: TF_CONFIG of this process.
+        sleep: Function that waits for a number of seconds.
+        start_seconds: Time limit for the chief to start.
+
     Raises:
-        EngineError: it did not start in time.
+        EngineError: The chief did not start in time.
     """
     for _ in range(round(start_seconds / POLL_SECONDS)):
         if chief_answers():

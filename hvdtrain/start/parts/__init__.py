@@ -1,1 +1,1 @@
-"""The components of the programs in `hvdtrain.start`; none of them is run by itself."""
+"""Components of the programs in `hvdtrain.start`; none is run by itself."""

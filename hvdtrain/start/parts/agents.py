@@ -1,4 +1,4 @@
-"""The supervisor's connection to the agents, one per host for the whole launch."""
+"""The supervisor's connections to the agents, one per host for the whole launch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ CONNECT_SECONDS = 10
 BEAT_SECONDS = SILENCE_SECONDS / 6
 _LONGEST_WORDS = 4096
 _LONGEST_NEWS = 1 << 20
-"""Bytes. A process's output comes in pieces of up to 64 kB, which JSON can make six times as long."""
+"""Maximum length of a line in bytes. Output comes in pieces of up to 64 kB, which JSON can make six times as long."""
 News = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How other hosts are reached.
+    """How to reach other hosts.
 
     Attributes:
-        python: the interpreter there.
-        path_variables: variables by which the interpreter and its modules are found.
-        port, identity_file: of ssh; None leaves them to its configuration.
-        seconds: time limit for the reports of all hosts.
+        python: Python interpreter on the hosts.
+        path_variables: Environment variables needed to find the interpreter and its modules.
+        port, identity_file: Settings for ssh. None leaves them to its configuration.
+        seconds: Time limit for the reports of all hosts.
     """
 
     python: str
@@ -46,9 +46,9 @@ class Reach:
 
 
 def agent_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
-    """The ssh command that runs a host's agent."""
+    """Return the ssh command that runs a host's agent."""
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
-    # Not below a shell, so that it hears of the connection's end also while it is stopped.
+    # With exec, not below a shell, so that the end of the connection reaches it even if it is stopped.
     remote = ["exec", "env", *settings, reach.python, "-P", "-m", "hvdtrain.start.agent", launch_id]
     return [
         *("ssh", "-T", *BATCH, *ALIVE, *unseen_keys(host, reach.port, reach.identity_file)),
@@ -59,7 +59,7 @@ def agent_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
 
 
 def missing_program(commands: Iterable[Sequence[str]]) -> str:
-    """An error message if a program that these commands need is not installed here; empty if all are."""
+    """Return an error message if a program needed by these commands is not installed here. Empty if all are."""
     for program in sorted({command[0] for command in commands}):
         if shutil.which(program) is None:
             return (
@@ -70,11 +70,11 @@ def missing_program(commands: Iterable[Sequence[str]]) -> str:
 
 
 class Agents:
-    """The agents of a launch, by host. A context manager; on exit the launch is ended on all hosts.
+    """The agents of a launch, by host. Use as a context manager; on exit, the launch is ended on all hosts.
 
     Args:
-        commands: host -> the local command that runs its agent.
-        environ: environment of the commands.
+        commands: Mapping from each host to the local command that runs its agent.
+        environ: Environment of the commands.
     """
 
     def __init__(self, commands: Mapping[str, Sequence[str]], environ: Mapping[str, str]) -> None:
@@ -91,11 +91,11 @@ class Agents:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End all. An agent that does not answer in time ends the launch on its host when it notices the silence."""
+        """End all agents. One that does not respond in time ends the launch on its host when it notices the silence."""
         self.end()
         deadline = time.monotonic() + END_SECONDS
         for process in self._processes.values():
-            # Somebody must read its last output, or it could not end.
+            # Its last output must be read, or it could not end.
             while process.poll() is None and time.monotonic() < deadline:
                 self._pipes.read(0.02)
             if process.poll() is None:
@@ -105,15 +105,15 @@ class Agents:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that have an agent."""
+        """Hosts that have an agent."""
         return tuple(self._processes)
 
     def keep_alive(self) -> None:
-        """Call `beat` in a thread from now on: a halted terminal may block the supervisor. Not for one that forks."""
+        """Call `beat` in a thread, for a supervisor that a paused terminal may block. Not for one that forks."""
         threading.Thread(target=self._beat, daemon=True).start()
 
     def beat(self) -> None:
-        """Tell the agents that their supervisor is alive; call it at least every BEAT_SECONDS."""
+        """Tell the agents that their supervisor is alive. Call at least every BEAT_SECONDS."""
         for host in self._processes:
             self._write(host, b"\n")
 
@@ -127,20 +127,20 @@ class Agents:
             self.order(host, **order)
 
     def news(self, seconds: float) -> Iterator[News]:
-        """(host, news) of what arrives within `seconds`."""
+        """Yield (host, news) for everything that arrives within `seconds`."""
         for (host, what), data in self._pipes.read(seconds):
             if what == "words":
                 self._words[host] = (self._words[host] + data)[-_LONGEST_WORDS:]
                 continue
             for line in self._lines[host].lines(data):
-                # A login shell may also print a greeting.
+                # A login shell may print other lines.
                 with contextlib.suppress(ValueError):
                     news = json.loads(line)
                     if isinstance(news, dict):
                         yield host, news
 
     def ended(self) -> dict[str, tuple[int, str]]:
-        """Hosts whose agent has ended, once all its news have been read: exit code, and standard error."""
+        """Return exit code and standard error, by host, of each agent that has ended, once all its news are read."""
         reading = self._pipes.names
         return {
             host: (process.returncode, self._words[host].decode(errors="replace"))
@@ -149,7 +149,7 @@ class Agents:
         }
 
     def end(self) -> None:
-        """Tell all agents to end the launch on their hosts; does not wait for it."""
+        """Tell all agents to end the launch on their hosts, without waiting."""
         self._over.set()
         with self._writing:
             for process in self._processes.values():
@@ -178,12 +178,12 @@ class Agents:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to the greeting.
+    """Answers of the agents to the greeting.
 
     Attributes:
-        reports: of the hosts that can take part.
-        ports: host -> free ports there.
-        problems: host -> why it cannot take part.
+        reports: Report of each host that can take part.
+        ports: Free ports on each of these hosts.
+        problems: Reason why a host cannot take part, for each of the others.
     """
 
     reports: Mapping[str, HostReport]
@@ -202,11 +202,11 @@ def greet(
     """Greet every host and wait for all answers, for at most `reach.seconds` or until `give_up()` is true.
 
     Args:
-        agents: of the hosts.
-        greetings: one for each host of `agents`.
-        own: the launcher's own report; versions must be the same.
-        reach: how the hosts are reached.
-        give_up: asked again and again.
+        agents: Agents of the hosts.
+        greetings: Greeting for each host of `agents`.
+        own: Report of the launcher's own host, whose versions must match.
+        reach: How the hosts are reached.
+        give_up: Function polled while waiting.
     """
     for host, greeting in greetings.items():
         agents.order(host, **asdict(greeting))

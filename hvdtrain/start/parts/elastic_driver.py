@@ -1,7 +1,7 @@
-"""Horovod's driver of an elastic job, which starts a failed rank again in its place.
+"""Horovod's driver of an elastic job, changed to restart a failed rank in its place.
 
-Horovod's own driver drops the whole host of a failed rank: it ends the healthy ranks there, and a job on one host
-with them. Here a host is skipped only if its ranks fail repeatedly.
+Horovod's own driver drops the whole host of a failed rank: it ends the healthy ranks there, and with them any job on a
+single host. This one skips a host only if its ranks fail repeatedly.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from hvdtrain.start.parts.rendezvous import say
 from hvdtrain.worker.elastic_place import ON_DISK
 
 MOST_FAILURES = 3
-"""In a row on one host, without progress in between (a new state from which the training can continue)."""
+"""Maximum failures in a row on one host, without progress (a new state from which training can resume) in between."""
 IN_A_ROW_SECONDS = 600.0
-"""Between two failures that have the same cause: a rank may need minutes to come to where it fails."""
+"""Maximum time between failures in a row, as a rank may take minutes to reach the point where it fails."""
 POLL_SECONDS = 0.05
 
 
 class PatientHosts(HostManager):
-    """Horovod's list of the job's hosts, except that one failure does not exclude a host."""
+    """Horovod's list of the job's hosts, but a single failure does not exclude a host."""
 
     def blacklist(self, host: str) -> None:
-        """Horovod's for each failure: `PatientDriver.resume` decides."""
+        """Do nothing. Horovod calls this on each failure; here, `PatientDriver.resume` decides."""
 
     def leave_out(self, host: str) -> None:
-        """End the ranks of the host; it is used again after the cooldown."""
+        """Exclude a host and end its ranks. It is used again after the cooldown."""
         super().blacklist(host)
 
 
 class PatientRegistry(WorkerStateRegistry):
-    """Horovod's record of how the ranks of a round ended."""
+    """Horovod's registry of how the ranks of a round ended."""
 
     def record_ready(self, host: str, slot: int) -> None:
-        """Horovod's. What a worker asked before it failed may come here after that, and would count for another one."""
+        """Override: ignore a rank that has failed. Its request may arrive late, and would count for its replacement."""
         if (host, slot) not in self.get(FAILURE):
             super().record_ready(host, slot)
 
     def has_ended(self) -> bool:
-        """Whether a rank of this round has ended."""
+        """Return whether any rank of this round has ended."""
         return self.count(FAILURE) + self.count(SUCCESS) > 0
 
     def _on_workers_recorded(self) -> None:
-        """Horovod's, which ends the job when a rank has ended with 0. While others wait to go on, that rank left early
-        (os._exit), or will find when it is started again that nothing is left to do.
+        """Override: Horovod's ends the job when a rank has exited with 0. If others wait to continue, that rank left
+        early (os._exit), or will find after its restart that nothing is left to do.
         """
         if READY in self._states.values():
             for host, slot in sorted(self.get(SUCCESS)):
@@ -70,16 +70,16 @@ class PatientRegistry(WorkerStateRegistry):
                 self._workers[FAILURE].add((host, slot))
             self._workers[SUCCESS].clear()
         if self.count(FAILURE) == self._size and self._driver.has_checkpoint:
-            # Until the next round: Horovod's ends the job when as many have failed.
+            # Until the next round, so that Horovod does not end the job because all ranks have failed.
             self._size += 1
         super()._on_workers_recorded()
 
 
 class PatientDriver(ElasticDriver):
-    """Horovod's, whose ranks are started again where they failed.
+    """Horovod's elastic driver, but failed ranks are restarted in their place.
 
     Attributes:
-        has_checkpoint: whether the training can continue even if no rank is alive.
+        has_checkpoint: Whether training can resume even if no rank is alive.
     """
 
     _host_assignments: dict[str, list[SlotInfo]]
@@ -96,22 +96,22 @@ class PatientDriver(ElasticDriver):
         super().__init__(*args, **kwargs)
 
     def note_saved(self, where: str) -> None:
-        """The ranks have saved a new state, which is progress."""
+        """Record that the ranks have saved a new state, which counts as progress."""
         self._saved_at = time.monotonic()
         self.has_checkpoint = self.has_checkpoint or where == ON_DISK
 
     def next_place(self, host: str, slot: int) -> SlotInfo:
-        """The place of a rank when all others of its round are ready for the next one, as it is, or have failed."""
+        """Return a rank's assignment for the next round, once all other ranks of this one are ready or have failed."""
         try:
             self.record_ready(host, slot)
         except RuntimeError:
-            return INVALID_SLOT_INFO  # It has failed meanwhile: nobody reads this.
+            return INVALID_SLOT_INFO  # It has failed meanwhile, and nobody reads the answer.
         return self.get_slot_info(host, slot)
 
     def arrive(self, host: str, slot: int) -> SlotInfo:
-        """The place of a rank when all ranks of its round are about to start Horovod, as it is.
+        """Return a rank's assignment in this round, once all ranks of the round are about to start Horovod.
 
-        A rank that fails before leads to another round: Horovod, while it starts, would abort all of them.
+        If a rank fails before that, a new round begins, because Horovod would abort all ranks during its start.
         """
         place = (host, slot)
         while self.has_rank_assignment(host, slot) and not self.finished():
@@ -123,7 +123,7 @@ class PatientDriver(ElasticDriver):
                 self._arrived.add(place)
             while not (came_back or self._worker_registry.has_ended()):
                 if number != self._worker_registry.last_rendezvous() or self.finished():
-                    return INVALID_SLOT_INFO  # This rank has ended without a report.
+                    return INVALID_SLOT_INFO  # A new round without a report: this rank has ended.
                 if len(self._arrived) >= self.world_size():
                     self._have_state = set(self._arrived)
                     return self.get_slot_info(host, slot)
@@ -133,12 +133,12 @@ class PatientDriver(ElasticDriver):
         return INVALID_SLOT_INFO
 
     def has_arrived(self, host: str, slot: int) -> bool:
-        """Whether the rank, in this round, has asked for its place by `arrive`."""
+        """Return whether the rank has asked for its assignment by `arrive` in this round."""
         current = self._round == self._worker_registry.last_rendezvous()
         return current and (host, slot) in self._arrived
 
     def start(self, num_proc: int, create_worker_fn: Callable[..., Any]) -> None:
-        """Horovod's, whose workers' output is marked with the rank that they have when they write it."""
+        """Override: mark the output of workers with the rank that they have at the time of writing."""
 
         def create(slot: SlotInfo, events: list[Any]) -> Any:
             def now() -> int:
@@ -150,7 +150,7 @@ class PatientDriver(ElasticDriver):
         super().start(num_proc, create)
 
     def stop(self, error_message: str | None = None) -> None:
-        """Horovod's method, which does not print the reason."""
+        """Override: print the reason, which Horovod does not."""
         if error_message:
             _, reset, limit = error_message.partition(RESET_LIMIT_EXCEEDED_MESSAGE.format(""))
             told = f"the number of restarts has reached --reset-limit ({limit})"
@@ -158,7 +158,7 @@ class PatientDriver(ElasticDriver):
         super().stop(error_message)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> DiscoveredHosts:
-        """Horovod's method. Raises EngineError with what was missing."""
+        """Override: raise EngineError with the number of missing slots, instead of Horovod's timeout."""
         try:
             return super().wait_for_available_slots(min_num_proc, min_hosts)
         except TimeoutException:
@@ -171,7 +171,7 @@ class PatientDriver(ElasticDriver):
     def register_worker_server(
         self, host: str, slot: int, addresses: Any, secret_key: bytes
     ) -> None:
-        """Horovod's method. A worker that starts to listen is notified of earlier changes of hosts."""
+        """Override: notify a worker that starts to listen of earlier changes of hosts."""
         super().register_worker_server(host, slot, addresses, secret_key)
         first = self.get_coordinator_info()
         if first is not None and (first.hostname, first.local_rank) == (host, slot):
@@ -180,7 +180,7 @@ class PatientDriver(ElasticDriver):
             )
 
     def resume(self) -> None:
-        """After a failure, or when hosts have come or gone: start the ranks that are missing."""
+        """Start missing ranks after a failure, or when hosts have joined or left."""
         failed = self._failed()
         for host in sorted({host for host, _ in failed}):
             if self._keeps_failing(host):
@@ -196,7 +196,7 @@ class PatientDriver(ElasticDriver):
             if not self._host_manager.is_blacklisted(host)
         }
         if had_state and not self._have_state:
-            # New ones alone would begin from scratch, without a word.
+            # New ranks alone would silently start from scratch.
             if not self.has_checkpoint:
                 self.stop("no worker with the state of the training is left")
                 return
@@ -210,7 +210,7 @@ class PatientDriver(ElasticDriver):
             self.stop(str(error))
 
     def _failed(self) -> set[tuple[str, int]]:
-        """(host, local rank) of those that have failed since the number of ranks changed last."""
+        """Return (host, local rank) of the ranks that have failed in this round."""
         return set(self._worker_registry.get(FAILURE))
 
     def _keeps_failing(self, host: str) -> bool:
@@ -236,7 +236,7 @@ class PatientDriver(ElasticDriver):
     def _get_host_assignments(
         self, current_hosts: DiscoveredHosts
     ) -> tuple[dict[str, list[SlotInfo]], list[SlotInfo]]:
-        """Horovod's, with the ranks that live before new ones: rank 0 gives all others the state of the training."""
+        """Override: number surviving ranks before new ones, as rank 0 sends the training state to all others."""
         ranks = {
             (host, one.local_rank): one.rank
             for host, slots in self._host_assignments.items()

@@ -1,8 +1,8 @@
-"""The hosts of an elastic job, which come and go: each is checked before it is used, like the hosts of any other job.
+"""The hosts of an elastic job, which join and leave. Each is checked before use, like the hosts of any other job.
 
-Horovod starts workers on whatever the discovery script prints. A host that cannot be reached then looks like a worker
-that failed, and the whole job is reset. Here a host counts from the report of its agent (see `agents`) until that
-agent ends. A problem is printed once, and the host is tried again after a while.
+Horovod starts workers on whatever the discovery script prints. An unreachable host then looks like a worker that
+failed, and the whole job is reset. Here, a host is used from the report of its agent (see `agents`) until that agent
+ends. A problem is printed once, and the host is retried after a while.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.rendezvous import say
 
 AGAIN_SECONDS = 30.0
-"""Interval at which a host that was left out is tried again."""
+"""Interval at which a skipped host is retried."""
 TICK_SECONDS = 1.0
 _NEWS = ("ranks", "stopped", "left")
-"""What the agents report to the supervisor. It does not wait for what scripts left behind: the agents end it."""
+"""What the agents report to the supervisor. It does not wait for what scripts left behind, which the agents end."""
 _LONGEST_NEWS = 1 << 20
-"""Bytes."""
+"""Maximum length of a line in bytes."""
 
 
 class Discovery(Protocol):
-    """As Horovod has it."""
+    """Interface of Horovod's host discovery."""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Host -> slots, for the hosts available now."""
+        """Return the slots of each host that is available now."""
         ...
 
 
 class ElasticAgents(Agents):
-    """Takes the place of the agents in the supervisor's process: passes on orders to `ElasticHosts`, and its news."""
+    """Proxy for the agents in the supervisor's process: forwards orders to `ElasticHosts`, and the news from there."""
 
     def __init__(self, launch_id: str, reach: Reach) -> None:
         super().__init__({}, {})
@@ -66,11 +66,11 @@ class ElasticAgents(Agents):
         self.order_all(to=host, **order)
 
     def order_all(self, **order: Any) -> None:
-        """Send an order to every agent that there is now."""
+        """Send an order to every current agent."""
         os.write(self._orders, json.dumps(order).encode() + b"\n")
 
     def news(self, seconds: float) -> Iterator[News]:
-        """(host, news) of what was reported until now; {"without": true} of a host that has left."""
+        """Yield (host, news) for everything reported so far. {"without": true} means that the host has left."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._told, 65536):
                 for line in self._split.lines(data):
@@ -79,20 +79,20 @@ class ElasticAgents(Agents):
                         yield host, news
 
     def tell(self, host: str, news: Mapping[str, Any]) -> None:
-        """In the launcher's process: `news` there. What does not fit is lost; the next look reports it again."""
+        """Send news from the launcher's process. What does not fit is dropped; the next look reports it again."""
         with contextlib.suppress(BlockingIOError):
             os.write(self._telling, json.dumps([host, news]).encode() + b"\n")
 
 
 class ElasticHosts:
-    """The hosts that can run ranks of the job, in the launcher's process. A context manager.
+    """The hosts that can run ranks of the job, in the launcher's process. Use as a context manager.
 
     Args:
-        stand_in: forwards orders to the agents.
-        variables: the variables that agents bring to the ranks on other hosts.
-        wanted: the network interfaces to use; None finds one.
-        seconds: time limit for the first hosts.
-        unfit: why no other host can run ranks of this job; empty if they can.
+        stand_in: Proxy that forwards orders to the agents.
+        variables: Variables that agents pass to the ranks on other hosts.
+        wanted: Network interfaces to use. None finds one.
+        seconds: Time limit for the first hosts.
+        unfit: Reason why no other host can run ranks of this job; empty if they can.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ElasticHosts:
             one.__exit__()
 
     def fit(self, found: Mapping[str, int]) -> dict[str, int]:
-        """Host -> slots, for the hosts of `found` that can run ranks now. Waits for the first hosts only."""
+        """Return the slots of those hosts of `found` that can run ranks now. Waits only for the first hosts."""
         new = [name for name in found if name not in self._here]
         elsewhere = set(network.filter_local_addresses(new)) if new else set()
         self._here = self._here | {name: name not in elsewhere for name in new}
@@ -155,10 +155,10 @@ class ElasticHosts:
         return {name: n for name, n in found.items() if self._here[name] or name in self._agents}
 
     def interfaces(self) -> set[str]:
-        """The network interfaces of the job, which the first hosts decide.
+        """Return the network interfaces of the job, chosen from the first hosts.
 
         Raises:
-            EngineError: there are no hosts in time, or they have no interface in common.
+            EngineError: No hosts were found in time, or they have no common interface.
         """
         if not self._first.wait(self._seconds):
             raise EngineError(f"no hosts were found within {self._seconds:g} s")
@@ -180,7 +180,7 @@ class ElasticHosts:
         return {name}
 
     def _towards(self, hosts: Sequence[str]) -> str:
-        """The interface of the route to these hosts, none of which has answered yet."""
+        """Return the interface of the route to these hosts, none of which has answered yet."""
         for address in filter(None, map(network.resolve_host_address, hosts)):
             with contextlib.suppress(OSError):
                 if name := interface_towards(address):
@@ -188,7 +188,7 @@ class ElasticHosts:
         return ""
 
     def _ask(self, name: str) -> None:
-        """Check a host; add it, or report why it is left out."""
+        """Check a host, then add it or report why it is skipped."""
         try:
             if not is_host_name(name):
                 raise HvdtrainError(f"{name!r} is not a host name")
@@ -213,7 +213,7 @@ class ElasticHosts:
             self._said.pop(name, None)
 
     def _leave_out(self, name: str, problem: str) -> None:
-        """Leave a host out until it is tried again; print the same problem only once."""
+        """Skip a host until it is retried. The same problem is printed only once."""
         self._asked[name] = time.monotonic()
         if self._said.get(name) != problem:
             self._said[name] = problem
@@ -234,7 +234,7 @@ class ElasticHosts:
     def _beat(self) -> None:
         while True:
             time.sleep(TICK_SECONDS)
-            with self._lock:  # Agents that leave are read by the thread that ends them.
+            with self._lock:  # The thread that ends a leaving agent also reads its news.
                 lost = [name for name, agents in self._agents.items() if self._is_lost(agents)]
             self._leave(lost)
             for name in lost:
@@ -258,7 +258,7 @@ class ElasticHosts:
 
 
 class FitHosts:
-    """Horovod's host discovery without the hosts that cannot run ranks."""
+    """Horovod's host discovery, without the hosts that cannot run ranks."""
 
     def __init__(self, found: Discovery, hosts: ElasticHosts) -> None:
         self._found = found

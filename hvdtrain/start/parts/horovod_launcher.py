@@ -1,4 +1,4 @@
-"""What `hvdtrain.start.run_horovod` does: Horovod's launcher, given what it would have to find out."""
+"""Implementation of `hvdtrain.start.run_horovod`: run Horovod's launcher with what it would have to find out."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.supervisor import supervise
 
 _INTERFACES = "NCCL_SOCKET_IFNAME"
-"""Horovod sets it behind the user's, in the command."""
+"""Horovod sets this in the command, after the user's own value."""
 _ROOM = 100_000
-"""Bytes for variables in a command, which has room for 128 kB."""
+"""Maximum bytes of variables in a command, which is limited to 128 kB."""
 START_SECONDS = 30
 """Horovod's default for --start-timeout."""
 
 
 def launch_ranks(arguments: Sequence[str]) -> int:
-    """Launch with the arguments of horovodrun; returns the exit code.
+    """Launch with the arguments of horovodrun, and return the exit code.
 
     Raises:
-        HvdtrainError: the launch cannot begin, here or on another host.
+        HvdtrainError: The launch cannot start, here or on another host.
     """
     asked = forwarded(os.environ)
     os.environ.pop(FORWARD, None)
@@ -87,13 +87,13 @@ def launch_ranks(arguments: Sequence[str]) -> int:
 
 
 def code_in(error: Exception) -> int:
-    """The exit code of the rank that ended first, where Horovod's error names it; else 1."""
+    """Return the exit code of the rank that ended first, if Horovod's error contains it; otherwise 1."""
     found = re.search(r"^Exit code: (\d+)", str(error), re.MULTILINE)
     return (int(found[1]) & 0xFF or EXIT_FAILURE) if found else EXIT_FAILURE
 
 
 def _remote_hosts(arguments: argparse.Namespace) -> list[str]:
-    """The hosts that need an agent from the beginning. Those of an elastic job come and go."""
+    """Return the hosts that need an agent from the start. Those of an elastic job join later."""
     if _is_elastic(arguments) or not arguments.hosts:
         return []
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
@@ -119,11 +119,11 @@ def _reach(arguments: argparse.Namespace) -> Reach:
 def in_command_line(
     arguments: argparse.Namespace, asked: Collection[str], name: str, *, one_host: bool = False
 ) -> bool:
-    """Whether a variable goes to the ranks by the command that starts them. Over MPI only its name stands there.
+    """Return whether a variable is passed to the ranks in the command that starts them. With MPI, only its name is.
 
-    A command has room for 128 kB: it has what a rank needs when its interpreter starts, and Horovod's options, which
-    become variables in its launcher alone. The others are brought to other hosts by their agents, and here each rank
-    inherits them.
+    A command is limited to 128 kB, so it contains only what a rank needs when its interpreter starts, and Horovod's
+    options, which become variables only in its launcher. On other hosts, agents deliver the rest; on this one, ranks
+    inherit it.
     """
     if not _travels(asked, name):
         return False
@@ -142,14 +142,14 @@ def _travels(asked: Collection[str], name: str) -> bool:
 def _prepare(
     arguments: argparse.Namespace, agents: Agents, reach: Reach, asked: Collection[str]
 ) -> list[str]:
-    """Ask the other hosts, and settle what depends on them; returns what is wrong."""
+    """Query the other hosts, and complete the arguments accordingly. Returns the problems."""
     own = own_report()
     if not agents.hosts:
         wrong = missing_interfaces(arguments.nics, {THIS_HOST: own}) if arguments.nics else ""
         if not any(map(shutil.which, ("ssh", "rsh"))):
-            # Open MPI gives up without one, before it knows that all ranks are here.
+            # Open MPI gives up without either, before it finds out that all ranks are local.
             os.environ.setdefault("OMPI_MCA_plm", "isolated")
-        # Ranks of one host meet on its loopback interface.
+        # Ranks of one host communicate over its loopback interface.
         arguments.nics = loopback_interfaces(own)
         return [wrong] if wrong else []
     if too_long := _too_long(arguments, asked):
@@ -171,7 +171,7 @@ def _prepare(
 
 
 def _too_long(arguments: argparse.Namespace, asked: Collection[str]) -> str:
-    """An error message if the variables that must be in a command do not fit there; empty if they do."""
+    """Return an error message if the variables that must be in a command do not fit. Empty if they do."""
     sizes = {
         name: len(name) + (len(value.encode(errors="replace")) if arguments.use_gloo else 0)
         for name, value in os.environ.items()
@@ -200,7 +200,7 @@ def _elastic_hosts(
 
 
 def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str, str]:
-    """The variables that agents pass to the ranks of their hosts."""
+    """Return the variables that agents pass to the ranks of their hosts."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -209,14 +209,14 @@ def _brought(arguments: argparse.Namespace, asked: Collection[str]) -> dict[str,
 
 
 def _named(arguments: argparse.Namespace, own: HostReport) -> dict[str, HostReport]:
-    """This host's report, if the launch uses its interfaces: Gloo's ranks meet here."""
+    """Return this host's report if the launch uses its interfaces; Gloo's ranks connect to it for their rendezvous."""
     names, _ = horovod_hosts.parse_hosts_and_slots(arguments.hosts)
     has_ranks = len(network.filter_local_addresses(names)) < len(names)
     return {THIS_HOST: own} if arguments.use_gloo or has_ranks else {}
 
 
 def _run_horovod(arguments: argparse.Namespace, hosts: ElasticHosts | None) -> int:
-    """Horovod's launcher; over MPI this process becomes mpirun. Returns its exit code, -N if signal N ended it."""
+    """Run Horovod's launcher, or become mpirun. Returns the exit code, or -N if signal N ended the launcher."""
     received = noted_signals()
     try:
         if arguments.log_level:

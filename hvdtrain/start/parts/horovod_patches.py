@@ -1,7 +1,8 @@
-"""Horovod's launcher modules, and all of their functions that are replaced, in this process only, each with its reason.
+"""Horovod's launcher modules, and all replacements of their functions. They apply to this process only, and each states
+its reason.
 
-Loaded without the part for LSF (`--jsrun`): it asks distutils for a program's path, which loads setuptools (0.25 s),
-and fails where Python 3.12 or later has none. hvdtrain never asks for it.
+LSF support (`--jsrun`) is not loaded: it uses distutils to look for a program, which loads setuptools (0.25 s), and
+fails with Python 3.12 or later if setuptools is missing. hvdtrain never uses it.
 """
 
 from __future__ import annotations
@@ -68,10 +69,10 @@ ELASTIC_SECONDS = 600
 """Horovod's default for --elastic-timeout."""
 
 horovods_exportable: Callable[[str], bool] = horovod_env.is_exportable
-"""Whether Horovod itself lets a variable go to other hosts; it keeps CUDA_VISIBLE_DEVICES here, for instance."""
+"""Whether Horovod itself forwards a variable to other hosts; it excludes CUDA_VISIBLE_DEVICES, for instance."""
 
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""Longer than an agent's connection, so that this one ends the run and says which host."""
+"""Slower to time out than an agent's connection, which then ends the run and names the host."""
 
 _SIGNALS = range(EXIT_SIGNAL_BASE + 1, EXIT_SIGNAL_BASE + 32)
 _SHIFT = 64
@@ -79,15 +80,15 @@ _SHIFTED = f"c=$?; [ $c -ne {SSH_FAILED} ] || c={EXIT_SIGNAL_BASE}; "
 _SHIFTED += (
     f"[ $c -lt {EXIT_SIGNAL_BASE} ] || [ $c -ge {_SIGNALS.stop} ] || c=$((c + {_SHIFT})); exit $c"
 )
-"""Ends the shell of a rank: the signal that ended the rank is told by a code that nobody gives when a signal has ended
-the shell itself, or ssh; and 255 by one that ssh does not give."""
+"""End of a rank's shell command. It reports a signal that ended the rank by an exit code distinct from those for a
+signal that ended the shell itself or ssh, and exit code 255 by one that ssh does not use."""
 
 
 def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
     """Complete the arguments of Horovod's launcher.
 
     Raises:
-        EngineError: Horovod was built without something that they require.
+        EngineError: Horovod was built without the controller that they require.
     """
     if not arguments.hosts and not arguments.host_discovery_script:
         arguments.hosts = (
@@ -102,10 +103,11 @@ def settle(arguments: argparse.Namespace, built: Collection[str]) -> None:
 
 
 def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> None:
-    """Run the ranks on hosts that were asked; over MPI this process becomes mpirun.
+    """Run the ranks on hosts that have been checked; with MPI, this process becomes mpirun.
 
-    Horovod's own way to here asks the hosts again, finds the interfaces by servers on every host which run any command
-    for whoever has their key, and that stands in a command line, and imports TensorFlow to learn what was built.
+    Horovod's own entry point checks the hosts again. To find common interfaces, it starts a server on every host, which
+    runs any command for whoever has its key, and the key appears in a command line. It also imports TensorFlow to learn
+    what was built.
     """
     settings = Settings(hosts=arguments.hosts, **_settings(arguments, nics))
     environ = set_env_from_args(os.environ.copy(), arguments)
@@ -113,14 +115,14 @@ def start_ranks(arguments: argparse.Namespace, nics: Collection[str] | None) -> 
         address = network.get_driver_ip(nics)
         gloo_run.gloo_run(settings, nics, environ, address, arguments.command)
     else:
-        # Ctrl-C in a terminal is for the supervisor. Until mpirun is there, Python's own handler would leave Horovod
+        # The terminal's Ctrl-C is for the supervisor. Before mpirun runs, Python's own handler would leave Horovod
         # waiting for a helper that has ended.
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # Horovod has a shell wait for mpirun, which passes no signal on and hides how mpirun ended.
+        # Horovod runs mpirun below a shell, which forwards no signals and hides how mpirun ended.
         execute = os.execve
         os.execve = lambda sh, argv, env: execute(sh, [*argv[:-1], f"exec {argv[-1]}"], env)  # type: ignore
-        # Stands in the command lines of its daemons on other hosts, where agents look for it.
+        # Appears in the command lines of mpirun's daemons on other hosts, where agents look for it.
         environ[f"OMPI_MCA_{MPI_PARAMETER}"] = os.environ[LAUNCH_ID]
         mpi_run.mpi_run(settings, nics, environ, arguments.command)
 
@@ -132,13 +134,14 @@ def start_elastic_ranks(
 ) -> None:
     """Run the ranks of an elastic job.
 
-    Horovod's own way to here waits for a second host before it looks for interfaces, also where there is none: ten
-    minutes, on one machine.
+    Horovod's own entry point waits for a second host before it looks for interfaces, even if there is none: on a single
+    machine, ten minutes.
 
     Args:
-        interfaces: those to communicate over, once they are asked for.
-        fit_hosts: a discovery of hosts -> one that leaves out what cannot run ranks: Horovod takes a host that cannot
-            be reached for a worker that failed.
+        arguments: Arguments of Horovod's launcher.
+        interfaces: Function that returns the network interfaces, called when they are needed.
+        fit_hosts: Function that wraps a host discovery to exclude hosts that cannot run ranks. Horovod would take an
+            unreachable host for a worker that failed.
     """
     if arguments.host_discovery_script:
         found: Any = DiscoveryScript(arguments.host_discovery_script, arguments.slots)
@@ -165,7 +168,7 @@ def start_elastic_ranks(
 
 
 def noted_signals() -> list[int]:
-    """From now on, append to this list the signals that end this process after it has ended its ranks over Gloo."""
+    """Return a list to which the signals that make this process end its ranks over Gloo will be appended."""
     came: list[int] = []
     register = gloo_run.register_shutdown_event
 
@@ -185,7 +188,7 @@ def noted_signals() -> list[int]:
 
 
 def _settings(arguments: argparse.Namespace, nics: Collection[str] | None) -> dict[str, Any]:
-    """What Horovod's launcher makes of its arguments."""
+    """Return the settings that Horovod's launcher derives from its arguments."""
     return {
         "num_proc": arguments.num_proc,
         "verbose": 2 if arguments.verbose else 0,
@@ -203,45 +206,45 @@ def _settings(arguments: argparse.Namespace, nics: Collection[str] | None) -> di
 def replace_functions(
     arguments: argparse.Namespace, in_command_line: Callable[[str], bool], one_host: bool
 ) -> None:
-    """Replace what Horovod does unsafely, or gets wrong.
+    """Replace functions of Horovod that are unsafe or wrong.
 
     Args:
-        arguments: of Horovod's launcher.
-        in_command_line: whether the variable of a name goes to the ranks as part of their command (over MPI, its name).
-        one_host: whether all ranks are on this host.
+        arguments: Arguments of Horovod's launcher.
+        in_command_line: Predicate on a variable's name: whether the ranks' command contains it (with MPI, its name).
+        one_host: Whether all ranks are on this host.
     """
-    # Horovod's server listens on every interface and runs what it receives (see `rendezvous`).
+    # Horovod's server listens on every interface and executes what it receives (see `rendezvous`).
     gloo_run.RendezvousServer = lambda verbose: Rendezvous(
         lambda: network.get_driver_ip(arguments.nics)
     )
     gloo_run.create_rendezvous_handler = elastic_handler
     elastic_driver.WorkerNotificationClient = WorkerNotifier
 
-    # Horovod gives up the whole host of a rank that fails, and with it a job on one host.
+    # Horovod drops the whole host of a failed rank, and with it a job on one host.
     elastic_driver.HostManager = PatientHosts
     elastic_driver.WorkerStateRegistry = PatientRegistry
     gloo_run.ElasticDriver = PatientDriver
 
-    # Ranks of one host speak through its memory; Open MPI's TCP, of no use to them, would listen on every interface.
+    # Ranks of one host use shared memory; Open MPI's TCP, of no use to them, would listen on every interface.
     if one_host:
         mpi_run._OMPI_FLAGS = ["-mca pml ob1", "-mca btl ^openib,tcp"]
 
-    # Horovod accepts every host key, also one that has changed, and against the user's configuration.
+    # Horovod accepts every host key, even a changed one, against the user's configuration.
     remote.get_ssh_command = _ssh_command
 
-    # Horovod puts all of the environment into command lines, which everybody on the hosts can read.
+    # Horovod puts the whole environment into command lines, which everyone on the hosts can read.
     horovod_env.is_exportable = in_command_line
 
-    # With --verbose Horovod prints its commands, which end with the script's own arguments.
+    # With --verbose, Horovod prints its commands, which include the script's arguments.
     for module in (gloo_run, mpi_run):
         module.print = lambda text, **settings: print(masked([text])[0], **settings)
 
-    # The logarithm of (size - 1): --output-filename fails with one rank.
+    # Horovod takes log10(size - 1), so --output-filename fails with one rank.
     pad_rank = gloo_run._pad_rank
     gloo_run._pad_rank = lambda rank, size: pad_rank(rank, max(size, 2))
 
-    # A rank may print any bytes, and lines that never end. Horovod decodes strictly and holds lines back; what it runs
-    # for itself is no rank.
+    # A rank may print any bytes, and lines that never end, but Horovod decodes strictly and holds lines back. Commands
+    # that Horovod runs for itself have no rank.
     prefix_connection = safe_shell_exec.prefix_connection
     safe_shell_exec.prefix_connection = lambda source, target, name, rank, with_time: (
         prefix_connection(source, target, name, rank, with_time)
@@ -249,10 +252,10 @@ def replace_functions(
         else pass_on_marked(source, target, name, rank)
     )
 
-    # The end of a connection, or of Horovod's own programs, reads like that of a rank, or is not noticed.
+    # Horovod mistakes the end of a connection, or of its own helpers, for the end of a rank, or does not notice it.
     safe_shell_exec.multiprocessing = types.SimpleNamespace(get_context=lambda kind: RankHelpers())
 
-    # Over Gloo all ranks share the input, and each takes what it finds there; over MPI it is rank 0's.
+    # Over Gloo, all ranks share standard input and compete for it; over MPI it goes to rank 0.
     safe_shell_exec.execute = functools.partial(_execute, safe_shell_exec.execute)
 
 
@@ -264,7 +267,7 @@ def _execute(
     events: Sequence[threading.Event] = (),
     **more: Any,
 ) -> int:
-    """`execute` has a shell run `command`, until one of `events`; with `index` it is that rank's."""
+    """Run a shell command with `execute` until one of `events` is set. With `index`, it is the command of that rank."""
     if index is None:
         return execute(command, *args, events=events, **more)
     line = f"{command} < /dev/null" if index else command
@@ -278,12 +281,12 @@ def _execute(
 
 
 def end_of_rank(code: int, host: str, rank: int) -> tuple[int, str]:
-    """The exit code of a rank, and what has ended in its place, if anything has.
+    """Return the exit code of a rank, and a message about what ended instead of it, if anything.
 
     Args:
-        code: of the shell that ran the rank or its ssh; less than 0: a signal ended the helper that waited for it.
-        host: where the rank was; empty for this one.
-        rank: its number.
+        code: Exit code of the shell that ran the rank or its ssh; negative if a signal ended the helper waiting for it.
+        host: Host of the rank; empty for this one.
+        rank: Number of the rank.
     """
     if code < 0:
         how = how_it_ended(shell_code(code))
@@ -299,7 +302,7 @@ def end_of_rank(code: int, host: str, rank: int) -> tuple[int, str]:
 
 
 def _host_of(command: str) -> str:
-    """The host of `_ssh_command`; empty for a rank of this host."""
+    """Return the host in a command of `_ssh_command`; empty for a rank of this host."""
     program, *words = shlex.split(command)
     return words[-2] if program == "ssh" else ""
 
@@ -311,7 +314,7 @@ def _ssh_command(
     identity_file: str | None = None,
     timeout_s: int | None = None,
 ) -> str:
-    """A line for a shell; `local_command` is one word of it."""
+    """Return a shell command that runs `local_command`, a single quoted word, on the host."""
     options = [
         *BATCH,
         *_ALIVE,
@@ -320,6 +323,6 @@ def _ssh_command(
     ]
     timeout = ["-o", f"ConnectTimeout={timeout_s}"] if timeout_s is not None else []
     (line,) = shlex.split(local_command)
-    # In place of the login shell: a rank knows its connection by the processes above it (`launcher_watch`).
+    # exec replaces the login shell: a rank recognizes its connection by the processes above it (`launcher_watch`).
     remote = f"exec sh -c {shlex.quote(f'{line}; {_SHIFTED}')}"
     return shlex.join(["ssh", *options, *timeout, host, remote])

@@ -1,4 +1,4 @@
-"""What `hvdtrain.start.agent` does on each host of a launch; its orders and its news are described there."""
+"""Implementation of `hvdtrain.start.agent` on each host of a launch. Orders and news are described there."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
 
 SILENCE_SECONDS = 30.0
-"""A supervisor that is silent for longer is gone or cut off; a shorter silence may be a slow network."""
+"""A supervisor silent for longer is gone or cut off; a shorter silence may be a slow network."""
 LONGEST_ORDER = 16 << 20
-"""Bytes: more than an environment can have."""
+"""Maximum length of an order in bytes: more than an environment can have."""
 TICK_SECONDS = 0.1
 LOWEST_PORT = 10_000
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -48,16 +48,16 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Greeting:
-    """The first order.
+    """The first order to an agent.
 
     Attributes:
-        folder: working folder of the processes, which must exist on this host; empty if the agent starts none.
-        environ: variables to add to the agent's environment.
-        secrets: variables for the ranks on this host that must not appear in a command line.
-        processes: number of processes that the agent will start; they share the cores.
-        workers: number of workers of the whole launch.
-        ports: number of free TCP ports to find.
-        still: seconds after which a process that the agent has started and that is stopped is ended.
+        folder: Working folder of the processes, which must exist on this host; empty if the agent starts none.
+        environ: Variables to add to the agent's environment.
+        secrets: Variables for the ranks on this host that must not appear in a command line.
+        processes: Number of processes that the agent will start, which share the cores.
+        workers: Number of workers in the whole launch.
+        ports: Number of free TCP ports to find.
+        still: Seconds after which a stopped process that the agent has started is ended.
     """
 
     folder: str = ""
@@ -70,11 +70,11 @@ class Greeting:
 
 
 class Agent:
-    """See the module. `serve` until the input ends, then `end`."""
+    """The agent. Call `serve`, which returns when the input ends, then `end`. See `hvdtrain.start.agent`."""
 
     def __init__(self, launch_id: str) -> None:
         self._launch_id = launch_id
-        # Beside its own launcher an agent inherits the launch's id; the launcher then ends what is left.
+        # An agent on the launcher's own host inherits the launch ID, and the launcher then ends what is left.
         self._is_alone = os.environ.get(LAUNCH_ID) != launch_id
         self._pipes = Pipes()
         self._processes = HostRanks(self._pipes, _tell)
@@ -92,7 +92,7 @@ class Agent:
         heard = time.monotonic()
         while True:
             came = self._pipes.read(TICK_SECONDS)
-            # Checked after reading: this process may itself have been blocked by a slow reader of its news.
+            # Checked after reading, as this process may itself have been blocked by a slow reader of its news.
             silent = all(name is not None for name, _ in came)
             if silent and time.monotonic() - heard > SILENCE_SECONDS:
                 return
@@ -124,13 +124,13 @@ class Agent:
                         os.kill(pid, signal.SIGTERM)
                     if state_of(
                         pid
-                    ).stopped:  # It would pass this one on; a shell ends with its rank.
+                    ).stopped:  # A stopped daemon could not act on it; a shell ends with its rank.
                         os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
 
     def _tell_of(self, ranks: list[RankStatus], **more: bool) -> None:
-        """Also of the programs that look after them, and of what they left behind."""
-        if not ranks or len(ranks) > self._ranks:  # Each comes before its ranks.
+        """Report the ranks, the programs that run them, and the processes that they left behind."""
+        if not ranks or len(ranks) > self._ranks:  # These programs exist before their ranks.
             self._starters = mpi_daemons_of(self._launch_id) | rank_shells_of(self._launch_id)
             self._ranks = len(ranks)
         stopped = self._stopped.look(self._starters)
@@ -145,7 +145,7 @@ class Agent:
     def _obey(self, order: dict[str, Any]) -> None:
         match order:
             case _ if self._greeting is None:
-                # That of another version may say more; it shall hear of our version.
+                # Another version may send more fields; it must still learn our version.
                 known = {one.name for one in fields(Greeting)}
                 self._greeting = Greeting(**{k: v for k, v in order.items() if k in known})
                 self._processes.still = self._greeting.still
@@ -188,7 +188,7 @@ class Agent:
         _tell(report=asdict(own_report()), ports=free_ports(greeting.ports))
 
     def _start(self, start: int, kind: Any, index: int, argv: list[str], environ: Any) -> None:
-        """Start process number `start`; `index` is its number among the workers of this host."""
+        """Start process number `start`; `index` is its index among the workers of this host."""
         assert self._greeting is not None
         environment = {**os.environ, **environ, LAUNCH_ID: self._launch_id}
         environment |= host_environment(
@@ -204,8 +204,7 @@ class Agent:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that are free, and outside of the ephemeral range: a process that is started again must find its port
-    still free."""
+    """Return free TCP ports outside of the ephemeral range, so that a restarted process finds its port still free."""
     first = int(_PORT_RANGE.read_text().split()[0]) if _PORT_RANGE.exists() else 32768
     last = first if first > LOWEST_PORT + 1000 else 65536
     candidates = random.SystemRandom().sample(range(LOWEST_PORT, last), last - LOWEST_PORT)
@@ -221,7 +220,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def own_report() -> HostReport:
-    """The report on this host."""
+    """Return the report on this host."""
     import psutil
 
     interfaces = {

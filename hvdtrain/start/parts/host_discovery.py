@@ -1,4 +1,4 @@
-"""The user's script that prints the hosts of an elastic job, with a time limit and its errors in one line."""
+"""Run the user's script that prints the hosts of an elastic job, with a time limit and one-line errors."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from hvdtrain.launch.running.timed_command import ask
 from hvdtrain.start.parts.rendezvous import say
 
 DISCOVERY_SECONDS = 30.0
-"""Time limit of the script. Horovod has none, and waits for it with all else."""
+"""Time limit of the script. Horovod has none, and would block on it."""
 
 
 class DiscoveryScript:
-    """Takes the place of Horovod's HostDiscoveryScript.
+    """Replacement for Horovod's HostDiscoveryScript.
 
     Args:
-        command: words as in a shell, of a program that prints NAME or NAME:SLOTS, a line for each host.
-        slots: of a host without a number.
+        command: Command line, split as in a shell, of a program that prints NAME or NAME:SLOTS, one host per line.
+        slots: Slots of a host printed without a number. None means 1.
     """
 
     def __init__(self, command: str, slots: int | None) -> None:
@@ -28,9 +28,10 @@ class DiscoveryScript:
         self._problem = ""
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Host -> slots. When the script fails, those of its last answer stay.
+        """Run the script and return the slots of each host. If it fails, return those of its last successful run.
 
-        Raises SystemExit, which ends Horovod's thread without a traceback and the job, if there was no answer yet.
+        Raises:
+            SystemExit: The first run failed. Ends Horovod's thread without a traceback, and thus the job.
         """
         try:
             self._found, self._problem = self._ask(), ""
@@ -44,7 +45,7 @@ class DiscoveryScript:
         return self._found
 
     def _ask(self) -> dict[str, int]:
-        # env runs scripts without #! by sh, as a shell does.
+        # env runs scripts without #! with sh, as a shell does.
         ran = ask(["env", *shlex.split(self._command)], limit=DISCOVERY_SECONDS)
         name = f"--host-discovery-script {self._command}"
         if ran.returncode != 0:

@@ -1,4 +1,4 @@
-"""The processes that an agent starts itself. Their output and their exit codes become news."""
+"""Processes started by an agent itself, whose output and exit codes are reported as news."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from hvdtrain.launch.running.watchdog import STILL_SECONDS
 from hvdtrain.signals import shell_code
 
 LONGEST_TICK_SECONDS = 1.0
-"""Longer ones mean that this process was stopped as well."""
+"""A longer interval between ticks means that this process was stopped as well."""
 STOPPED = EXIT_SIGNAL_BASE + signal.SIGSTOP
-"""The exit code reported for a process that was stopped for too long, and was ended for that."""
+"""Exit code reported for a process that was ended because it was stopped for too long."""
 
 
 @dataclass
@@ -41,9 +41,9 @@ class HostRanks:
     """Processes by number. The kernel kills them if this process is killed.
 
     Attributes:
-        pipes: gets their output pipes, named (number, descriptor).
-        tell: called with news: output=[number, descriptor, text], ended=[number, exit code].
-        still: seconds after which a process that is stopped (SIGSTOP) is ended.
+        pipes: Receives their output pipes, named (number, descriptor).
+        tell: Function called with news: output=[number, descriptor, text], ended=[number, exit code].
+        still: Seconds after which a stopped process (SIGSTOP) is ended.
     """
 
     pipes: Pipes
@@ -54,7 +54,7 @@ class HostRanks:
     _ticked: float = float("inf")
 
     def start(self, number: int, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-        """Start a process, in its own session."""
+        """Start a process in its own session."""
         try:
             popen = start(argv, environ, stdin=subprocess.DEVNULL, dies_with_us=True)
         except CannotStart as error:
@@ -65,17 +65,17 @@ class HostRanks:
         self.pipes.add_output(popen, (number, 1), (number, 2))
 
     def pass_on(self, name: tuple[int, int], data: bytes) -> None:
-        """Report what a process wrote."""
+        """Report output of a process."""
         if data:
             # latin-1 maps every byte to one character.
             self.tell(output=[*name, data.decode("latin-1")])
 
     def warn(self, number: int) -> None:
-        """Send it SIGUSR1 once it has a handler; before that the signal would kill it."""
+        """Send SIGUSR1 to a process as soon as it has a handler; before that the signal would kill it."""
         self._to_warn.add(number)
 
     def tick(self) -> None:
-        """Report which processes have ended, after all of their output; send warnings that are due."""
+        """Report processes that have ended, after all of their output, and send warnings that are due."""
         now = time.monotonic()
         passed = min(max(0.0, now - self._ticked), LONGEST_TICK_SECONDS)
         self._ticked = now
@@ -85,7 +85,7 @@ class HostRanks:
                 continue
             own = (number, 1), (number, 2)
             one.ended_at = one.ended_at or now
-            # A process that it left behind may hold its pipes open.
+            # Processes that it left behind may hold its pipes open.
             if self.pipes.names & set(own) and now - one.ended_at < DRAIN_SECONDS:
                 continue
             self.pipes.drop(*own)
@@ -102,15 +102,15 @@ class HostRanks:
                     waiting.popen.send_signal(signal.SIGUSR1)
 
     def _look_at(self, one: _Process, passed: float) -> None:
-        """End a process that was stopped: the others would wait for it forever."""
+        """End a process that has been stopped for too long, as the others would wait for it forever."""
         with contextlib.suppress(OSError):
             if state_of(one.popen.pid).stopped:
                 one.stopped_for += passed
-            elif one.stopped_for < self.still:  # Else it was killed, and is just ending.
+            elif one.stopped_for < self.still:  # Otherwise it was killed and is ending.
                 one.stopped_for = 0.0
             if one.stopped_for >= self.still:
                 one.popen.kill()
 
     def end(self) -> None:
-        """End all; the output that they still write is lost."""
+        """End all processes. Their remaining output is lost."""
         end_groups([one.popen for one in self._running.values()], TERM_SECONDS)

@@ -1,11 +1,10 @@
-"""Marks what a rank writes with its number, so that one stream carries the output of all:
+"""Mark the output of each rank with its number, so that one stream carries the output of all:
 
     [0]<stdout>:a frame, with many lines or a part of one (see `hvdtrain.worker.output_frames`)
-    [1]<news>:what the rank does, told by what stands above it
+    [1]<news>:the state of the rank, reported by the process that started it
 
-Each stands in a line of its own, so nothing that a rank writes is ever taken for a mark.
-`hvdtrain.launch.running.output_parser` takes them off. Where a user runs such a command by hand, marks stand in front
-of plain lines, as horovodrun writes them.
+Each mark begins a line, so nothing that a rank writes is ever taken for a mark. `hvdtrain.launch.running.output_parser`
+removes them. If a user runs such a command by hand, marks are put in front of plain lines, as by horovodrun.
 """
 
 from __future__ import annotations
@@ -22,27 +21,33 @@ from hvdtrain.standard_streams import write_all
 from hvdtrain.worker.output_frames import BEGIN, escaped
 
 LONGEST_PIECE = 900
-"""Bytes; srun sends lines of up to 1024 as they are."""
+"""Maximum bytes of a piece for srun, which forwards lines of up to 1024 bytes unbroken."""
 LONGEST_ATOM = select.PIPE_BUF - 64
-"""Bytes that the system writes to a pipe together with their mark, without mixing them with other writers'."""
+"""Maximum bytes of a piece that, with its mark, is written to a pipe atomically."""
 Mark = Callable[[bytes, int, int, int], bytes]
 
 
 def mark_for(environ: Mapping[str, str]) -> Mark:
-    """Returns one of the two functions below, depending on who reads the output."""
+    """Return `marked` or `marked_lines`, depending on who reads the output."""
     return marked if TERMINAL in environ else marked_lines
 
 
 def marked(data: bytes, rank: int, descriptor: int, longest: int = LONGEST_PIECE) -> bytes:
-    """For `hvdtrain run`: what `rank` wrote to standard output (1) or error (2), in marked frames of at most `longest`
-    bytes."""
+    """Format output for `hvdtrain run`, in marked frames.
+
+    Args:
+        data: Output of the rank.
+        rank: Number of the rank.
+        descriptor: 1 for standard output, 2 for standard error.
+        longest: Maximum bytes of a frame.
+    """
     mark = _mark(rank, descriptor) + BEGIN
     pieces = re.findall(rb"(?s).{1,%d}(?<!\x10)" % longest, escaped(data))
     return b"".join([b"%s%s\n" % (mark, piece) for piece in pieces])
 
 
 def marked_lines(data: bytes, rank: int, descriptor: int, longest: int = LONGEST_PIECE) -> bytes:
-    """The same for people: in marked lines."""
+    """Format output like `marked`, but in marked lines, for people to read."""
     mark = _mark(rank, descriptor)
     pieces = re.findall(rb"[^\n]{1,%d}\n?|\n" % longest, data)
     return b"".join([b"%s%s\n" % (mark, piece.rstrip(b"\n")) for piece in pieces])
@@ -53,7 +58,7 @@ def _mark(rank: int, descriptor: int) -> bytes:
 
 
 class CurrentRank(int):
-    """A worker's number when it was started, and now: in an elastic job it changes when others die or come."""
+    """A worker's rank at its start and now: in an elastic job, it changes when workers leave or join."""
 
     def __new__(cls, number: int, now: Callable[[], int]) -> CurrentRank:
         rank = super().__new__(cls, number)
@@ -63,18 +68,18 @@ class CurrentRank(int):
     _now: Callable[[], int]
 
     def now(self) -> int:
-        """The current number; the initial one if it has lost its place."""
+        """Return the current rank, or the initial one if the worker has lost its assignment."""
         now = self._now()
         return now if now >= 0 else int(self)
 
 
 def marked_news(text: str, rank: int) -> bytes:
-    """A line about the rank, shorter than a piece of srun's."""
+    """Format a line of news about a rank, which must be short enough for srun."""
     return b"[%d]<news>:%s\n" % (rank, text.encode())
 
 
 def atoms(lines: bytes) -> Iterator[bytes]:
-    """Marked lines in parts that the system writes to a pipe without mixing them with other writers'."""
+    """Split marked lines into parts that are each written to a pipe atomically."""
     start = 0
     while len(lines) - start > select.PIPE_BUF:
         end = lines.rindex(b"\n", start, start + select.PIPE_BUF) + 1
@@ -84,16 +89,16 @@ def atoms(lines: bytes) -> Iterator[bytes]:
 
 
 def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> None:
-    """Pass on all that comes from `source`, in any bytes and lines of any length.
+    """Copy everything from `source` to `target` with marks, whatever its bytes and line lengths.
 
-    Takes the place of Horovod's `prefix_connection`. Its target may be several: where horovodrun's
-    `--output-filename` says, the rank's bytes go as they are.
+    Replaces Horovod's `prefix_connection`. With horovodrun's `--output-filename`, `target` also includes files, which
+    get the rank's bytes unchanged.
     """
     descriptor, mark = 1 if name == "stdout" else 2, mark_for(os.environ)
     screen, *files = getattr(target, "_files", [target])
     in_turns = isinstance(rank, CurrentRank) and mark is marked
     for data in _until_its_end(source, ends_line=in_turns):
-        # Other threads write there too, for other ranks; a buffer would mix what is larger than itself.
+        # Other threads write there for other ranks; a buffer would interleave data larger than itself.
         number = rank.now() if isinstance(rank, CurrentRank) else rank
         for lines in atoms(mark(data, number, descriptor, LONGEST_ATOM)):
             write_all(screen.fileno(), lines)
@@ -104,7 +109,7 @@ def pass_on_marked(source: Connection, target: TextIO, name: str, rank: int) -> 
 
 
 def _until_its_end(source: Connection, *, ends_line: bool) -> Iterator[bytes]:
-    """What comes; at last, if wanted, the end of a line that has none: another worker may write behind it."""
+    """Yield the data, and with `ends_line` a missing final line end, as another worker may write after it."""
     data = b"\n"
     while more := os.read(source.fileno(), 65536):
         yield (data := more)

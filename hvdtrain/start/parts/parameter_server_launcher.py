@@ -1,4 +1,4 @@
-"""What `hvdtrain.start.run_parameter_servers` does: a chief, workers and parameter servers, each on its host."""
+"""Implementation of `hvdtrain.start.run_parameter_servers`: a chief, workers and parameter servers on their hosts."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_line
 START_SECONDS = 30
 RESTARTS = 10
 PAUSE_SECONDS = 1.0
-"""Before a worker is started again."""
+"""Pause before a worker is restarted."""
 STEADY_SECONDS = 600.0
-"""A worker that lived this long starts a new count of failures in a row."""
+"""Lifetime of a worker after which its count of failures in a row restarts."""
 CHIEF_SECONDS = 10.0
 """Time for the chief to end by itself, with its own error message, after a server has ended."""
 ORDER_SECONDS = 0.5
-"""Wait after a failed chief: the end of a server, which caused it, may be reported later."""
+"""Wait after the chief has failed, as the end of a server that caused it may be reported later."""
 TICK_SECONDS = 0.1
 LOOPBACK = "127.0.0.1"
 _AGENT = "hvdtrain.start.agent"
 
 
 def launch_roles(arguments: Sequence[str]) -> int:
-    """Launch with these arguments; returns the exit code of the chief.
+    """Launch with these arguments, and return the exit code of the chief.
 
     Raises:
-        HvdtrainError: the launch cannot begin, here or on another host.
+        HvdtrainError: The launch cannot start, here or on another host.
     """
     received = _record_signals()
     options = _options(arguments)
@@ -74,12 +74,12 @@ def launch_roles(arguments: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which process runs on which host.
+    """Assignment of processes to hosts.
 
     Attributes:
-        roles: all processes; their order is their numbers.
-        hosts: role -> host, as the user named it; THIS_HOST where that was not.
-        here: the names that mean this machine, whose agent needs no ssh.
+        roles: All processes, in the order of their numbers.
+        hosts: Host of each role as named by the user, or THIS_HOST if it was not.
+        here: Names of this machine, whose agent needs no ssh.
     """
 
     roles: tuple[Role, ...]
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The hosts, each once, that of the chief first."""
+        """Names of the hosts, without duplicates, that of the chief first."""
         return tuple(dict.fromkeys(self.hosts[role] for role in self.roles))
 
     def of(self, host: str) -> list[Role]:
@@ -96,7 +96,7 @@ class Layout:
 
 
 def layout_of(options: argparse.Namespace) -> Layout:
-    """The hosts of all processes. The chief is on this machine, or on the job's first node if this is not one."""
+    """Return the hosts of all processes. The chief is on this machine, or else on the first node of the job."""
     roles = cast(options.workers, options.ps)
     hosts: tuple[Host, ...] = parse_hosts(options.hosts) if options.hosts else ()
     if not hosts:
@@ -117,7 +117,10 @@ class Launch:
     """One launch, from the greeting of its agents to the exit code.
 
     Attributes:
-        received: signals to this process, in order of arrival.
+        layout: Assignment of processes to hosts.
+        options: Parsed command line.
+        agents: Agents of all hosts.
+        received: Signals to this process, in order of arrival.
     """
 
     layout: Layout
@@ -145,7 +148,7 @@ class Launch:
         return code
 
     def _code(self) -> int | None:
-        """The exit code, once it is all over."""
+        """Return the exit code, or None while the launch is running."""
         while signal.SIGUSR1 in self.received:
             self.received.remove(signal.SIGUSR1)
             self.agents.order(self.layout.hosts[CHIEF], warn=0)
@@ -212,7 +215,7 @@ class Launch:
             case {"ended": [int(number), int(code)]}:
                 self._take_end(self.layout.roles[number], code)
             case {"ranks": [*chief]} if chief and TERMINAL in os.environ:
-                # `hvdtrain run` sees a chief on its own host by itself.
+                # `hvdtrain run` itself monitors a chief on its own host.
                 _write(1, marked_news(json.dumps(news), 0))
 
     def _take_end(self, role: Role, code: int) -> None:
@@ -244,7 +247,7 @@ class Launch:
             self._due[role] = (now + PAUSE_SECONDS, text)
 
     def _start_again(self) -> None:
-        """Start the workers whose pause is over. The message comes only now: when a run ends, all workers do."""
+        """Restart workers whose pause is over. The message comes only now because all workers end when a run does."""
         for role, (when, text) in list(self._due.items()):
             if when <= time.monotonic() and not self.received:
                 del self._due[role]
@@ -264,7 +267,7 @@ class Launch:
                     self._chief_code = EXIT_FAILURE
 
     def _lose(self, message: str) -> None:
-        """The run cannot continue; the chief gets time for its own error message."""
+        """End a run that cannot continue, leaving the chief time for its own error message."""
         if self._lost:
             return
         self._lost = message
@@ -304,7 +307,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _agent_commands(
     layout: Layout, options: argparse.Namespace, launch_id: str
 ) -> dict[str, list[str]]:
-    """Host -> the command that runs its agent."""
+    """Return the command that runs the agent of each host."""
     reach = _reach(options)
     local = [sys.executable, "-P", "-m", _AGENT, launch_id]
     commands = {}
@@ -329,7 +332,7 @@ def _reach(options: argparse.Namespace) -> Reach:
 
 
 def _srun(host: str) -> list[str]:
-    """One task on a node, which shares all that the job has there with other steps."""
+    """Return the srun command for one task on a node, which shares the job's resources there with other steps."""
     return [
         *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap"),
         *("--cpu-bind=none", "--mpi=none", "--export=ALL", "--kill-on-bad-exit=0"),
@@ -337,7 +340,7 @@ def _srun(host: str) -> list[str]:
 
 
 def _record_signals() -> list[int]:
-    """Signals are noted instead of ending this process."""
+    """Return a list to which signals are appended from now on, instead of ending this process."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -357,4 +360,4 @@ def _write(descriptor: int, data: bytes) -> None:
     try:
         write_all(descriptor, data)
     except BrokenPipeError:
-        sys.exit(EXIT_FAILURE)  # Nobody reads the output any more; the agents end everything.
+        sys.exit(EXIT_FAILURE)  # The output has no reader any more; the agents end everything.

@@ -1,6 +1,6 @@
-"""Horovod's process for a rank over Gloo, whose shell waits for the rank, or for the ssh that runs it.
+"""Horovod's helper process for a rank over Gloo. Its shell waits for the rank, or for the ssh that runs it.
 
-A new Python that loads this module: it imports next to nothing, since the rank waits for it.
+It is a new Python process that loads this module, which imports next to nothing, as the rank waits for it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hvdtrain.environment import EXIT_SIGNAL_BASE
 
 
 class RankHelper(SpawnProcess):
-    """If a signal has ended it or its shell, that ssh would live on, and Horovod would read its output forever."""
+    """Helper process that ends what it leaves: after a signal, its ssh would live on, and Horovod read it forever."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for its end; end what it has left."""
+        """Wait for the process to end, then end what it has left behind."""
         super().join(timeout)
         if self.exitcode is not None and self.exitcode not in range(EXIT_SIGNAL_BASE + 1):
             with contextlib.suppress(ProcessLookupError):
@@ -25,6 +25,6 @@ class RankHelper(SpawnProcess):
 
 
 class RankHelpers(SpawnContext):
-    """What Horovod uses to create its processes."""
+    """Multiprocessing context with which Horovod creates its processes."""
 
     Process = RankHelper

@@ -1,4 +1,4 @@
-"""Watches the ranks of a launch on one host, warns them, and forwards signals to them."""
+"""Monitor the ranks of a launch on one host, warn them, and forward signals to them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ LOOK_SECONDS = 1.0
 LEAVING_SECONDS = 2.0
 """Time for processes that scripts left behind to end by themselves, after all ranks of the host have gone."""
 MOST_NAMED = 5
-"""Of the processes that a script has left behind."""
+"""Maximum number of names to report of processes that scripts left behind."""
 INTERRUPT_SECONDS = 2.0
-"""Time for Ctrl-C to reach a script as KeyboardInterrupt; after that the script is blocked and will not see it."""
+"""Time for Ctrl-C to reach a script as KeyboardInterrupt; after that, the script is blocked and will not see it."""
 STACKS_SECONDS = 1.0
-"""For the stacks of a rank to arrive, before it is ended."""
+"""Time for the stack trace of a rank to arrive before the rank is ended."""
 
 
 @dataclass
 class RankWatch:
-    """The ranks of a launch on this host. Call `tick` regularly.
+    """Monitors the ranks of a launch on this host. Call `tick` regularly.
 
     Attributes:
-        launch_id: of the launch.
-        _warned: the processes that have been warned; None if there was no warning.
-        _asked: the signal that was forwarded to end the run, and the ranks that had a handler for it.
-        _to_end: process ids of ranks that hang, and when to end them.
+        launch_id: ID of the launch.
+        _warned: Processes that have been warned; None if there was no warning.
+        _asked: Signal forwarded to end the run, and the ranks that had a handler for it.
+        _to_end: Process IDs of hung ranks, and when to end them.
     """
 
     launch_id: str
@@ -58,7 +58,7 @@ class RankWatch:
             yield self.look()
 
     def look(self) -> list[RankStatus]:
-        """The state of the ranks now. After a warning, ranks that have since installed their handler are warned."""
+        """Return the current state of the ranks. After a warning, also warns those that have since set a handler."""
         self._looked = time.monotonic()
         if self._warned is not None:
             self._warned |= self._send(signal.SIGUSR1, but=self._warned).keys()
@@ -70,12 +70,12 @@ class RankWatch:
         return [replace(one, ending=self._is_ending(one)) for one in ranks]
 
     def end(self, pid: int) -> None:
-        """End a rank that hangs, a moment after it has shown its stacks."""
+        """End a hung rank, shortly after it has printed its stacks."""
         self._to_end[pid] = time.monotonic() + STACKS_SECONDS
         self._send(signal.SIGUSR2, but=[one for _, one in self._monitor.processes() if one != pid])
 
     def end_left_behind(self) -> list[str]:
-        """End the processes that scripts left behind, after all ranks of this host have gone; return their names, once.
+        """End processes that scripts left behind, once all ranks of this host have gone, and return their names, once.
 
         They may hold the output open, and the launcher would wait for them.
         """
@@ -96,28 +96,28 @@ class RankWatch:
 
     @property
     def is_left(self) -> bool:
-        """Whether scripts had left processes behind when `end_left_behind` looked."""
+        """Whether there were processes left behind at the last call of `end_left_behind`."""
         return self._gone_since > 0
 
     def warn(self) -> None:
-        """Warn all ranks that the job will end soon: each once, when it has a handler; before that it would die."""
+        """Warn each rank once that the job will end soon, when it has a handler; earlier the signal would kill it."""
         self._warned = set()
         self.look()
 
     def show_stacks(self) -> None:
-        """Have the ranks print their Python stacks on standard error, if they have a handler for that."""
+        """Make the ranks print their Python stacks to standard error, if they have a handler for that."""
         self._send(signal.SIGUSR2)
 
     def pass_on(self, number: int) -> None:
-        """Forward a signal that ends the run to the ranks that have a handler for it: their scripts may save."""
+        """Forward a signal that ends the run to the ranks with a handler for it, so that their scripts can save."""
         self._asked = number, frozenset(self._send(number).values())
         self._asked_at = time.monotonic()
 
     def end_missed(self) -> None:
-        """End the ranks here that Horovod's helpers have missed, which end the children of a shell and then stop it.
+        """End ranks that Horovod's helpers have missed. A helper ends the children of a shell, then stops the shell.
 
-        A rank that the shell starts in between gets no signal, and the helper waits 5 s for it, and as long for the
-        shell. Ranks with a handler for SIGTERM have had theirs.
+        A rank that the shell starts in between gets no signal, and the helper waits 5 s for it, and as long again for
+        the shell. Ranks with a handler for SIGTERM have already received it.
         """
         self._monitor.look(search=True)
         for _, pid in self._monitor.processes():
@@ -130,12 +130,12 @@ class RankWatch:
         number, ranks = self._asked
         if one.rank not in ranks or one.state == "gone" or one.has_ended:
             return False
-        # Python itself handles SIGINT: only the rank's heartbeat tells whether the script does.
+        # Python itself handles SIGINT; only the heartbeat shows whether the script does.
         fresh = time.monotonic() - self._asked_at < INTERRUPT_SECONDS
         return number != signal.SIGINT or fresh or one.phase == "stopping"
 
     def _send(self, number: int, but: Container[int] = ()) -> dict[int, int]:
-        """Send it to the ranks that have a handler for it; return process id -> rank."""
+        """Signal the ranks that have a handler for it. Returns their process IDs and ranks."""
         sent = {}
         self._monitor.look(search=True)
         for rank, pid in self._monitor.processes():

@@ -1,16 +1,17 @@
 """A safe replacement for Horovod's rendezvous server.
 
-Over Gloo the ranks learn each other's addresses from an HTTP server in the launching process. Horovod's own server
-listens on every interface, and in an elastic job unpickles what is PUT there: anyone who can reach the port can run
-code as the user (CVE-2024-10190). Here it listens at one address, and nothing that was received is ever unpickled:
+Over Gloo, the ranks learn each other's addresses from an HTTP server in the launching process. Horovod's own server
+listens on every interface, and in an elastic job it unpickles what is PUT there: anyone who can reach the port can run
+code as the user (CVE-2024-10190). This one listens at one address, and never unpickles what it receives:
 
-- An elastic worker PUTs the addresses of its notification service and the key to it, as a pickle of Horovod's. It is
-  decoded by `plain_value`, which knows texts, numbers and containers of these, and neither imports nor calls anything.
-- What was decoded is given to nobody: with that key, anyone could run code in the worker.
-- `WorkerNotifier` speaks to these services without reading their answers.
+- An elastic worker PUTs the addresses of its notification service and the key to it, as one of Horovod's pickles. It is
+  decoded by `plain_value`, which supports strings, numbers and containers of them, and neither imports nor calls
+  anything.
+- The decoded value is never served to anyone: with that key, one could run code in the worker.
+- `WorkerNotifier` calls these services without decoding their answers.
 
 The ranks cannot sign what they PUT (much of it comes from Horovod's C++ library), so anyone who can reach the port can
-still disturb the job, as at the ranks' own ports.
+still disturb the job, as is true of the ranks' own ports.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hvdtrain.worker.elastic_place import ARRIVAL, NEXT_PLACE, SAVED
 
 FORBIDDEN = 403
 LONGEST_BODY = 16 << 20
-"""Bytes. A rank PUTs about 150 for each of the others."""
+"""Maximum bytes of a request. A rank PUTs about 150 bytes for each of the others."""
 ANSWER_SECONDS = 5.0
 _LITERALS = frozenset(
     {
@@ -54,10 +55,11 @@ Addresses = Mapping[str, Sequence[tuple[str, int]]]
 
 
 class Rendezvous(RendezvousServer):
-    """Horovod's server at one address, with a guard before whatever handler Horovod gives it.
+    """Horovod's server, bound to one address, with a guard in front of Horovod's handler.
 
     Args:
-        address: asked for when the server starts: the hosts of an elastic job must be known first.
+        address: Function that returns the address, called when the server starts: in an elastic job, the hosts must be
+            known first.
     """
 
     def __init__(self, address: Callable[[], str], verbose: int = 0) -> None:
@@ -65,7 +67,7 @@ class Rendezvous(RendezvousServer):
         self._address = address
 
     def start(self, handler_cls: type[RendezvousHandler] = RendezvousHandler) -> int:
-        """Serve in a thread; returns the port."""
+        """Serve in a thread, and return the port."""
         handler = type("GuardedHandler", (_Guard, handler_cls), {})
         self._httpd = _Server((self._address(), 0), handler, self._verbose)
         self._listen_thread = in_thread(target=self._httpd.serve_forever)
@@ -78,21 +80,21 @@ class _Server(RendezvousHTTPServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks DNS for the name of the address, which may take seconds.
+        # HTTPServer's own method resolves the host name of the address, which may take seconds.
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: Any, client_address: tuple[str, int]) -> None:
         error = sys.exception()
-        if not isinstance(error, ConnectionError):  # A worker that asked may have died.
+        if not isinstance(error, ConnectionError):  # The worker that asked may have died.
             _log_refusal(client_address[0], "a request", type(error).__name__)
 
 
 class _Refused(Exception):
-    """What was received is not what a worker sends."""
+    """Received data that no worker sends."""
 
 
 class _Guard(RendezvousHandler):
-    """Comes before Horovod's handlers: that of a job, and that of an elastic one."""
+    """Guards Horovod's handlers of static and elastic jobs."""
 
     def do_HEAD(self) -> None:
         # SimpleHTTPRequestHandler's method would list the files in the working folder.
@@ -119,13 +121,13 @@ class _Guard(RendezvousHandler):
             slot = int(local_rank)
         except ValueError as error:
             raise _Refused(f"not a worker's addresses: {error}") from error
-        # A script written for elastic workers may run in a job that is not elastic.
+        # A script written for elastic workers may run in a static job.
         if hasattr(self, "_put_worker_addresses"):
             self._put_worker_addresses(host, slot, addresses, service_key)
 
 
 def elastic_handler(driver: Any) -> type[RendezvousHandler]:
-    """Horovod's handler of an elastic job, which also answers what workers of ours ask (`elastic_place`)."""
+    """Return Horovod's handler of an elastic job, extended for the requests of our workers (`elastic_place`)."""
     handler: Any = create_rendezvous_handler(driver)
 
     class Handler(handler):
@@ -139,7 +141,7 @@ def elastic_handler(driver: Any) -> type[RendezvousHandler]:
             return answer
 
         def _get_rank_and_size(self, host: str, slot: int) -> bytes:
-            # Horovod asks when it starts again in a worker, which has asked for its place before it.
+            # Horovod asks when it restarts in a worker, which has already asked for its assignment.
             if driver.has_arrived(host, slot):
                 slot_info = driver.get_slot_info(host, slot)
                 known: bytes = slot_info.to_response_string().encode()
@@ -157,14 +159,14 @@ def elastic_handler(driver: Any) -> type[RendezvousHandler]:
 
 
 class WorkerNotifier:
-    """Tells a worker that the hosts have changed. Horovod's client unpickles what the given address answers."""
+    """Tells a worker that the hosts have changed. Horovod's own client unpickles whatever the address answers."""
 
     def __init__(self, addresses: Addresses, key: bytes, verbose: int = 0) -> None:
         self._addresses = [address for several in addresses.values() for address in several]
         self._key = key
 
     def notify_hosts_updated(self, timestamp: int, update_res: Any) -> None:
-        """Raises ConnectionError if the worker does not acknowledge it."""
+        """Notify the worker. Raises ConnectionError if it does not acknowledge."""
         for address in self._addresses:
             with contextlib.suppress(OSError, struct.error):
                 if self._tell(address, HostsUpdatedRequest(timestamp, update_res)):
@@ -172,7 +174,7 @@ class WorkerNotifier:
         raise ConnectionError(f"no worker answers at {self._addresses}")
 
     def _tell(self, address: tuple[str, int], request: object) -> bool:
-        """Send it, as Horovod does; whether the answer has the worker's signature."""
+        """Send the request as Horovod does, and return whether the answer has the worker's signature."""
         with (
             socket.create_connection(address, ANSWER_SECONDS) as connection,
             connection.makefile("rwb") as stream,
@@ -186,7 +188,7 @@ class WorkerNotifier:
 
 
 def read_worker_addresses(body: bytes) -> tuple[Addresses, bytes]:
-    """The addresses by interface, and the key, of a worker's notification service. Raises ValueError for all else."""
+    """Decode the addresses by interface, and the key, of a worker's notification service. Raises ValueError."""
     try:
         value = plain_value(base64.b64decode(body, validate=True))
     except (binascii.Error, LookupError, TypeError, AttributeError) as error:
@@ -199,10 +201,13 @@ def read_worker_addresses(body: bytes) -> tuple[Addresses, bytes]:
 
 
 def plain_value(data: bytes) -> object:
-    """The value of a pickle that consists of texts, bytes, integers, and dicts, lists and pairs of them.
+    """Decode a pickle that consists of strings, bytes, integers, and dicts, lists and pairs of them.
 
-    Unlike an unpickler this has no operation that imports or calls anything. Raises ValueError for any other pickle;
-    LookupError, TypeError or AttributeError for one that is broken.
+    Unlike an unpickler, this has no operation that imports or calls anything.
+
+    Raises:
+        ValueError: The pickle contains anything else.
+        LookupError, TypeError, AttributeError: The pickle is malformed.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -239,7 +244,7 @@ def plain_value(data: bytes) -> object:
 
 
 def _taken(stack: list[Any], at: int) -> list[Any]:
-    """Everything on the stack from there on, popped."""
+    """Pop everything on the stack from index `at`."""
     items = stack[at:]
     del stack[at:]
     return items
@@ -251,7 +256,7 @@ def _is_interface(name: object, several: object) -> bool:
         and isinstance(several, list)
         and all(
             isinstance(one, tuple) and len(one) == 2 and isinstance(one[0], str)
-            # A bool is an int, and no port.
+            # A bool is an int, but not a port.
             and type(one[1]) is int
             for one in several
         )
@@ -259,12 +264,12 @@ def _is_interface(name: object, several: object) -> bool:
 
 
 def say(text: str) -> None:
-    """Show a message at once: other unmarked output of a launcher is shown only if the job fails."""
+    """Show a message at once. Other unmarked output of a launcher is shown only if the job fails."""
     mark = marked_lines(f"hvdtrain: {text}\n".encode(errors="backslashreplace"), 0, 2)
     sys.stderr.buffer.write(mark)
     sys.stderr.buffer.flush()
 
 
 def _log_refusal(peer: str, what: str, reason: str) -> None:
-    """One line, also where a stranger wrote what it quotes."""
+    """Log in one line, even if a stranger wrote what it quotes."""
     say(ascii(f"refused {what[:80]} from {peer}: {reason[:200]}")[1:-1])

@@ -1,4 +1,4 @@
-"""What `hvdtrain.start.run_srun` does: srun, with the environment that horovodrun would give its ranks."""
+"""Implementation of `hvdtrain.start.run_srun`: run srun with the environment that horovodrun gives its ranks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from hvdtrain.start.slurm_task import INTERFACE
 
 LOOPBACK = "127.0.0.1"
 OPEN_MPI = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib"}
-"""What horovodrun gives to mpirun for ranks over Open MPI (`horovod.runner.mpi_run`). Left alone, Open MPI takes UCX
-under srun, in which a rank was seen to die of a segmentation fault."""
+"""What horovodrun passes to mpirun for ranks over Open MPI (`horovod.runner.mpi_run`). By default, Open MPI uses UCX
+under srun, in which a rank was seen to crash with a segmentation fault."""
 
 
 def launch_tasks(arguments: Sequence[str]) -> int:
-    """Launch with the arguments of horovodrun; return srun's exit code.
+    """Launch with the arguments of horovodrun, and return srun's exit code.
 
     Raises:
-        HvdtrainError: the launch cannot begin.
+        HvdtrainError: The launch cannot start.
     """
     asked = forwarded(os.environ)
     if missing := without_value(asked, os.environ):
@@ -50,7 +50,7 @@ def launch_tasks(arguments: Sequence[str]) -> int:
     sys.argv = ["horovodrun", *arguments]
     options = launch.parse_args()
     environment = into_tasks(os.environ, asked)
-    environment.setdefault(HASH_SEED, "0")  # Else each rank starts Python twice, to set it.
+    environment.setdefault(HASH_SEED, "0")  # Otherwise each rank starts Python twice, to set it.
     set_env_from_args(environment, options)
     environment |= interfaces(options)
     if options.use_gloo:
@@ -58,15 +58,15 @@ def launch_tasks(arguments: Sequence[str]) -> int:
         environment |= _start_rendezvous(options)
     else:
         environment = OPEN_MPI | environment
-    if NEWS in os.environ and options.hosts:  # A launcher of somebody else's may name none.
+    if NEWS in os.environ and options.hosts:  # Another launcher may pass no hosts.
         write_all(int(os.environ[NEWS]), json.dumps(awaited_tasks(options)).encode() + b"\n")
     return _run(options.command, environment)
 
 
 def awaited_tasks(options: Namespace) -> dict[str, object]:
-    """News for `hvdtrain run`: the node of each task, and how many seconds after the first one the others may begin."""
+    """Return news for `hvdtrain run`: the node of each task, and the seconds after the first for others to begin."""
     places = get_host_assignments(parse_hosts(options.hosts), options.num_proc)
-    # Each node may have to fetch the image, before anything of it runs.
+    # Each node may have to fetch the container image before anything runs.
     fetches = any(word.startswith("--container-image=") for word in options.command)
     least = STEP_SECONDS if fetches else BEGIN_SECONDS
     begin = max(least, options.start_timeout or 0)
@@ -74,7 +74,7 @@ def awaited_tasks(options: Namespace) -> dict[str, object]:
 
 
 def interfaces(options: Namespace) -> dict[str, str]:
-    """The variables of each library for the network interfaces that the user chose."""
+    """Return the variables with which each library selects the user's network interfaces."""
     if not options.nics:
         return {}
     names = sorted(options.nics)
@@ -85,10 +85,10 @@ def interfaces(options: Namespace) -> dict[str, str]:
 
 
 def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
-    """The address at which the ranks of all nodes reach this machine.
+    """Return the address at which the ranks of all nodes reach this machine.
 
     Raises:
-        EngineError: it cannot be found out.
+        EngineError: The address cannot be determined.
     """
     wanted = own_report().interfaces if options.nics else {}
     for name in sorted(options.nics or ()):
@@ -108,7 +108,7 @@ def rendezvous_address(options: Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _start_rendezvous(options: Namespace) -> dict[str, str]:
-    """Start the server where ranks learn each other's addresses; return the variables that lead them to it."""
+    """Start the rendezvous server, and return the variables that tell the ranks its address."""
     address = rendezvous_address(options, os.environ)
     server = Rendezvous(lambda: address)
     port = server.start()
@@ -117,7 +117,7 @@ def _start_rendezvous(options: Namespace) -> dict[str, str]:
 
 
 def _run(argv: list[str], environment: dict[str, str]) -> int:
-    """Run srun and forward signals to it; return its exit code."""
+    """Run srun, forward signals to it, and return its exit code."""
     process: subprocess.Popen[bytes] | None = None
     early: list[int] = []
     ending: list[int] = []
@@ -125,7 +125,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
     def pass_on(number: int, frame: FrameType | None) -> None:
         if number in ending_signals():
             ending.append(number)
-        # On a first SIGINT srun only asks for a second one.
+        # On a first SIGINT, srun only asks for a second one.
         number = signal.SIGTERM if number == signal.SIGINT else number
         if process is None:
             early.append(number)
@@ -134,7 +134,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
 
     for number in (*ending_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)
-    # Blocked over the start: srun fetches a pending signal once it has its handler, which before would kill it.
+    # Blocked during the start: srun handles a pending signal once it has its handler; earlier, it would be killed.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     process = start(argv, environment, stdin=None, output=None, session=False)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -142,7 +142,7 @@ def _run(argv: list[str], environment: dict[str, str]) -> int:
         process.send_signal(missed)
     code = process.wait()
     if ending:
-        # Else srun's last words would blame the ranks, which it has killed.
+        # Otherwise srun's last message would blame the ranks, which it has killed.
         name = signal.Signals(ending[0]).name
         _say(
             f"hvdtrain.start.run_srun (process {os.getpid()}) was sent {name}, and ended its ranks"

@@ -1,5 +1,5 @@
-"""Supervise a launcher until it ends: forward signals to it, warnings to all ranks, and news of the ranks to whoever
-asks."""
+"""Supervise a launcher until it ends: forward signals to it, warnings to all ranks, and news of the ranks to
+`hvdtrain run`."""
 
 from __future__ import annotations
 
@@ -28,23 +28,28 @@ from hvdtrain.start.parts.rank_watch import LEAVING_SECONDS, LOOK_SECONDS, RankW
 
 TICK_SECONDS = 0.5
 TOGETHER_SECONDS = 0.2
-"""Whoever ends all processes of a launch signals this one soon after the launcher."""
+"""A signal that ends all processes of a launch reaches this one at most this long after the launcher."""
 _BY_KERNEL = 0x80
-"""si_code (siginfo.h) of a signal that no process has sent."""
+"""si_code (siginfo.h) of a signal sent by the kernel, not by a process."""
 
 
 def supervise(run: Callable[[], int], launch_id: str, agents: Agents) -> int:
-    """Call `run` in a forked process, which may exec another program; return its exit code.
+    """Call `run` in a forked process, which may exec another program, and return its exit code.
 
-    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 shows their stacks; the run continues. SIGINT,
-    SIGTERM and SIGHUP (unless it is ignored) end the run on all hosts: ranks whose script has a handler for the
-    signal get it, and HVDTRAIN_GRACE_SECONDS; a second signal ends all at once.
+    SIGUSR1 to this process warns the ranks on all hosts, and SIGUSR2 makes them print their stacks; the run continues.
+    SIGINT, SIGTERM and SIGHUP (unless ignored) end the run on all hosts: ranks whose script has a handler for the
+    signal receive it and get HVDTRAIN_GRACE_SECONDS; a second signal ends everything at once.
+
+    Args:
+        run: Function that runs the launcher and returns its exit code.
+        launch_id: ID of the launch.
+        agents: Agents on the other hosts.
     """
     ending = ending_signals()
     watched = {*ending, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    # The launcher is Horovod's own code, patched for this launch and with what the agents have reported: a program of
-    # its own would have to load and learn all that again.
+    # The launcher is Horovod's own code, patched for this launch and with what the agents have reported. A separate
+    # program would have to load and learn all that again.
     child = os.fork()
     if child == 0:
         _be_the_launcher(run, before - {signal.SIGUSR1, signal.SIGUSR2}, agents)
@@ -105,12 +110,12 @@ class _AllRanks:
         self._agents.order_all(signal=number)
 
     def are_ending(self) -> bool:
-        """Whether a script is still handling the signal of `pass_on`."""
+        """Return whether a script is still handling the signal of `pass_on`."""
         ranks = [self._here.look(), *self._elsewhere.values()]
         return bool(self._unanswered) or any(one.ending for some in ranks for one in some)
 
     def lost_hosts(self) -> list[str]:
-        """What befell the connection to each host that was lost, or its agent."""
+        """Describe how each lost connection to a host, or its agent, ended."""
         return [how_lost(host, *end) for host, end in self._agents.ended().items()]
 
     def end_elsewhere(self) -> None:
@@ -147,7 +152,7 @@ class _AllRanks:
                 self._tell(left=", ".join(names))
 
     def _obey(self) -> None:
-        """End the ranks that `hvdtrain run` says."""
+        """End the ranks that `hvdtrain run` asks to end."""
         with suppress(BlockingIOError):
             for line in self._lines.lines(os.read(self._orders, 65536) if self._orders else b""):
                 match json.loads(line):
@@ -157,11 +162,11 @@ class _AllRanks:
                         self._agents.order(host, end=pid)
 
     def look_again(self) -> None:
-        """Tell the last state of the ranks on this host."""
+        """Report the final state of the ranks on this host."""
         self._tell_of(self._here.look())
 
     def see_off(self) -> None:
-        """Wait a moment for what scripts left behind on any host, and end it: mpirun does not wait for it."""
+        """Wait briefly for processes that scripts left behind on any host, and end them: mpirun does not wait."""
         self._here.end_left_behind()
         self._unanswered = set(self._agents.hosts)
         self._agents.order_all(look=True)
@@ -173,7 +178,7 @@ class _AllRanks:
             self.tick()
 
     def _tell_of(self, statuses: list[RankStatus]) -> None:
-        """One line for each rank: short enough that the pipe takes it whole or not at all."""
+        """Report each rank in a line of its own, short enough for the pipe to take it whole or not at all."""
         for one in statuses:
             self._tell(ranks=as_json([one]))
 
@@ -182,9 +187,9 @@ class _AllRanks:
             if self._pipe is not None:
                 os.write(self._pipe, json.dumps(news).encode() + b"\n")
         except BlockingIOError:
-            pass  # The reader is blocked; the next look reports it again.
+            pass  # The reader is blocked; the next look reports the same again.
         except OSError:
-            self._pipe = None  # Nobody reads it any more.
+            self._pipe = None  # It has no reader any more.
 
 
 @dataclass
@@ -192,8 +197,10 @@ class _End:
     """Ends a run early.
 
     Attributes:
-        child: the launcher's process.
-        code: the exit code if the launcher was asked to end, and did so by itself.
+        child: Process ID of the launcher.
+        ranks: Ranks on all hosts.
+        code: Exit code for a launcher that was asked to end, and did so by itself; 0 if it was not asked.
+        lost: Whether the connection to a host was lost.
     """
 
     child: int
@@ -206,24 +213,24 @@ class _End:
     _signal: signal.Signals = field(default=signal.SIGTERM)
 
     def code_of(self, launcher: int) -> int:
-        """The exit code of the run whose launcher ended with this one."""
+        """Return the exit code of the run, given that of its launcher."""
         killed = launcher > EXIT_SIGNAL_BASE
         return EXIT_FAILURE if self.lost else launcher if killed else self.code or launcher
 
     def tell_what_ended(self, is_mpirun: bool, code: int) -> None:
-        """The launcher, by a signal, unless it was asked to end."""
+        """Report that a signal ended the launcher, unless it was asked to end."""
         if self._ended_at is None:
             what = "mpirun" if is_mpirun else "Horovod's launcher"
             how = how_it_ended(shell_code(code))
             _say(f"{what} (process {self.child}), which starts the ranks and waits for them, {how}")
 
     def ask(self, received: signal.struct_siginfo) -> None:
-        """The signal of the user, or of somebody else; the second one ends all at once."""
+        """Handle a signal from the user or another process. The second one ends everything at once."""
         if self._grace_until is not None:
             self._end()
             return
         number = signal.Signals(received.si_signo)
-        # `hvdtrain run` passes the user's signals on; the terminal's are the kernel's.
+        # `hvdtrain run` forwards the user's signals; those of the terminal come from the kernel.
         if received.si_pid != os.getppid() and received.si_code != _BY_KERNEL:
             name = name_of(received.si_pid) or "has ended"
             _say(
@@ -253,7 +260,7 @@ class _End:
             self._end()
 
     def has_lost_hosts(self) -> bool:
-        """Whether hosts were lost before anything else ended the run; reports them."""
+        """Return whether hosts were lost before anything else ended the run, and report them."""
         if self._grace_until is None and not self.lost and (lost := self.ranks.lost_hosts()):
             self.lost = True
             for one in lost:
@@ -267,7 +274,7 @@ class _End:
             self._send(self._signal)
 
     def is_mpirun(self) -> bool:
-        """Whether the launcher leads a process group: see `start_ranks`."""
+        """Return whether the launcher leads a process group, as mpirun does (see `start_ranks`)."""
         return os.getpgid(self.child) == self.child
 
     def _send(self, number: signal.Signals) -> None:
@@ -275,12 +282,12 @@ class _End:
 
 
 def how_lost(host: str, code: int, words: str) -> str:
-    """Why a host's agent has ended.
+    """Explain why a host's agent has ended.
 
     Args:
-        host: its name.
-        code: the exit code of the ssh that ran the agent; less than 0: a signal ended ssh.
-        words: what ssh or the agent said.
+        host: Name of the host.
+        code: Exit code of the ssh that ran the agent; negative if a signal ended ssh.
+        words: Output of ssh or the agent.
     """
     broke = f"the connection to host {host} was lost"
     last = words.strip().rpartition("\n")[2].strip()
@@ -292,12 +299,12 @@ def how_lost(host: str, code: int, words: str) -> str:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # Nobody may read it any more.
+    with suppress(OSError):  # It may have no reader any more.
         print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _pipe(name: str) -> int | None:
-    """The pipe with this name, if `hvdtrain run` gave one; set to non-blocking."""
+    """Return the descriptor of the pipe with this name, set to non-blocking, or None if `hvdtrain run` passed none."""
     descriptor = os.environ.get(name, "")
     if not descriptor.isdecimal():
         return None
@@ -308,7 +315,7 @@ def _pipe(name: str) -> int | None:
 def _be_the_launcher(
     run: Callable[[], int], mask: set[signal.Signals | int], agents: Agents
 ) -> NoReturn:
-    """In the forked process: call `run` and exit. Signals that are for the ranks must not kill its programs."""
+    """In the forked process, call `run` and exit. Signals meant for the ranks must not kill its programs."""
     code = EXIT_FAILURE
     try:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
@@ -327,7 +334,7 @@ def _be_the_launcher(
     except BaseException:
         traceback.print_exc()
     finally:
-        atexit._run_exitfuncs()  # Those of multiprocessing; the caller's frames are not for here.
+        atexit._run_exitfuncs()  # For multiprocessing; sys.exit would unwind into the caller's frames.
         sys.stdout.flush()
         sys.stderr.flush()
         if code < 0:
