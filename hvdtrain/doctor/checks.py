@@ -1,5 +1,5 @@
-"""How checks run (groups in parallel, the checks of a group in turn, each with a time limit), and their
-results as lines for a person or as JSON for a program."""
+"""Run checks (groups in parallel, the checks of a group in sequence, each with a time limit), and format their
+results for a person or as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.launch.running.timed_command import Ran
 Status = Literal["ok", "warn", "fail", "skip"]
 SCHEMA = 1
 _SPARE_SECONDS = 2 * COMMAND_SECONDS + 3
-"""A check ends its own commands, two at most, when their time is over, and says more than we can here: let it."""
+"""Extra time for a check to end its own commands, two at most, as it can then report more than a timeout here."""
 _NAME_WIDTH = 22
 _LONGEST = 500
 _WORDS: dict[Status, tuple[str, str]] = {
@@ -38,10 +38,11 @@ class Result:
     """One result of the doctor.
 
     Attributes:
-        name: what was checked.
-        status: ok; warn: training works, but worse than it could; fail: it does not work; skip: does not apply here.
-        seen: what is the case.
-        fix: a command or a sentence; every warn and fail has one, and a skip may.
+        name: Name of what was checked.
+        status: "ok"; "warn": training works, but not as well as it could; "fail": training does not work; "skip": the
+            check does not apply here.
+        seen: What was found.
+        fix: Command or sentence; set for every "warn" and "fail", and optional for "skip".
     """
 
     name: str
@@ -54,27 +55,27 @@ class Result:
 
 
 def ok(name: str, seen: str) -> Result:
-    """It works."""
+    """Return a result for something that works."""
     return Result(name, "ok", seen)
 
 
 def warn(name: str, seen: str, fix: str) -> Result:
-    """It works, but not well."""
+    """Return a result for something that works, but not well."""
     return Result(name, "warn", seen, fix)
 
 
 def fail(name: str, seen: str, fix: str) -> Result:
-    """It does not work."""
+    """Return a result for something that does not work."""
     return Result(name, "fail", seen, fix)
 
 
 def skip(name: str, seen: str, fix: str = "") -> Result:
-    """It is not needed, or not here."""
+    """Return a result for something that is not needed, or not available here."""
     return Result(name, "skip", seen, fix)
 
 
 def took_too_long(name: str, limit: float, fix: str = "") -> Result:
-    """The result of a check that did not end in time."""
+    """Return the result of a check that exceeded its time limit of `limit` seconds."""
     return fail(
         name,
         f"took longer than {limit:g} s",
@@ -85,7 +86,7 @@ def took_too_long(name: str, limit: float, fix: str = "") -> Result:
 
 
 def marked_answer(said: Ran, marker: str) -> dict[str, Any] | None:
-    """The JSON object behind `marker`, among the chatter of libraries and shells; None without one."""
+    """Return the JSON object in the last line that starts with `marker`, or None. Other output is ignored."""
     for line in reversed(said.stdout.splitlines()):
         if line.startswith(marker):
             with contextlib.suppress(ValueError):
@@ -95,7 +96,7 @@ def marked_answer(said: Ran, marker: str) -> dict[str, Any] | None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names in a folder; none if it does not exist or cannot be read."""
+    """Return the names in a folder, or none if it does not exist or cannot be read."""
     try:
         return sorted(path.name for path in folder.iterdir())
     except OSError:
@@ -107,11 +108,11 @@ class Options:
     """What the user asks the doctor to check.
 
     Attributes:
-        environ: the environment that a launch would have.
-        limit: seconds that one check may take.
-        hosts: names of other hosts; empty: this machine only.
-        interfaces: network interfaces to use between the hosts; empty: any.
-        ssh_port, ssh_identity_file: how to reach them; None leaves it to ssh and its configuration.
+        environ: Environment that a launch would have.
+        limit: Time limit of one check, in seconds.
+        hosts: Names of other hosts. If empty, only this machine is checked.
+        interfaces: Network interfaces to use between the hosts. If empty, any.
+        ssh_port, ssh_identity_file: Settings for ssh. None leaves them to its configuration.
     """
 
     environ: Mapping[str, str]
@@ -123,7 +124,7 @@ class Options:
 
     @property
     def quick(self) -> float:
-        """Time limit, in seconds, of commands that respond at once on a healthy machine; at most `limit`."""
+        """Time limit in seconds for commands that respond at once on a healthy machine; at most `limit`."""
         return min(10.0, self.limit)
 
 
@@ -132,9 +133,10 @@ class Check:
     """One check.
 
     Attributes:
-        group, name: where and as what it is shown; checks of one group run one after the other.
-        look: makes the results; may block.
-        limit: seconds that it may take.
+        group: Heading under which it is shown. Checks of one group run in sequence.
+        name: Name under which it is shown.
+        look: Function that returns the results; may block.
+        limit: Time limit in seconds.
     """
 
     group: str
@@ -146,7 +148,7 @@ class Check:
 def run_checks(
     checks: Sequence[Check],
 ) -> Iterator[tuple[Check, Future[Sequence[Result]]]]:
-    """Start `checks`; yield each with the future of its results, in order."""
+    """Start `checks`, and yield each with the future of its results, in order."""
     stopped = threading.Event()
     started: list[tuple[Check, Future[Sequence[Result]]]] = [(check, Future()) for check in checks]
 
@@ -160,18 +162,18 @@ def run_checks(
     try:
         yield from started
     finally:
-        stopped.set()  # Nobody listens any more, after Ctrl-C for example: start no more checks.
+        stopped.set()  # The results have no reader any more, for example after Ctrl-C: start no more checks.
 
 
 def _within_limit(check: Check) -> Sequence[Result]:
-    """The check's results. A thread that hangs (in a name service, say) cannot be ended: it is left behind."""
+    """Return the check's results. A thread that hangs (in a name service, say) cannot be ended, and is left behind."""
     answer: queue.SimpleQueue[Sequence[Result] | Exception] = queue.SimpleQueue()
 
     def look() -> None:
         try:
             answer.put(check.look())
         except Exception as error:
-            # An error of the check itself is reported as a failure, instead of being lost in a thread.
+            # An error in the check itself is reported as a failure, instead of being lost in a thread.
             answer.put(error)
 
     threading.Thread(target=look, daemon=True).start()
@@ -186,7 +188,7 @@ def _within_limit(check: Check) -> Sequence[Result]:
 
 
 def lines_of(result: Result) -> list[str]:
-    """The lines of a result: what was seen, and the fix if there is one."""
+    """Format a result: a line with what was found, and one with the fix if there is one."""
     word, colour = _WORDS[result.status]
     mark = click.style(f"{word:<4}", fg=colour, bold=result.status == "fail")
     lines = [f"  {mark}  {result.name:<{_NAME_WIDTH}}  {_in_a_line(result.seen)}"]
@@ -196,13 +198,13 @@ def lines_of(result: Result) -> list[str]:
 
 
 def _in_a_line(text: str) -> str:
-    """What a program, a host or a variable says, without what would move in the terminal or fill it."""
+    """Shorten text from elsewhere, and replace characters that would affect the terminal."""
     kept = "".join(character if character.isprintable() else "?" for character in text[:_LONGEST])
     return kept + "..." * (len(text) > _LONGEST)
 
 
 def summary(results: Sequence[Result], seconds: float) -> str:
-    """`2 failures, 1 warning in 21 s`, or that everything passed."""
+    """Format the number of failures and warnings and the duration in seconds, or that everything passed."""
     failed, warned = count(results, "fail"), count(results, "warn")
     parts = [
         f"{number} {word}{'s' * (number != 1)}"
@@ -215,15 +217,15 @@ def summary(results: Sequence[Result], seconds: float) -> str:
 
 
 def count(results: Sequence[Result], status: Status) -> int:
-    """How many results have a status."""
+    """Return the number of results with a status."""
     return sum(result.status == status for result in results)
 
 
 def as_json(grouped: Sequence[tuple[str, Result]], versions: dict[str, str], seconds: float) -> str:
-    """One object: schema, ok, failures, warnings, seconds, hvdtrain, findings.
+    """Format the results as a JSON object: schema, ok, failures, warnings, seconds, the `versions`, findings.
 
     `findings` is a list of objects with group, name, status (ok, warn, fail, skip), seen and fix ('' if none is
-    needed), in the order in which they are shown to a person. `schema` changes when a field changes or goes.
+    needed), in the order in which they are shown to a person. `schema` is raised when a field changes or is removed.
     """
     results = [result for _, result in grouped]
     answer = {

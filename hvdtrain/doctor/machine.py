@@ -1,4 +1,4 @@
-"""This machine: shared memory, folders that a run writes to, limits of processes, cores and threads, its own name."""
+"""Check this machine: shared memory, folders that a run writes to, process limits, cores and threads, its own name."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from hvdtrain.worker.secret_files import deliver, withdraw
 GROUP = "Machine"
 MEGABYTE = 2**20
 LEAST_FREE = 32 * MEGABYTE
-"""Open MPI keeps a few MB for each rank in shared memory, NCCL some 10 MB for each pair of GPUs."""
+"""Minimum free bytes. Open MPI uses a few MB per rank in shared memory, and NCCL some 10 MB per pair of GPUs."""
 SMALL = 512 * MEGABYTE
-"""Docker gives 64 MB, which does for two ranks on CPUs, not for NCCL on many GPUs."""
+"""Size in bytes below which to warn. Docker's default of 64 MB suffices for two ranks on CPUs, but not for NCCL on
+many GPUs."""
 _SHM = Path("/dev/shm")
 _INFINIBAND = Path("/sys/class/infiniband")
 _SHM_FIX = (
@@ -38,7 +39,7 @@ OWN_NAME = "own name"
 
 
 def checks(options: Options) -> list[Check]:
-    """The checks of this machine."""
+    """Return the checks of this machine."""
     environ = options.environ
 
     def look_at_name() -> list[Result]:
@@ -63,7 +64,7 @@ def checks(options: Options) -> list[Check]:
 
 
 def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result]) -> Result:
-    """Size of, and room in, the folder through which the ranks of a host exchange data."""
+    """Check the size and free space of the folder through which the ranks of a host exchange data."""
     name = "shared memory"
     try:
         found = statvfs(folder)
@@ -82,7 +83,7 @@ def check_shared_memory(folder: Path, statvfs: Callable[[Path], statvfs_result])
 
 
 def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
-    """The folders to which every run writes: logs, temporary files, and secret variables for its ranks."""
+    """Check the folders to which every run writes: logs, temporary files, and secret variables for its ranks."""
     return [
         check_log_folder(environ),
         check_temporary_folder(environ),
@@ -91,7 +92,7 @@ def check_folders(environ: Mapping[str, str]) -> Sequence[Result]:
 
 
 def check_log_folder(environ: Mapping[str, str]) -> Result:
-    """The folder that the user specified, or the one that a run creates in the working folder."""
+    """Check the folder that the user specified, or the one that a run creates in the working folder."""
     name = "log folder"
     named = environ.get(LOG_DIR)
     folder = Path(named or ".hvdtrain/logs")
@@ -107,7 +108,7 @@ def check_log_folder(environ: Mapping[str, str]) -> Result:
 
 
 def check_temporary_folder(environ: Mapping[str, str]) -> Result:
-    """The folder of TMPDIR: ranks over MPI do not start if it cannot be written. Python silently uses another one."""
+    """Check the folder of TMPDIR. If it is not writable, ranks do not start with MPI; Python silently uses another."""
     name = "temporary folder"
     variable = next((key for key in ("TMPDIR", "TEMP", "TMP") if environ.get(key)), None)
     folder = Path(environ[variable] if variable else "/tmp")
@@ -119,7 +120,7 @@ def check_temporary_folder(environ: Mapping[str, str]) -> Result:
 
 
 def check_private_folder() -> Result:
-    """The private folder of this user, created and used as a launch with secret variables does."""
+    """Check the private folder of this user by using it as a launch with secret variables does."""
     name = "private folder"
     launch_id = f"doctor-{uuid.uuid4().hex}"
     try:
@@ -131,9 +132,9 @@ def check_private_folder() -> Result:
 
 
 def write_error(folder: Path) -> str:
-    """Why a file cannot be written in the folder, or in the one where it would be made; empty if it can.
+    """Return why a file cannot be written in the folder, or where it would be created. Empty if it can.
 
-    Permissions alone do not show it: there are quotas, and root may not write to network file systems.
+    Permissions alone do not tell: there are quotas, and root may not be able to write to network file systems.
     """
     why = ""
     for place in (folder, *folder.parents):
@@ -153,11 +154,17 @@ def write_error(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of `ulimit`: below `least` it does not work, below `good` not for large jobs.
+    """A limit of `ulimit`.
 
     Attributes:
-        docker: its name for docker run --ulimit.
-        unit, suffix: of the number as `ulimit` takes it.
+        name: What it limits.
+        kind: Constant of the module `resource`.
+        option: Option of `ulimit`.
+        docker: Name for docker run --ulimit.
+        least: Value below which training does not work.
+        good: Value below which large jobs do not work.
+        unit: Number of bytes or items in the unit that `ulimit` uses.
+        suffix: Name of that unit.
     """
 
     name: str
@@ -171,16 +178,16 @@ class Limit:
 
 
 LIMITS = (
-    # Each rank holds a socket or two for each other one, and TensorFlow a file for each reader.
+    # Each rank opens one or two sockets per other rank, and TensorFlow a file per reader.
     Limit("open files", resource.RLIMIT_NOFILE, "-n", "nofile", 256, 1024, 1, ""),
-    # A rank has some 20 threads, and as many as it has cores for each of three pools.
+    # A rank has some 20 threads, plus as many as its cores in each of three pools.
     Limit("processes", resource.RLIMIT_NPROC, "-u", "nproc", 256, 2048, 1, ""),
     Limit("stack", resource.RLIMIT_STACK, "-s", "stack", MEGABYTE, 4 * MEGABYTE, 1024, " kB"),
 )
 
 
 def check_limits(getrlimit: Callable[[int], tuple[int, int]], infiniband: Path) -> Sequence[Result]:
-    """ulimit of files, processes, stack, and of locked memory where there is InfiniBand (a folder of /sys)."""
+    """Check the limits on files, processes and stack, and on locked memory if /sys (`infiniband`) lists adapters."""
     results = [_check_limit(limit, *getrlimit(limit.kind)) for limit in LIMITS]
     return [*results, _check_locked_memory(getrlimit(resource.RLIMIT_MEMLOCK)[0], infiniband)]
 
@@ -202,7 +209,7 @@ def _check_limit(limit: Limit, soft: int, hard: int) -> Result:
 
 
 def _check_locked_memory(soft: int, infiniband: Path) -> Result:
-    """RDMA pins its buffers; without such a network nothing is pinned."""
+    """Check the limit on locked memory, which matters only to RDMA networks, as they pin their buffers."""
     name = "ulimit -l"
     if soft == resource.RLIM_INFINITY:
         return ok(name, "locked memory: unlimited")
@@ -222,19 +229,20 @@ def _check_locked_memory(soft: int, infiniband: Path) -> Result:
 def check_threads(
     environ: Mapping[str, str], affinity: int, quota: float | None
 ) -> Sequence[Result]:
-    """Cores and thread settings. `hvdtrain run` shares a host's cores between its ranks; it keeps what the user set.
+    """Check cores and thread settings. `hvdtrain run` shares a host's cores among its ranks, but keeps user settings.
 
     Args:
-        affinity: cores in this process's mask.
-        quota: cores' worth of time that its control group grants; None without a limit.
+        environ: Environment of a launch.
+        affinity: Number of cores in this process's affinity mask.
+        quota: CPU quota of its control group in cores. None without a limit.
     """
     return [check_cores(environ, affinity, quota), check_thread_settings(environ, affinity)]
 
 
 def check_cores(environ: Mapping[str, str], affinity: int, quota: float | None) -> Result:
-    """Whether the cores in the mask are also granted by the container."""
+    """Check that the CPU quota covers the cores in the affinity mask."""
     name = "cores"
-    # Half a core more is a rounding of the container's administrator.
+    # A difference of half a core counts as rounding by the container's administrator.
     if quota is None or quota + 0.5 >= affinity:
         return ok(name, f"{affinity}")
     seen = f"{affinity} in the affinity mask, but the CPU quota of the container is {quota:g}"
@@ -246,7 +254,7 @@ def check_cores(environ: Mapping[str, str], affinity: int, quota: float | None) 
 
 
 def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
-    """Whether variables set more threads than there are cores."""
+    """Check that the environment does not set more threads than there are cores."""
     name = "thread settings"
     given = {setting: environ[setting] for setting in THREAD_SETTINGS if setting in environ}
     if not given:
@@ -257,16 +265,16 @@ def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
     if wrong:
         bad = ", ".join(f"{setting}={given[setting]}" for setting in wrong)
         return fail(name, f"not a number: {bad}", f"unset {' '.join(wrong)}")
-    # 0 lets TensorFlow take all cores, in each rank.
+    # With 0, TensorFlow uses all cores in each rank.
     if any((number or 0) > cores for number in threads.values()):
         return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
     return ok(name, seen)
 
 
 def _threads(setting: str, value: str) -> int | None:
-    """The number of threads that a setting asks for; None if it is not one.
+    """Parse the number of threads of a setting. None if it is invalid.
 
-    OpenMP takes a list, `2,1`: a number for each level of nesting, of which a rank's own is the first.
+    OpenMP accepts a list, `2,1`, with a number per nesting level, of which the first is a rank's own.
     """
     pattern = r"\s*(\d+)\s*(,\s*\d+\s*)*" if setting == "OMP_NUM_THREADS" else r"(\d+)"
     found = re.fullmatch(pattern, value, re.ASCII)
@@ -277,7 +285,7 @@ def _threads(setting: str, value: str) -> int | None:
 
 
 def runs_over_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether a launch here can use MPI, which it prefers."""
+    """Return whether a launch here can use MPI, which is preferred."""
     try:
         built = installed_controllers()
     except HvdtrainError:
@@ -286,12 +294,12 @@ def runs_over_mpi(environ: Mapping[str, str]) -> bool:
 
 
 def check_own_name(name: str, resolve: Callable[[str], object], over_mpi: bool) -> Result:
-    """Whether this machine's name has an address. Without one, ranks crash over Gloo but run over MPI.
+    """Check that this machine's name has an address. Without one, ranks crash over Gloo but run over MPI.
 
     Args:
-        name: this machine's host name.
-        resolve: raises OSError for a name that has no address.
-        over_mpi: whether MPI can be used here.
+        name: Host name of this machine.
+        resolve: Function that raises OSError for a name without an address.
+        over_mpi: Whether MPI can be used here.
     """
     try:
         resolve(name)

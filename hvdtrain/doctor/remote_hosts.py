@@ -1,4 +1,4 @@
-"""Checks of each other host: its name, ssh, versions, the network to it, its clock."""
+"""Check each of the other hosts: its name, ssh, versions, the network to it, its clock."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hvdtrain.launch.ssh import where as reach
 from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh, is_unknown_key
 
 CLOCK_SECONDS = 5.0
-"""Further apart, the times in logs and files mislead, and services that sign with the time (munge, Kerberos) refuse."""
+"""Maximum clock difference. Beyond it, times in logs mislead, and services with signed times (munge, Kerberos) fail."""
 
 NO_COMMAND = (126, 127)
-"""What a shell exits with if it cannot run the command."""
+"""Exit codes of a shell that cannot run the command."""
 
 _FORGET = ("-o", "UserKnownHostsFile=/dev/null")
 
 
 def checks(options: Options) -> list[Check]:
-    """One check per host, with one or two ssh connections."""
+    """Return one check per host, which makes one or two ssh connections."""
     limit = 2 * options.quick
 
     def check(host: str) -> Check:
@@ -41,12 +41,12 @@ def checks(options: Options) -> list[Check]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name means this machine; its own name may have no address."""
+    """Return whether a name refers to this machine, whose own name may have no address."""
     return host in ("localhost", socket.gethostname()) or is_this_machine(host)
 
 
 def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
-    """All results of one host, up to the first failure: later checks depend on earlier ones."""
+    """Return all results of one host, up to the first failure, as later checks depend on earlier ones."""
     name = check_name(host, socket.gethostbyname)
     if name.status == "fail":
         return [name]
@@ -86,14 +86,18 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
 def ask(
     host: str, question: str, options: Options, limit: float, more: Sequence[str] = ()
 ) -> Ran | None:
-    """Run host_probe there. ssh gives up earlier than we do, and says why.
+    """Run host_probe on the host. ssh times out earlier than this call, and reports the reason.
 
     Args:
-        more: options for ssh.
+        host: Name of the host.
+        question: Request for host_probe, as JSON.
+        options: Options of the doctor.
+        limit: Time limit in seconds.
+        more: Additional options for ssh.
     """
     argv = ["ssh", *BATCH, "-o", f"ConnectTimeout={max(1, round(limit / 2))}"]
     where = reach(options.ssh_port, options.ssh_identity_file)
-    # By a variable, not by -P: an old Python is to say that it is old.
+    # A variable instead of -P, so that an old Python runs and can report its version.
     settings = [f"{name}={value}" for name, value in path_variables(options.environ).items()]
     settings += ["PYTHONSAFEPATH=1"]
     return run(
@@ -105,7 +109,7 @@ def ask(
 
 
 def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Result:
-    """Whether ssh could log in; a remote command that failed is not a failure of ssh."""
+    """Check that ssh could log in. A failed remote command is not a failure of ssh."""
     if said is None:
         return fail("ssh", "no ssh in PATH", "install openssh-client")
     if said.returncode is None:
@@ -118,9 +122,9 @@ def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Re
 
 
 def accepts_unseen(host: str, options: Options, said: Ran | None) -> tuple[str, ...]:
-    """What a launch gives ssh to accept a key that ssh has refused because it was never seen.
+    """Return the ssh options with which a launch accepts an unknown host key, if ssh refused the host for that reason.
 
-    Nothing if ssh has refused nothing of the kind, or if the user's configuration of ssh refuses such keys.
+    Empty otherwise, or if the user's ssh configuration refuses such keys.
     """
     if said is None or said.returncode != SSH_FAILED or not is_unknown_key(said.stderr):
         return ()
@@ -128,24 +132,24 @@ def accepts_unseen(host: str, options: Options, said: Ran | None) -> tuple[str, 
 
 
 def unknown_key(host: str, options: Options) -> Result:
-    """A warning: a launch would accept and remember the key, which could be an attacker's."""
+    """Return a warning: a launch would accept and remember the key, which could be an attacker's."""
     port = f" -p {options.ssh_port}" if options.ssh_port is not None else ""
     fix = f"compare it, and log in once by hand: ssh{port} {host}"
     return warn("ssh", "its host key is unknown here, and a launch would accept it unchecked", fix)
 
 
 def check_name(host: str, resolve: Callable[[str], str]) -> Result:
-    """Whether the name has an address."""
+    """Check that the name has an address."""
     try:
         address = resolve(host)
-    except (OSError, UnicodeError):  # Of labels that are empty or too long.
+    except (OSError, UnicodeError):  # UnicodeError for empty or too long labels.
         fix = "correct it, add it to DNS or /etc/hosts, or use its address"
         return fail("name", f"the name {host} cannot be resolved here", fix)
     return ok("name", address if address != host else "an address")
 
 
 def answer_of(said: Ran) -> dict[str, Any] | Result:
-    """What host_probe printed there; a failure if Python did not run it."""
+    """Return the output of host_probe, or a failure if the host's Python did not run it."""
     answer = marked_answer(said, host_probe.MARKER)
     if answer is not None:
         return answer
@@ -157,7 +161,7 @@ def answer_of(said: Ran) -> dict[str, Any] | Result:
 
 
 def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
-    """TensorFlow, Keras, Horovod and hvdtrain must have the same versions, and Python the same minor version."""
+    """Check for the same versions of TensorFlow, Keras, Horovod and hvdtrain, and the same minor version of Python."""
     theirs = {"Python": answer["python"], **answer["versions"]}
     ours = {"Python": own["python"], **own["versions"]}
     other = [
@@ -177,7 +181,7 @@ def check_versions(answer: Mapping[str, Any], own: Mapping[str, Any]) -> Result:
 
 
 def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
-    """Whether the current folder is on the host as well."""
+    """Check that the current folder also exists on the host."""
     if answer["folder"]:
         return ok("folder", f"{folder} exists there")
     fix = "start from a folder that all hosts share, or copy the script and its data there"
@@ -189,7 +193,7 @@ def check_folder(answer: Mapping[str, Any], folder: str) -> Result:
 
 
 def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
-    """Name -> address of the interfaces to try: the named ones, else all but the loopback."""
+    """Return the addresses of the interfaces to try: the named ones, else all except loopback."""
     return {
         name: address
         for name, address in found.items()
@@ -200,7 +204,7 @@ def wanted_interfaces(found: Mapping[str, str], named: Sequence[str]) -> dict[st
 def check_network(
     answer: Mapping[str, Any], found: Mapping[str, str], named: Sequence[str]
 ) -> Result:
-    """One of the named interfaces is on each side, and the host can connect to this machine, as its ranks will."""
+    """Check that both sides have a requested interface, and that the host can connect to this machine, like ranks."""
     missing = _missing(named, found, "this machine") or _missing(
         named, answer["interfaces"], answer["host"]
     )
@@ -226,7 +230,7 @@ def check_network(
 
 
 def check_clock(theirs: float, started: float, finished: float) -> Result:
-    """Their clock was read between `started` and `finished` of ours."""
+    """Check that the host's clock, read between `started` and `finished` of ours, agrees with it."""
     apart = max(started - theirs, theirs - finished, 0.0)
     if apart <= CLOCK_SECONDS:
         return ok("clock", f"within {finished - started + apart:.1f} s of this machine's")
@@ -237,7 +241,7 @@ def check_clock(theirs: float, started: float, finished: float) -> Result:
 
 @contextmanager
 def listening(addresses: Sequence[str]) -> Iterator[list[tuple[str, int]]]:
-    """Listen on each address, on a free port; the kernel accepts connections by itself."""
+    """Listen on a free port of each address. The kernel accepts connections by itself."""
     sockets = []
     try:
         for address in addresses:

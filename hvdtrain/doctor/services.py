@@ -1,4 +1,4 @@
-"""Slurm, Docker and Podman, if installed: whether they respond to this user."""
+"""Check Slurm, Docker and Podman, if installed: whether they respond to this user."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTITIONS = "Slurm"
 PLUGINS = "srun --mpi"
 GPU_RUNTIME = "GPUs in containers"
 _PLUGIN = re.compile(r"\b(none|pmi2|pmix(?:_v\d+)?|cray_shasta|openmpi)\b")
-# The second: what slurmd fetched from slurmctld, where the file itself is not on the machine.
+# The second is slurmd's copy from slurmctld, on machines without the file itself.
 _SLURM_FILES = (
     Path("/etc/slurm/slurm.conf"),
     Path("/run/slurm/conf/slurm.conf"),
@@ -42,7 +42,7 @@ _SLURM_FILES = (
 
 
 def checks(options: Options) -> list[Check]:
-    """The checks of Slurm and of container engines."""
+    """Return the checks of Slurm and container engines."""
     environ, limit = options.environ, options.quick
     return [
         Check("Slurm", "Slurm", lambda: check_slurm(environ, limit, _SLURM_FILES), limit),
@@ -61,10 +61,12 @@ def checks(options: Options) -> list[Check]:
 def check_slurm(
     environ: Mapping[str, str], limit: float, configurations: Sequence[Path]
 ) -> Sequence[Result]:
-    """What sinfo and `srun --mpi=list` report; one skipped result if Slurm is not installed.
+    """Check `sinfo` and `srun --mpi=list`. Returns one skipped result if Slurm is not installed.
 
     Args:
-        configurations: files of which one is there on every machine of a cluster that does not set SLURM_CONF.
+        environ: Environment of a launch.
+        limit: Time limit in seconds.
+        configurations: Files of which one exists on every machine of a cluster that does not set SLURM_CONF.
     """
     path = environ.get("PATH")
     if not shutil.which("sinfo", path=path) and not shutil.which("srun", path=path):
@@ -79,7 +81,7 @@ def check_slurm(
 
 
 def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float) -> Result:
-    """Whether Slurm answers, and which partitions have nodes."""
+    """Check that Slurm responds, and report which partitions have nodes."""
     if sinfo is None:
         return fail(PARTITIONS, "srun is in PATH but sinfo is not", "install slurm-client")
     if sinfo.returncode is None:
@@ -90,7 +92,7 @@ def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float
     down: dict[str, int] = {}
     for row in re.findall(r"^(.+)\|(\d+)\|(\S+)$", sinfo.stdout, re.MULTILINE):
         name, number, state = row[0].rstrip("*"), int(row[1]), row[2]
-        # A star: the node does not answer.
+        # A star means that the node does not respond.
         is_down = state.startswith(("down", "drain", "fail")) or state.endswith("*")
         nodes[name] = nodes.get(name, 0) + number
         down[name] = down.get(name, 0) + (number if is_down else 0)
@@ -108,7 +110,7 @@ def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float
 
 
 def check_plugins(srun: Ran | None, limit: float) -> Result:
-    """PMIx starts MPI ranks by srun itself; without it srun starts them over Gloo, or ssh is needed."""
+    """Report srun's MPI plugins. With PMIx, srun can start MPI ranks; without it, use Gloo, or ssh."""
     if srun is None:
         return fail(PLUGINS, "sinfo is in PATH but srun is not", "install slurm-client")
     if srun.returncode is None:
@@ -137,12 +139,14 @@ def _slurm_fix(text: str) -> str:
 def check_containers(
     environ: Mapping[str, str], limit: float, cdi_folders: Sequence[Path]
 ) -> Sequence[Result]:
-    """One line for each of docker and podman that is installed, and one for the GPUs in those that work.
+    """Check docker and podman if installed, and whether those that work can use GPUs.
 
-    None is a failure: only `hvdtrain docker` needs them, and clients without their engine are common.
+    Problems are not failures: only `hvdtrain docker` needs these, and clients without their engine are common.
 
     Args:
-        cdi_folders: where descriptions of devices for containers lie.
+        environ: Environment of a launch.
+        limit: Time limit in seconds.
+        cdi_folders: Folders with CDI specifications of devices.
     """
     path = environ.get("PATH")
     installed = [name for name in get_args(EngineName) if shutil.which(name, path=path)]

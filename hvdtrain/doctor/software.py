@@ -1,7 +1,7 @@
-"""The installed Python, TensorFlow, Keras and Horovod, compared with the versions that hvdtrain is tested with.
+"""Compare the installed Python, TensorFlow, Keras and Horovod with the versions that hvdtrain is tested with.
 
-Read from the packages' metadata, so that a broken package is reported rather than imported. The tested versions stand
-in setup.cfg (python_requires, the extras), nowhere else: what pip recorded of it is read here.
+They are read from the packages' metadata, so that a broken package is reported rather than imported. The tested
+versions are defined only in setup.cfg (python_requires, the extras), and read here from what pip recorded of it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REBUILD = "hvdtrain install-horovod"
 
 
 def checks(options: Options) -> list[Check]:
-    """The versions, and Keras's backend."""
+    """Return the checks of versions and of Keras's backend."""
     return [
         Check(GROUP, "versions", check_versions, options.quick),
         Check(GROUP, BACKEND, lambda: [check_backend(options.environ)], options.quick),
@@ -41,9 +41,9 @@ def checks(options: Options) -> list[Check]:
 
 @dataclass(frozen=True)
 class Range:
-    """Versions such as `>=3.15,<3.16` or `==2.21.0`, as setup.cfg writes them.
+    """A range of versions such as `>=3.15,<3.16` or `==2.21.0`, as in setup.cfg.
 
-    What follows a version's numbers (rc1, +local) does not count.
+    Suffixes of a version (rc1, +local) are ignored.
     """
 
     text: str
@@ -59,15 +59,15 @@ class Range:
 
 
 def tested_python() -> Range:
-    """The Python versions that hvdtrain was built and run on."""
+    """Return the Python versions that hvdtrain supports."""
     try:
         return _range(importlib.metadata.metadata("hvdtrain")["Requires-Python"] or "")
     except importlib.metadata.PackageNotFoundError:
-        return Range("")  # Sources that nobody installed: nothing is recorded, nothing is refused.
+        return Range("")  # Sources that are not installed have no record: accept any version.
 
 
 def tested_range(distribution: str) -> Range:
-    """The versions of a distribution that one of hvdtrain's extras requires; any version if none does."""
+    """Return the versions of a distribution that hvdtrain's extras require; any version if none does."""
     try:
         requirements = importlib.metadata.requires("hvdtrain") or ()
     except importlib.metadata.PackageNotFoundError:
@@ -79,12 +79,12 @@ def tested_range(distribution: str) -> Range:
 
 
 def _range(text: str) -> Range:
-    """The range of pip's record, which sorts bounds in its own way; a reader expects the lower one first."""
+    """Convert the range in pip's record, with the lower bound first, as a reader expects."""
     return Range(",".join(sorted(text.split(","), key=lambda bound: bound.startswith("<"))))
 
 
 def check_versions() -> Sequence[Result]:
-    """Python, TensorFlow, Keras, Horovod."""
+    """Check Python, TensorFlow, Keras and Horovod."""
     tensorflow = find_tensorflow(gpu=False)
     return [
         check_python(platform.python_version()),
@@ -95,7 +95,7 @@ def check_versions() -> Sequence[Result]:
 
 
 def check_python(version: str) -> Result:
-    """Whether Horovod was built and run on this Python."""
+    """Check that hvdtrain supports this Python version."""
     tested = tested_python()
     seen = f"{version} ({sys.executable})"
     if version in tested:
@@ -105,7 +105,7 @@ def check_python(version: str) -> Result:
 
 
 def check_tensorflow(found: TensorFlow | Missing) -> Result:
-    """Another minor version is a failure: Horovod is compiled against TensorFlow's internals, which change."""
+    """Check TensorFlow. Another minor version fails: Horovod is compiled against internals, which change."""
     if isinstance(found, Missing):
         seen, _, fix = found.partition(": ")
         return fail("TensorFlow", seen, fix)
@@ -118,7 +118,7 @@ def check_tensorflow(found: TensorFlow | Missing) -> Result:
 
 
 def check_keras(version: str | None) -> Result:
-    """hvdtrain.keras uses Keras's internals, so an untested minor release may be silently wrong."""
+    """Check Keras. An untested minor version fails: hvdtrain.keras uses internals, and might be silently wrong."""
     tested = tested_range("keras")
     fix = f"pip install 'keras{tested.text}'"
     if version is None:
@@ -129,7 +129,13 @@ def check_keras(version: str | None) -> Result:
 
 
 def check_horovod(version: str | None, key: str | None, tensorflow: TensorFlow | Missing) -> Result:
-    """Horovod's version, and the TensorFlow that it was built for (`key`: see install.build.installed_key)."""
+    """Check Horovod's version, and the TensorFlow for which it was built.
+
+    Args:
+        version: Installed version of Horovod, or None.
+        key: Key of its recipe (see `install.build.installed_key`), or None.
+        tensorflow: Installed TensorFlow.
+    """
     if version is None:
         return fail("Horovod", "not installed", _REBUILD)
     if version != HOROVOD_VERSION:
@@ -144,7 +150,7 @@ def check_horovod(version: str | None, key: str | None, tensorflow: TensorFlow |
 
 
 def check_backend(environ: Mapping[str, str]) -> Result:
-    """Keras must be set to TensorFlow: by KERAS_BACKEND, else by a file in the home folder."""
+    """Check that Keras is set to TensorFlow, by KERAS_BACKEND or else by a file in the home folder."""
     if environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         seen = "TF_USE_LEGACY_KERAS makes tf.keras Keras 2"
         fix = (
@@ -160,7 +166,7 @@ def check_backend(environ: Mapping[str, str]) -> Result:
     try:
         settings = json.loads(file.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
-        settings = {}  # Keras takes its defaults, also for a file that is no JSON.
+        settings = {}  # Keras uses its defaults, even if the file is not JSON.
     except OSError as error:
         return fail(BACKEND, f"{file}: {error.strerror}", "make it readable: Keras reads it")
     if not isinstance(settings, dict):
@@ -173,7 +179,7 @@ def check_backend(environ: Mapping[str, str]) -> Result:
 
 
 def _keras_folder(environ: Mapping[str, str]) -> Path:
-    """As Keras finds it."""
+    """Return Keras's folder, found as Keras does."""
     if "KERAS_HOME" in environ:
         return Path(environ["KERAS_HOME"])
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 - stays ~ where nobody knows a home
@@ -181,5 +187,5 @@ def _keras_folder(environ: Mapping[str, str]) -> Path:
 
 
 def minor(version: str) -> str:
-    """`2.21` of `2.21.0`."""
+    """Return the minor version, such as `2.21` for `2.21.0`."""
     return ".".join(version.split(".")[:2])
