@@ -1,10 +1,10 @@
 """Builds Horovod for the TensorFlow that is installed here, without a fork and without root.
 
-`build_environment`  what this environment has, and one line with its fix for each thing that is missing;
-`recipe`             the wheel's name in the cache, the build's environment and its commands (pure functions);
-`horovod_cmake`      replaces cmake during the build, and adapts the sources to today's TensorFlow;
+`build_environment`  finds what is needed, and reports each missing item with its fix, one per line;
+`recipe`             the wheel's key in the cache, and the build's environment and commands (pure functions);
+`horovod_cmake`      replaces cmake during the build, and adapts the sources to current TensorFlow;
 `cache`              built wheels, kept outside the clone;
-`logged_command`     a long command with a progress bar and a log;
-`build`              build, cache, install;
-`selftest`           two ranks, one allreduce.
+`logged_command`     runs a long command with a progress bar and a log;
+`build`              builds, caches and installs;
+`selftest`           an allreduce of two ranks.
 """

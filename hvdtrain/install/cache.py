@@ -1,7 +1,7 @@
-"""Built wheels, kept outside the clone: <cache>/wheels/<key>/<wheel>, and the logs of their builds.
+"""Cache of built wheels outside the clone: <cache>/wheels/<key>/<wheel>, and the logs of their builds.
 
-A wheel appears complete or not at all (it is copied beside its place, then renamed), one process at a time works on a
-key, and a wheel that does not agree with its own checksums (it is a zip file) counts as absent.
+A wheel appears complete or not at all (it is copied under another name, then renamed). Only one process at a time works
+on a key. A wheel whose contents do not match its own checksums (it is a zip file) counts as absent.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ from hvdtrain.errors import HvdtrainError
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """HVDTRAIN_CACHE, or hvdtrain in the user's cache folder."""
+    """Return HVDTRAIN_CACHE, or hvdtrain in the user's cache folder."""
     named = environment.get("HVDTRAIN_CACHE")
     if named:
         return Path(named).expanduser().absolute()
@@ -27,24 +27,24 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def is_whole(wheel: Path) -> bool:
-    """Whether each file in the wheel has the checksum (CRC-32) that the wheel gives for it."""
+    """Return whether all files in the wheel match their checksums (CRC-32)."""
     try:
         with zipfile.ZipFile(wheel) as archive:
             return archive.testzip() is None
-    # A damaged header can name a compression method that nobody knows, a damaged stream can end early.
+    # A damaged header may contain an unknown compression method, and a damaged stream may end early.
     except (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
         return False
 
 
 class WheelCache:
-    """The wheels and build logs below a folder: see the module."""
+    """Cache of wheels and build logs in a folder (see the module)."""
 
     def __init__(self, folder: Path) -> None:
         self.wheels = folder / "wheels"
         self.logs = folder / "logs"
 
     def find(self, key: str) -> Path | None:
-        """The wheel that was kept under `key`, if it is whole."""
+        """Return the wheel kept under `key`, if it is intact."""
         wheels = sorted((self.wheels / key).glob("*.whl"))
         return wheels[0] if len(wheels) == 1 and is_whole(wheels[0]) else None
 
@@ -62,10 +62,10 @@ class WheelCache:
 
     @contextmanager
     def lock(self, key: str) -> Iterator[None]:
-        """Lock `key` for this process; prints a message if another process holds it. Released when the process ends.
+        """Lock `key` for the duration of the context, waiting with a message if another process holds it.
 
         Raises:
-            HvdtrainError: the cache cannot be written.
+            HvdtrainError: The cache cannot be written.
         """
         try:
             self.wheels.mkdir(parents=True, exist_ok=True)

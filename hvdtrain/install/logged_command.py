@@ -1,4 +1,4 @@
-"""Run a long command: its output goes to a log, and the terminal shows a progress bar."""
+"""Run a long command, with its output in a log and a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hvdtrain.launch.running.ending import COMMAND_SECONDS
 from hvdtrain.launch.running.processes import end_groups, start
 
 _PERCENT = re.compile(rb"\[ *(\d{1,3})%\]")
-"""What make prints before each source file."""
+"""Progress that make prints before each source file."""
 _ERROR = re.compile(
     r"\berror: (?!subprocess-exited)|CMake Error|\*\*\*.*Error|undefined reference|No space left|Killed"
 )
 
 
 class CommandFailed(HvdtrainError):
-    """A step of the installation failed; the message has the end of its log."""
+    """A step of the installation failed. The message contains an excerpt of its log."""
 
     def __init__(self, label: str, ending: str, printed: str, log: Path) -> None:
         super().__init__(f"{label}: {ending}.\n\n{excerpt(printed)}\n\nThe whole log: {log}")
 
 
 def excerpt(log: str, errors: int = 4, tail: int = 12) -> str:
-    """The relevant part of a failed build's log: the first errors with two lines after each, then the end."""
+    """Return the relevant parts of a failed build's log: the first errors, with two more lines each, and the end."""
     lines = [line.rstrip() for line in log.splitlines() if line.strip()]
     found = [number for number, line in enumerate(lines) if _ERROR.search(line)][:errors]
     shown = sorted({number + after for number in found for after in range(3)})
@@ -41,12 +41,17 @@ def excerpt(log: str, errors: int = 4, tail: int = 12) -> str:
 def run(
     argv: Sequence[str], *, label: str, log: Path, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """Run `argv` to its end, and append what it prints to `log`.
+    """Run `argv` to its end, appending its output to `log`. Leaves no process behind, even if interrupted.
 
-    Leaves no process behind, also when it is interrupted.
+    Args:
+        argv: Command to run.
+        label: Text in front of the progress bar.
+        log: File to append to.
+        environment: Environment of the command.
 
     Raises:
-        CommandFailed: its exit code is not 0.
+        CannotStart: The command cannot be started.
+        CommandFailed: The exit code is not 0.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output, click.progressbar(length=100, label=label) as bar:

@@ -1,7 +1,7 @@
-"""How Horovod is built for what `build_environment` found: the wheel's key, the environment, the commands. Pure.
+"""Define how Horovod is built for the result of a survey: the wheel's key, the environment, the commands. Pure.
 
-With the flags below and the wrapper's edits the build takes two thirds of the processor time (150 s instead of 230 s,
-on a machine with other work) and the wheel has 1 MB instead of 16.
+With the flags below and the wrapper's edits, the build takes two thirds of the processor time (150 s instead of 230 s,
+on a busy machine), and the wheel is 1 MB instead of 16.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ HOROVOD_SDIST = (
 )
 
 TOOLS = (
-    # Horovod's CMake files say cmake_minimum_required(2.8) in places, which cmake 4 refuses.
+    # Horovod's CMake files contain cmake_minimum_required(2.8), which cmake 4 rejects.
     "cmake==3.31.6",
     # Horovod's setup.py uses setup_requires, which needs the pkg_resources that setuptools 82 removed.
     "setuptools==80.9.0",
     "wheel==0.45.1",
-    # Horovod's setup_requires.
+    # From Horovod's setup_requires.
     "cloudpickle",
     "packaging",
     "psutil",
     "pyyaml",
 )
-"""What the build itself uses; it goes to a folder of its own that is deleted afterwards."""
+"""Tools for the build alone, installed into a folder that is deleted afterwards."""
 
 RUNTIME = ("cloudpickle", "packaging", "psutil", "pyyaml", "setuptools")
-"""What Horovod imports when it runs. setuptools: horovodrun imports distutils, which Python 3.12 dropped."""
+"""Packages that Horovod imports at run time. setuptools has distutils for horovodrun, which Python 3.12 dropped."""
 
 CMAKE_WRAPPER = Path(__file__).with_name("horovod_cmake.py")
 
 FLAGS = (
-    # Horovod raises -O2 to -O3 itself; its own default also has -g, which makes the library four times as large.
+    # Horovod raises -O2 to -O3 itself. Its own default includes -g, which makes the library four times as large.
     "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O2 -DNDEBUG",
 )
 
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Name of the wheel's folder in the cache: two recipes with the same key build the same wheel."""
+        """Name of the wheel's folder in the cache. Recipes with the same key build the same wheel."""
         survey = self.survey
         return "-".join(
             (
@@ -73,7 +73,7 @@ class Recipe:
 
 
 def recipe_for(survey: Survey) -> Recipe:
-    """The recipe for the running Python."""
+    """Return the recipe for the running Python."""
     return Recipe(
         python=f"cp{sys.version_info.major}{sys.version_info.minor}",
         platform=sysconfig.get_platform().replace("-", "_"),
@@ -83,7 +83,7 @@ def recipe_for(survey: Survey) -> Recipe:
 
 
 def wrapper_hash(wrapper: bytes, flags: tuple[str, ...]) -> str:
-    """Identifies the edits of the sources and the compiler flags."""
+    """Return a hash that identifies the source edits and the compiler flags."""
     return hashlib.sha256(b"\0".join((wrapper, *(flag.encode() for flag in flags)))).hexdigest()
 
 
@@ -99,7 +99,7 @@ class Workspace:
 
     @property
     def cmake(self) -> Path:
-        """The value of HOROVOD_CMAKE: a two-line script around `horovod_cmake.py`."""
+        """Value of HOROVOD_CMAKE: a two-line script that calls `horovod_cmake.py`."""
         return self.root / "cmake"
 
     @property
@@ -108,7 +108,7 @@ class Workspace:
 
     @property
     def nccl(self) -> Path:
-        """NCCL with the file names that the linker looks for; a wheel has libnccl.so.2 only."""
+        """NCCL under the file names that the linker looks for; the wheel has only libnccl.so.2."""
         return self.root / "nccl"
 
     @property
@@ -122,12 +122,17 @@ class Workspace:
 
 
 def cmake_arguments(recipe: Recipe, horovod_folder: Path) -> tuple[str, ...]:
-    """What the wrapper adds when cmake configures. `horovod_folder` is where horovod/tensorflow will lie."""
+    """Return what the wrapper adds when cmake configures.
+
+    Args:
+        recipe: Recipe of the build.
+        horovod_folder: Folder where horovod/tensorflow will be installed.
+    """
     arguments = list(FLAGS)
     mpi, cuda = recipe.survey.mpi, recipe.survey.cuda
     if mpi:
         arguments.append(f"-DMPI_CXX_COMPILER={mpi.mpicxx}")
-    # The wheel outlives this environment: its libraries are found from its own place, not by this absolute path.
+    # The wheel outlives this environment, so its libraries are found relative to its own location.
     origins = []
     if mpi and mpi.library:
         origins.append(f"$ORIGIN/{os.path.relpath(mpi.library, horovod_folder)}")
@@ -142,7 +147,7 @@ def cmake_arguments(recipe: Recipe, horovod_folder: Path) -> tuple[str, ...]:
 
 
 def cmake_launcher(recipe: Recipe, workspace: Workspace, horovod_folder: Path) -> str:
-    """Text of `workspace.cmake`."""
+    """Return the content of `workspace.cmake`."""
     cmake = workspace.tools / "cmake/data/bin/cmake"
     argv = [sys.executable, str(CMAKE_WRAPPER), str(cmake)]
     argv += cmake_arguments(recipe, horovod_folder)
@@ -150,7 +155,7 @@ def cmake_launcher(recipe: Recipe, workspace: Workspace, horovod_folder: Path) -
 
 
 def horovod_settings(recipe: Recipe, workspace: Workspace) -> dict[str, str]:
-    """The HOROVOD_ variables of the build."""
+    """Return the HOROVOD_ variables of the build."""
     settings = {
         "HOROVOD_CMAKE": str(workspace.cmake),
         "HOROVOD_WITH_TENSORFLOW": "1",
@@ -177,11 +182,11 @@ def horovod_settings(recipe: Recipe, workspace: Workspace) -> dict[str, str]:
 def build_environment(
     recipe: Recipe, workspace: Workspace, base: Mapping[str, str], jobs: int
 ) -> dict[str, str]:
-    """`base` with what the build needs; the caller's own HOROVOD_ variables are not in the key, so they go."""
+    """Return `base` with the build's variables, without the user's HOROVOD_ variables, which the key does not cover."""
     kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
     path = [base.get("PATH", os.defpath)]
     if recipe.survey.mpi:
-        # Gloo looks for MPI's C compiler itself, and silently leaves out its MPI part without one.
+        # Gloo itself looks for MPI's C compiler, and silently omits its MPI support without one.
         path.insert(0, str(recipe.survey.mpi.mpicxx.parent))
     if recipe.survey.cuda:
         path.insert(0, str(recipe.survey.cuda.home / "bin"))
@@ -197,20 +202,20 @@ def build_environment(
 
 
 def pip(*arguments: str) -> list[str]:
-    """The command of this environment's pip."""
+    """Return a command of this environment's pip."""
     return [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", *arguments]
 
 
 def tools_command(workspace: Workspace) -> list[str]:
-    """Installs the build tools into the workspace."""
+    """Return the command that installs the build tools into the workspace."""
     return pip("install", "--only-binary=:all:", "--target", str(workspace.tools), *TOOLS)
 
 
 def wheel_command(workspace: Workspace) -> list[str]:
-    """Builds the wheel.
+    """Return the command that builds the wheel.
 
-    Without isolation, because the build asks the installed TensorFlow for its headers; without pip's own cache,
-    because that knows wheels by name and version only and would mix up CPU and GPU builds.
+    It runs without isolation, because the build reads the headers of the installed TensorFlow, and without pip's own
+    cache, which identifies wheels by name and version only and would mix up CPU and GPU builds.
     """
     return pip(
         "wheel",
@@ -226,15 +231,15 @@ def wheel_command(workspace: Workspace) -> list[str]:
 
 
 def runtime_command() -> list[str]:
-    """Installs Horovod's dependencies."""
+    """Return the command that installs Horovod's dependencies."""
     return pip("install", *RUNTIME)
 
 
 def install_command(wheel: Path) -> list[str]:
-    """Replaces another build of the same version, which pip would otherwise take for the same thing."""
+    """Return the command that installs the wheel, even over another build of the same version."""
     return pip("install", "--no-deps", "--force-reinstall", str(wheel))
 
 
 def uninstall_command() -> list[str]:
-    """Removes Horovod from this environment."""
+    """Return the command that removes Horovod from this environment."""
     return pip("uninstall", "--yes", "horovod")

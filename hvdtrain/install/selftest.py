@@ -1,7 +1,7 @@
-"""Two ranks, one allreduce: does the Horovod that was just installed work?
+"""Test the newly installed Horovod with an allreduce of two ranks.
 
-`command` and `environment` compose the launch; run as a module or script, this file is what each rank runs. Its
-argument is the number of ranks that there must be (default: 2).
+`command` and `environment` compose the launch; each rank runs this file as a module or script. Its argument is the
+expected number of ranks (default: 2).
 """
 
 import os
@@ -13,13 +13,13 @@ from hvdtrain.environment import STALL_DEFAULTS
 
 RANKS = 2
 TIMEOUT_SECONDS = 180.0
-"""Importing TensorFlow four times on a slow disk takes most of it."""
+"""Time limit of the test, mostly for importing TensorFlow four times from a slow disk."""
 
 PASSED = "hvdtrain selftest passed"
 
 
 def command(controller: str) -> list[str]:
-    """horovodrun of two ranks over `controller` (gloo or mpi)."""
+    """Return the horovodrun command for two ranks over `controller` ("gloo" or "mpi")."""
     return [
         os.path.join(sysconfig.get_path("scripts"), "horovodrun"),  # noqa: PTH118 - argv is text
         f"--{controller}",
@@ -32,12 +32,12 @@ def command(controller: str) -> list[str]:
 
 
 def load_command() -> list[str]:
-    """Only loads Horovod's library, in one process."""
+    """Return a command that only loads Horovod's library, in one process."""
     return [sys.executable, "-P", "-c", "import horovod.tensorflow"]
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """`base` without settings that would change what is tested, and with the scripts of this Python first."""
+    """Return `base` without settings that would affect the test, and with this Python's scripts first in PATH."""
     kept = {name: value for name, value in base.items() if not name.startswith("HOROVOD_")}
     path = os.pathsep.join((sysconfig.get_path("scripts"), base.get("PATH", os.defpath)))
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"}
@@ -45,7 +45,7 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """One rank: check an allreduce of 1000 numbers. Exits with a message if the sum is wrong."""
+    """Run one rank: check an allreduce of 1000 numbers. Exits with a message if the sum is wrong."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
