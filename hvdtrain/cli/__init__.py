@@ -1,8 +1,8 @@
-"""The command line: a table of commands (`command_table`), and each of them in a file of its own."""
+"""The command line: a table of commands (`command_table`), with one file per command."""
 
 
 def main() -> None:
-    """What `hvdtrain` runs. Ctrl-C ends it without a word from here on: also while Click is imported."""
+    """Entry point of `hvdtrain`. From here on, even while Click is imported, Ctrl-C exits without a traceback."""
     from hvdtrain.signals import quit_on_ctrl_c
 
     quit_on_ctrl_c()

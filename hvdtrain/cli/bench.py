@@ -1,4 +1,4 @@
-"""`hvdtrain bench`: figures of the machine at hand."""
+"""`hvdtrain bench`: measure performance on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _BATCH_SIZES = ", ".join(f"{size} {model}" for model, size in BATCH_SIZES.items(
 
 
 def _workers(least: int) -> Callable[[_Command], _Command]:
-    """The option -np of a measurement that needs at least so many."""
+    """Return the option -np of a measurement that needs at least this many workers."""
     return click.option(
         "-np", "--num-proc", "np", type=click.IntRange(least), default=2, show_default=True, metavar="N",
         help="Number of workers.",
@@ -182,7 +182,7 @@ def collectives(
 
 
 def _timing(one: Timing) -> tuple[str, ...]:
-    """The cells of a row: bandwidths in GB/s."""
+    """Return the cells of a row, with bandwidths in GB/s."""
     cells = [one.name, str(one.bytes), f"{1e3 * one.horovod:.3f}"]
     cells += [
         f"{one.bandwidth(one.horovod) / 1e9:.2f}",
@@ -420,7 +420,7 @@ def _again(context: click.Context) -> str:
 
 
 def _launcher(controller: str) -> tuple[Launch, str]:
-    """Return what composes the argv of a script on so many ranks, and the controller that it takes."""
+    """Return a function that composes the argv of a script on N ranks, and the controller that it uses."""
     built, site = installed_controllers(), this_site()
     chosen = choose_controller(controller, built, site.mpirun)
 

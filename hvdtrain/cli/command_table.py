@@ -1,7 +1,7 @@
-"""One group, whose commands are loaded when they are called.
+"""The top-level group, whose commands are imported when they are called.
 
-`hvdtrain --help` loads nothing but Click: the commands and their one-line descriptions stand in a
-table.
+`hvdtrain --help` imports nothing but Click: the names of the commands and their one-line descriptions
+are in a table.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ EXIT_CODES = (
     "failed first (128 + the signal's number if a signal ended it)."
 )
 
-# A full disk or quota, the largest file that is allowed, a device that has gone.
+# A full disk or quota, the file size limit, a device that has gone.
 _UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
-# name -> (module:attribute, what it does)
+# name -> (module:attribute, description)
 COMMANDS = {
     "bench": ("hvdtrain.cli.bench:bench", "Measure throughput, start-up, memory and pipelines."),
     "completion": (
@@ -65,7 +65,7 @@ COMMANDS = {
 
 
 class CommandTable(click.Group):
-    """A group that knows its commands by name, and imports the one that is called."""
+    """A group that lists its commands from a table, and imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -82,7 +82,7 @@ class CommandTable(click.Group):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete from the table: Click would import every command for its help."""
+        """Complete from the table, as Click would import every command for its help."""
         from click.shell_completion import CompletionItem
 
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
@@ -102,28 +102,28 @@ class CommandTable(click.Group):
         return super().resolve_command(ctx, args)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Works with whatever streams and signals the parent has left to this process.
+        """Run with whatever streams and signals this process inherited.
 
-        Output that cannot be written is one message; a closed pipe, as for all programs, is no error.
+        If the output cannot be written, exit with one message. As for all programs, a closed pipe is not an error.
         """
         open_streams()
         heed_children()
         try:
             return super().main(*args, **kwargs)
         except OSError as error:
-            # What fails to open or to read names its file.
+            # Errors of opening or reading name their file; those of writing the output do not.
             if error.filename is not None or error.errno not in _UNWRITABLE:
                 raise
             with suppress(OSError):
                 click.echo(f"Error: cannot write the output: {error.strerror}", err=True)
-            # Python flushes at its end what could not be written.
+            # At exit, Python flushes what could not be written.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, 1)
             os.dup2(nowhere, 2)
             sys.exit(EXIT_FAILURE)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error of hvdtrain's own is one message and its exit code."""
+        """Run the command. Errors of hvdtrain exit with one message and their exit code."""
         from hvdtrain.errors import HvdtrainError
 
         try:
@@ -134,12 +134,12 @@ class CommandTable(click.Group):
             )
             ctx.exit(EXIT_USAGE)
 
-        if os.environ.get("NO_COLOR"):  # no-color.org; Click itself does not look.
+        if os.environ.get("NO_COLOR"):  # See no-color.org; Click itself ignores it.
             ctx.color = False
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Click's own answer would be exit code 1, which is a failure's.
+            # Click would exit with 1, the code of a failure.
             click.echo("\nInterrupted.", err=True)
             ctx.exit(EXIT_INTERRUPTED)
         except HvdtrainError as error:
@@ -167,5 +167,5 @@ def _print_version(ctx: click.Context, option: click.Parameter, wanted: bool) ->
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Multi-worker training for TensorFlow and Keras 3, on Horovod."""
-    # Click calls this when it has imported the command, which begins now.
+    # Click calls this after importing the command, which starts now.
     ctx.with_resource(interruptible())

@@ -1,4 +1,4 @@
-"""`hvdtrain completion`: the script that lets a shell complete hvdtrain's commands and options."""
+"""`hvdtrain completion`: print the script with which a shell completes hvdtrain's commands and options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from click.shell_completion import get_completion_class
 
 VARIABLE = "_HVDTRAIN_COMPLETE"
-"""Click's protocol: the shell calls hvdtrain with it set."""
+"""Variable that the shell sets to request completions, by Click's protocol."""
 SHELLS = ("bash", "zsh", "fish")
 
 

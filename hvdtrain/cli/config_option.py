@@ -1,7 +1,7 @@
-"""`--config FILE` and `--show-config`: where the values of a command's options come from.
+"""`--config FILE` and `--show-config`: layers from which a command's options take their values.
 
-The command line goes before the environment (HVDTRAIN_<NAME>), that before the file, that before
-the defaults. The first three layers are Click's own; the file becomes Click's `default_map`.
+The command line takes precedence over the environment (HVDTRAIN_<NAME>), the environment over the
+file, and the file over the defaults. Click implements the others; the file becomes its `default_map`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import RIVALS, is_given
 from hvdtrain.launch.secrets import looks_secret, masked
 
-# Options about one call, which have no place in a file.
+# Options about a single call, which are not allowed in a file.
 NOT_IN_FILES = {"config", "show_config", "dry_run", "help", "help_all"}
 _LAYERS = [
     ParameterSource.DEFAULT,
@@ -41,7 +41,7 @@ _LAYERS = [
 
 
 def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Callback of an eager --config: the file's values become the command's defaults."""
+    """Callback of the eager option --config: make the file's values the command's defaults."""
     if path is not None:
         parameters = _configurable(ctx)
         ctx.default_map = {
@@ -52,7 +52,7 @@ def load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> Pa
 
 
 class ConfiguredCommand(SectionedCommand):
-    """A command with --config, whose file may name the script. Arguments after -- are for that script."""
+    """A command with --config, whose file may name the script. Arguments after -- are passed to that script."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = list(args)
@@ -81,7 +81,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
 
 
 def from_behind(ctx: click.Context) -> set[str]:
-    """The options that were not typed: they may be for many launches, in a file or a variable."""
+    """Return the options set in a file or a variable, which may be meant for many launches."""
     behind = {ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT}
     return {name for name in ctx.params if ctx.get_parameter_source(name) in behind}
 
@@ -93,10 +93,10 @@ def _entries(path: Path, parameters: Mapping[str, click.Parameter]) -> dict[str,
 
 
 def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """The values without those that a value from before them has made void.
+    """Return the values, except those that a value from a higher layer makes void.
 
-    With `controller: mpi` and `mpi-args: ...` in the file, `--controller gloo` is no mistake; nor
-    is `--hosts` with a hostfile in the file. The arguments in a file are for its own script.
+    With `controller: mpi` and `mpi-args: ...` in the file, `--controller gloo` is not a mistake; nor is
+    `--hosts` with a hostfile in the file. Arguments in a file apply only to the script in it.
     """
     values = dict(values)
     own_script = (ctx.default_map or {}).get("script", values["script"])
@@ -115,10 +115,12 @@ def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, A
 
 
 def with_variables(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """The values, where `--env NAME=VALUE` names Horovod's variable for an option.
+    """Return the values, updated from `--env NAME=VALUE` where NAME is Horovod's variable for an option.
 
-    Horovod's launcher goes by the option, whose default would overrule what the user says. Raises
-    UsageError if variable and option were both given, in the same place, and differ.
+    Horovod's launcher uses the option, whose default would override the user's variable.
+
+    Raises:
+        UsageError: A variable's value is invalid, or differs from that of the option in the same layer.
     """
     values = dict(values)
     given = {one.name: one.value for one in values["env"] if one.value is not None}
@@ -132,7 +134,7 @@ def with_variables(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]
             value = parameters[option.field].type_cast_value(ctx, text)
         except click.BadParameter as error:
             raise UsageError(f"--env {variable}: {error.message}") from None
-        # What the variable is outside is not the option: --env is there to say otherwise.
+        # An exported variable is not an option given by the user: --env may override it.
         exported = _set_by(ctx, parameters[option.field]) == variable
         place = 0 if exported else _rank(ctx, option.field)
         if place == _rank(ctx, "env") and value != values[option.field]:
@@ -146,17 +148,17 @@ def with_variables(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]
 
 
 def _rank(ctx: click.Context, name: str) -> int:
-    """How far in front the layer is that a value comes from."""
+    """Return the precedence of the layer that a value comes from; higher wins."""
     return _LAYERS.index(ctx.get_parameter_source(name) or ParameterSource.DEFAULT)
 
 
 def _set_by(ctx: click.Context, parameter: click.Parameter) -> str | None:
-    """The variable that a value comes from; None if from none."""
+    """Return the variable that a value comes from, or None."""
     return parameter.variable(ctx) if isinstance(parameter, GroupedOption) else None
 
 
 def _switched_off_by(option: Option, values: dict[str, Any]) -> str | None:
-    """The option that makes this one void, by its value."""
+    """Return the option whose value makes this one void, or None."""
     needs = option.needs
     if "autotune" in needs and values.get("autotune") is False:
         return "autotune"
@@ -165,7 +167,7 @@ def _switched_off_by(option: Option, values: dict[str, Any]) -> str | None:
 
 
 def config_text(ctx: click.Context) -> str:
-    """The values of the command's options as a configuration file, each with its source."""
+    """Format the values of the command's options as a configuration file, each with its source."""
     lines = [
         "# The options of this run, and where each value comes from. Options that are not listed are unset."
     ]
@@ -174,7 +176,7 @@ def config_text(ctx: click.Context) -> str:
     parameters = _configurable(ctx)
     for field, parameter in parameters.items():
         value = values.get(field)
-        # False, where it is not the default, was asked for.
+        # False, if it is not the default, was requested.
         is_default = ctx.get_parameter_source(field) is ParameterSource.DEFAULT
         if value is None or (is_default and not is_given(value)):
             continue
@@ -185,7 +187,7 @@ def config_text(ctx: click.Context) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value in YAML, in the form that fits on one line."""
+    """Format a value in YAML on one line."""
     import yaml
 
     text: str = yaml.safe_dump(
@@ -210,7 +212,7 @@ def _configurable(ctx: click.Context) -> dict[str, click.Parameter]:
 
 
 def _key_names(parameter: click.Parameter) -> list[str]:
-    """How the parameter may be called in a file: `np` for -np, else its long names."""
+    """Return the keys for the parameter in a file: `np` for -np, otherwise its long names."""
     names = [str(parameter.name).replace("_", "-")]
     names += [name.removeprefix("--") for name in parameter.opts if name.startswith("--")]
     return list(dict.fromkeys(names))
@@ -229,7 +231,7 @@ def _source(ctx: click.Context, parameter: click.Parameter) -> str:
 
 
 def _plain(field: str, value: Any) -> Any:
-    """A value as YAML has it, without secrets."""
+    """Convert a value to YAML's types, without secrets."""
     match value:
         case Path():
             return masked([str(value)])[0]
@@ -250,23 +252,23 @@ def _plain(field: str, value: Any) -> Any:
 
 
 def _value(path: Path, entry: Entry, parameter: click.Parameter, ctx: click.Context) -> Any:
-    """The value for Click of an entry, whose type must be right: YAML has types."""
+    """Convert an entry to Click's value. YAML is typed, so the entry must have the right type. Raises UsageError."""
     try:
         value = parameter.type_cast_value(ctx, _typed(entry.value, parameter))
     except _WrongType as error:
         raise UsageError(f"{path}: {entry.key}: {entry.value!r} is invalid: {error}") from None
     except click.BadParameter as error:
         raise UsageError(f"{path}: {entry.key}: {error.message}") from None
-    # horovodrun's sections have what it takes for paths from the working folder.
+    # Paths in horovodrun's sections are relative to the working folder, as in horovodrun.
     if parameter.type is not PATH or "." in entry.key:
         return value
     beside: Path = path.parent / value
-    # A script may be a program's or a module's name.
+    # The script may also be the name of a program or a module.
     return value if parameter.name == "script" and not beside.exists() else beside
 
 
 class _WrongType(Exception):
-    """Says what to write instead."""
+    """An entry has the wrong type. The message says what is expected."""
 
 
 def _typed(value: Any, parameter: click.Parameter) -> Any:
@@ -294,12 +296,12 @@ def _typed(value: Any, parameter: click.Parameter) -> Any:
         return _checked(value, _is_integer(value), "expected an integer")
     if isinstance(kind, click.types.FloatParamType):
         is_number = isinstance(value, int | float | str) and not isinstance(value, bool)
-        return _checked(value, is_number, "expected a number")  # PyYAML reads 1e-3 as text.
+        return _checked(value, is_number, "expected a number")  # PyYAML parses 1e-3 as a string.
     return _checked(value, isinstance(value, str), "expected a string; put it in quotes")
 
 
 def _assignments(value: Any) -> list[str]:
-    """`NAME=VALUE` for each variable of a mapping, or of a list of these."""
+    """Return `NAME=VALUE` for each variable of a mapping, or of a list of such strings."""
     if not isinstance(value, dict):
         return [_text(item) for item in _list(value)]
     return [str(name) if one is None else f"{name}={_text(one)}" for name, one in value.items()]

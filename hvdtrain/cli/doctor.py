@@ -1,4 +1,4 @@
-"""`hvdtrain doctor`: can this machine, and can these hosts, train?"""
+"""`hvdtrain doctor`: check whether this machine, and other hosts, can train."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hvdtrain.launch.running.timed_command import ending_commands
 
 _DAY_SECONDS = 86400.0
 PARTS = (software, machine, services, horovod_checks, other_hosts)
-"""What is checked, in the order in which it is shown."""
+"""Modules with checks, in the order of their output."""
 
 
 @click.command()
@@ -90,12 +90,12 @@ def doctor(
     )
     start = time.monotonic()
     found: list[tuple[str, Result]] = []
-    # Closed, whatever comes: then no check starts any more, and those that run can be ended.
+    # Always closed, so that no more checks start and running ones can be ended.
     group = ""
     with ending_commands(), closing(_started(options)) as started:
         for check, results in started:
             if check.group != group and not wants_json:
-                # Before its results are known: it says what is waited for.
+                # Printed before its results are known, to show what is awaited.
                 click.secho(check.group, bold=True)
             group = check.group
             for result in results.result():
@@ -112,7 +112,7 @@ def doctor(
 
 
 def _started(options: Options) -> Generator[tuple[Check, Future[Sequence[Result]]], None, None]:
-    """Each check with the future of its results; the allreduce over the hosts only if all hosts pass."""
+    """Yield each check with the future of its results. The allreduce over the hosts runs only if all hosts pass."""
     well = True
     for check, results in run_checks([check for part in PARTS for check in part.checks(options)]):
         yield check, results
@@ -126,7 +126,7 @@ def _started(options: Options) -> Generator[tuple[Check, Future[Sequence[Result]
 
 
 def _names(hosts: str | None, hostfile: Path | None) -> tuple[str, ...]:
-    """The hosts' names; slots may be left out here."""
+    """Return the names of the hosts, given with or without slots."""
     items = [item.strip() for item in hosts.split(",")] if hosts is not None else []
     with_slots = ",".join(item if ":" in item else f"{item}:1" for item in items)
     found = hosts_of(parse_hosts(with_slots) if items else None, hostfile)

@@ -1,4 +1,4 @@
-"""Keep `--env API_KEY=value` out of this process's own command line, which everybody can read."""
+"""Keep the secret in `--env API_KEY=value` out of this process's command line, which everyone can read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hvdtrain.launch.secrets import looks_secret
 
 
 def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> None:
-    """Start this command again with the secret values in its environment, if its command line has
-    any; then it does not return.
+    """Restart this command with the secret values in its environment, if its command line contains any.
+
+    In that case, this function does not return.
 
     Args:
-        variables: as the user gave them.
-        arguments: the training script's own at the end of the command line, which stay as they are.
+        variables: Variables as given by the user.
+        arguments: The training script's arguments, at the end of the command line; they stay as they are.
     """
     secrets = {
         one.name: one.value
@@ -29,8 +30,8 @@ def conceal_secrets(variables: Iterable[EnvVar], arguments: Sequence[str]) -> No
 
 
 def without_values(argv: Sequence[str], secrets: Iterable[str], trailing: int) -> list[str]:
-    """`argv` with `--env NAME` in place of `--env NAME=VALUE` for the names in `secrets`; the last
-    `trailing` arguments are not looked at."""
+    """Return `argv` with `--env NAME` instead of `--env NAME=VALUE` for the names in `secrets`, ignoring the last
+    `trailing` arguments."""
     names, end = set(secrets), len(argv) - trailing
     shown = list(argv)
     for at, argument in enumerate(argv[:end]):

@@ -1,4 +1,4 @@
-"""Hints for options that only other launchers have, and for variables HVDTRAIN_* that nothing reads."""
+"""Hints for options of other launchers, and for HVDTRAIN_* variables that nothing reads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hvdtrain.environment import SECRET_WORD
 from hvdtrain.launch.env_forwarding import OWN_NAMES
 
 _PREFIX = "HVDTRAIN_"
-# Of the wheels that are built, scripts/setup.sh, and docker/entrypoint.sh.
+# Variables of Horovod's installation, scripts/setup.sh and docker/entrypoint.sh.
 _OF_SETUP = {"HVDTRAIN_CACHE", "HVDTRAIN_VENV", "HVDTRAIN_SSH_KEYS", "HVDTRAIN_SSH_PORT"}
 
-# Options of torchrun, accelerate and mpirun without a counterpart of the same form. Those that mean the same as one of
-# ours are names of it (see `hvdtrain.launch.option_types.Option.aliases`).
+# Options of torchrun, accelerate and mpirun without a direct counterpart. Those with one are aliases of it (see
+# `hvdtrain.launch.option_types.Option.aliases`).
 _HOSTS = "-H NAME:SLOTS,... names the hosts; in Slurm, hvdtrain submit --nodes N asks for them"
 _ONCE = (
     "leave it out: start hvdtrain run once, on one host; it starts the workers and connects them"
@@ -31,23 +31,23 @@ _INSTEAD = {
     ),
     **dict.fromkeys(("multi_gpu", "no_python"), "leave it out: hvdtrain run detects it"),
     "mixed_precision": "set it in the script: hvdtrain.Trainer(..., precision=...)",
-    # Where it is no name of -np.
+    # For commands where it is not an alias of -np.
     "gpus": "--gpus-per-node N asks Slurm for GPUs, -np N for workers",
     "x": "--env NAME=VALUE, or --env NAME",
 }
 
 
 def instead(option: str) -> str:
-    """What to use instead of another launcher's option; empty if it is not one."""
+    """Return what to use instead of another launcher's option. Empty if it is not one."""
     return _INSTEAD.get(option.lstrip("-").replace("-", "_"), "")
 
 
 def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
-    """A message for each environment variable that looks like one of hvdtrain's, but is not.
+    """Return a message for each environment variable that looks like one of hvdtrain's, but is not.
 
     Args:
-        command: whose options can be set by variables.
-        names: of the environment.
+        command: Command whose options can be set by variables.
+        names: Names of the environment variables.
     """
     known = OWN_NAMES | _OF_SETUP
     for option in command.params:
@@ -58,7 +58,7 @@ def unread_variables(command: click.Command, names: Iterable[str]) -> list[str]:
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    # Their common beginning would make all of them alike.
+    # Without the prefix, which would make all of them similar.
     ends = [one.removeprefix(_PREFIX) for one in known]
     close = get_close_matches(name.removeprefix(_PREFIX), sorted(ends), n=1)
     return f" Did you mean {_PREFIX}{close[0]}?" if close else ""

@@ -1,4 +1,4 @@
-"""`hvdtrain install-horovod`"""
+"""`hvdtrain install-horovod`: build and install Horovod for this environment's TensorFlow."""
 
 import os
 import tempfile
@@ -47,7 +47,7 @@ def install_horovod(
         return
     if tools and build.needs_build(wanted, force):
         _cannot_build(tools)
-    # The build runs in a session of its own and is ended on the way out.
+    # The build runs in its own session, and is ended on exit.
     with leaving_on_signals():
         changed = build.install(wanted, force=force)
     state = "is installed and works" if changed else "is already installed"

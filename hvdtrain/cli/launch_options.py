@@ -1,7 +1,7 @@
-"""The options of a launch as Click options, in sections.
+"""Options of a launch as Click options, in sections.
 
-Made from the fields of `LaunchPlan` (see `hvdtrain.launch.option_types`), so that an option's name, type
-and help are in one place.
+They are generated from the fields of `LaunchPlan` (see `hvdtrain.launch.option_types`), so that an
+option's name, type and help are defined once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hvdtrain.strategy_names import ALIASES, HOROVOD, STRATEGIES
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
-# Fields whose command line has one more choice, which is made before there is a plan.
+# Fields with an additional choice on the command line, which is resolved before the plan exists.
 _WITH_AUTO = {"controller", "launcher"}
 _IN_SHORT_HELP = {"own", "basic", "strategy", "hosts", "about"}
 _ALL = "hvdtrain.help_all"
@@ -45,9 +45,9 @@ _SERVERS = (
 
 
 class GroupedOption(click.Option):
-    """An option that knows its section of --help, and has names that --help does not show.
+    """An option with a section of --help, and with aliases that --help does not show.
 
-    Each of the other long ones may also be set by a variable, HVDTRAIN_<NAME>.
+    Each long name that is not an alias also has an environment variable, HVDTRAIN_<NAME>.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class GroupedOption(click.Option):
 
     @property
     def shown(self) -> list[str]:
-        """Its names in --help."""
+        """Names to show in --help."""
         return [name for name in self.opts if name not in self._aliases]
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Its names, or the variable that its value is from."""
+        """Return the option's names, or the variable that its value comes from."""
         if ctx is not None and (variable := self.variable(ctx)):
             return variable
         return " / ".join(f"'{name}'" for name in self.shown)
 
     def variable(self, ctx: click.Context) -> str | None:
-        """The variable that its value comes from; None if from none."""
+        """Return the environment variable that the value comes from, or None."""
         if ctx.get_parameter_source(self.name or "") is not ParameterSource.ENVIRONMENT:
             return None
         return next(name for name in self.envvar or () if os.environ.get(name))
@@ -91,9 +91,9 @@ class GroupedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose --help shows its options by section, those without one first; --help-all shows every section.
+    """A command whose --help shows options by section, those without one first; --help-all shows all sections.
 
-    It knows what users of other launchers type.
+    It gives hints for options of other launchers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ class SectionedCommand(click.Command):
             formatter.write_text(f"More with --help-all: {', '.join(left_out)}.")
 
     def _group(self, ctx: click.Context, option: click.Option) -> str:
-        """The section of an option in --help."""
+        """Return the section of an option in --help."""
         if isinstance(option, GroupedOption):
             return option.group
         return "about" if option is self.get_help_option(ctx) else "own"
@@ -153,7 +153,7 @@ def _show_all_help(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 
 
 class Parsed(click.ParamType):
-    """A value that one of hvdtrain's parsers reads."""
+    """A parameter type that uses one of hvdtrain's parsers."""
 
     def __init__(self, name: str, kind: type, parse: Callable[[str], Any]) -> None:
         self.name = name
@@ -170,7 +170,7 @@ class Parsed(click.ParamType):
 
 
 class Variables(Parsed):
-    """Environment variables. HVDTRAIN_ENV has them as words of a shell: A=1 'B=x y'."""
+    """Environment variables. HVDTRAIN_ENV contains them as shell words: A=1 'B=x y'."""
 
     def split_envvar_value(self, rv: str) -> Sequence[str]:
         try:
@@ -180,7 +180,7 @@ class Variables(Parsed):
 
 
 class LauncherChoice(click.Choice[str]):
-    """The name of a launcher. Those of other distributions are looked for only when they are asked for."""
+    """The name of a launcher. Those of other distributions are searched for only when needed."""
 
     def __init__(self) -> None:
         super().__init__(["auto", *LAUNCHERS])
@@ -203,15 +203,15 @@ class LauncherChoice(click.Choice[str]):
 
 
 def expanded(text: str) -> Path:
-    """A path, with ~ for the home folder: files and variables are not expanded by a shell."""
+    """Return a path with ~ expanded to the home folder, as no shell does that in files and variables."""
     try:
         return Path(text).expanduser()
-    except RuntimeError:  # Of a user that does not exist: a name like any other, as to a shell.
+    except RuntimeError:  # `~name` of a user who does not exist is an ordinary name, as in a shell.
         return Path(text)
 
 
 class Seconds(click.FloatRange):
-    """A time. Python reads `nan`, which is no longer than anything, and `inf`, which no clock takes."""
+    """A duration. Rejects `nan` and `inf`, which Python parses as numbers."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -223,7 +223,7 @@ class Seconds(click.FloatRange):
 
 
 class FilePath(Parsed):
-    """A path, which a shell completes."""
+    """A path with shell completion."""
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -232,8 +232,8 @@ class FilePath(Parsed):
 
 
 def files_here(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Leaves the completion to the shell, which knows the files."""
-    from click.shell_completion import CompletionItem  # Not for every start of a run.
+    """Leave completion to the shell, which knows the files."""
+    from click.shell_completion import CompletionItem  # Not needed to start a run.
 
     return [CompletionItem(incomplete, type="file")]
 
@@ -246,7 +246,7 @@ VARIABLE = Variables("variable", EnvVar, parse_variable)
 
 
 def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: add the options of every field of `LaunchPlan`."""
+    """Decorate a command with the options of every field of `LaunchPlan`."""
     for about in reversed(options_of(LaunchPlan)):
         for option in reversed(_click_options(about)):
             command = option(command)
@@ -254,7 +254,7 @@ def launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: add --strategy, and the numbers that parameter servers need."""
+    """Decorate a command with --strategy, and the options of parameter servers."""
     names = [*STRATEGIES, *ALIASES]
     for name, details in (
         ("--ps", {"type": int, "metavar": "N", "help": _SERVERS}),
@@ -277,7 +277,7 @@ def strategy_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _click_options(about: Option) -> list[Callable[[Callable[..., Any]], Callable[..., Any]]]:
-    """The option, and a flag for each choice of its that has one."""
+    """Return decorators for the option, and for a flag per alias of its choices."""
     details: dict[str, Any] = {
         "cls": GroupedOption,
         "group": about.group,
@@ -314,7 +314,7 @@ def _click_options(about: Option) -> list[Callable[[Callable[..., Any]], Callabl
 def _all_names(
     _: click.Context, __: click.Parameter, values: Sequence[tuple[str, ...]]
 ) -> tuple[str, ...]:
-    """Those of an option that was given several times."""
+    """Flatten the names of an option that was given several times."""
     return tuple(name for names in values for name in names)
 
 
@@ -324,7 +324,7 @@ def _help(about: Option) -> str:
 
 
 def _type(about: Option) -> dict[str, Any]:
-    """Click's words for the type of a field."""
+    """Return Click's arguments for the type of a field."""
     kind = about.type
     if get_origin(kind) in (Union, types.UnionType):
         kind = next(one for one in get_args(kind) if one is not type(None))

@@ -1,4 +1,4 @@
-"""`hvdtrain logs`: the output of what runs or ran."""
+"""`hvdtrain logs`: show the output of a job, running or ended."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def logs(job: str | None, rank: str, stderr: bool, follow: bool) -> None:
 
 
 def _show(job: Job, follow: bool) -> int:
-    """Show all output of a batch job or container whose log folder is not known. Returns the exit code."""
+    """Show all output of a batch job or container whose log folder is unknown. Returns the exit code."""
     if follow and job.kind == "slurm":
         return follow_job(job.name, sys.stdout.buffer, partial(click.echo, err=True))
     *command, name = job.show
-    more = ["--follow"] if follow else []  # Before the name: podman accepts no option after it.
+    more = ["--follow"] if follow else []  # Before the name, as podman accepts no options after it.
     shown = [*command, *more, name]
     with start(
         shown, os.environ, stdin=subprocess.DEVNULL, output=None, session=False, dies_with_us=True
@@ -65,7 +65,7 @@ def _show(job: Job, follow: bool) -> int:
 
 
 def _folder(job: str | None) -> Path | Job:
-    """The log folder, or the job if it has none."""
+    """Return the log folder, or the job if it has none."""
     if job is None:
         found = sorted((p for p in LOGS.glob("*") if p.is_dir()), key=lambda p: p.stat().st_mtime)
         if not found:
@@ -81,7 +81,7 @@ def _folder(job: str | None) -> Path | Job:
 
 
 def _new(path: Path, folder: Path, follow: bool) -> Iterator[bytes]:
-    """What is in the file, and with `follow` what comes until the run has ended."""
+    """Yield the content of the file, and with `follow` all that is added until the run ends."""
     at = 0
     while True:
         going = follow and is_running(folder)

@@ -1,4 +1,4 @@
-"""`hvdtrain new`: a script and a configuration to start from."""
+"""`hvdtrain new`: copy a script and a configuration to start from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdtrain ps`: what runs."""
+"""`hvdtrain ps`: list running jobs."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def _row(job: Job) -> tuple[str, ...]:
 
 
 def _in_one_line(text: str) -> str:
-    """Without characters that move the cursor: a command may hold any."""
+    """Escape non-printable characters: a command may contain any, and some move the cursor."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _duration(seconds: float | None) -> str:
-    """Such as 0:42, 3:07 and 26:03:07."""
+    """Format a duration, such as 0:42, 3:07 or 26:03:07."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)

@@ -1,4 +1,4 @@
-"""`hvdtrain report`: a page about runs."""
+"""`hvdtrain report`: draw a page about runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdtrain run`: a training script on several workers."""
+"""`hvdtrain run`: run a training script on several workers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from hvdtrain.strategy_names import HOROVOD, choose_strategy
 
 
 def _call(word: str) -> Callable[[click.Context, click.Parameter, bool], None]:
-    """Callback of a flag: `hvdtrain WORD` is what runs."""
+    """Return the callback of a flag that runs `hvdtrain WORD` instead."""
 
     def call(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         if wanted and not ctx.resilient_parsing:
@@ -206,7 +206,7 @@ def run(
 
 
 def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
-    """The variables whose values are secret, and only in the options."""
+    """Return the names of variables with a secret value that only the options contain."""
     return [
         one.name
         for one in variables
@@ -217,7 +217,7 @@ def _names_left_out(variables: Iterable[EnvVar]) -> list[str]:
 
 
 def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
-    """Print the command, and on standard error what it lacks: secrets."""
+    """Print the command, and on standard error which secrets it lacks."""
     shown = masked(argv)
     click.echo(shlex.join(shown))
     if left_out:
@@ -233,7 +233,7 @@ def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
 def _print_or_run(
     launch: Prepared, view: View, patience: Patience, dry_run: bool, left_out: Sequence[str]
 ) -> None:
-    """Print the command, or run it and exit as it does."""
+    """Print the command, or run it and exit with its exit code."""
     if dry_run:
         print_command(launch.typed, left_out)
         for line in launch.lacks:

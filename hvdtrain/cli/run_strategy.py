@@ -1,4 +1,4 @@
-"""`hvdtrain run --strategy`: what runs, where it is not Horovod."""
+"""Launches of `hvdtrain run --strategy` for strategies other than Horovod's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdtrain.launch.slurm.allocation import read_allocation
 from hvdtrain.launch.user_files import check_script
 from hvdtrain.strategy_names import PARAMETER_SERVER, STRATEGIES
 
-# What has a meaning under every strategy; all else is Horovod's, or one of these kinds'.
+# Options that apply to every strategy; all others are for Horovod, or for one of the kinds below.
 _ALWAYS = {
     *("script", "arguments", "module", "strategy", "env", "verbose"),
     *("config", "show_config", "dry_run"),
@@ -48,10 +48,17 @@ def other_launch(
     ps: int | None,
     values: dict[str, Any],
 ) -> Prepared:
-    """The launch. Raises UsageError.
+    """Prepare the launch.
 
     Args:
-        values: of the options of `hvdtrain run`.
+        ctx: Context of `hvdtrain run`.
+        strategy: Name of the strategy.
+        workers: Number of workers, or None.
+        ps: Number of parameter servers, or None.
+        values: Values of the other options of `hvdtrain run`.
+
+    Raises:
+        UsageError: An option is invalid or has no effect with the strategy, or this machine lacks its devices.
     """
     servers = STRATEGIES[strategy].runs_as == "servers"
     allowed = _ALWAYS | (_OF_SERVERS if servers else _OF_ONE_PROCESS)
@@ -77,9 +84,12 @@ def other_launch(
 
 
 def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
-    """Raise UsageError for an option without effect; returns those to overlook.
+    """Reject options without effect. Returns those to ignore instead.
 
-    These are from further back than --strategy: a file or a variable for another strategy.
+    Ignored are options from a variable, or from a lower layer than --strategy, as they may be for another strategy.
+
+    Raises:
+        UsageError: Any other option has no effect.
     """
     layers = [ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP, ParameterSource.COMMANDLINE]
     said = ctx.get_parameter_source("strategy")
@@ -88,7 +98,7 @@ def _refuse(ctx: click.Context, strategy: str, allowed: set[str]) -> set[str]:
         source = ctx.get_parameter_source(option.name or "")
         if option.name in allowed or source not in layers:
             continue
-        # Variables may be a site's, for all jobs.
+        # Variables may be set site-wide, for all jobs.
         behind = said in layers and layers.index(source) < layers.index(said)
         if source is not ParameterSource.ENVIRONMENT and not behind:
             advice = ""
@@ -108,7 +118,7 @@ def _server_plan(
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=bool(hosts) and not by_srun)
     if allocation is not None and not hosts:
-        # The user's numbers go before the number of the job's tasks.
+        # The user's numbers take precedence over the job's number of tasks.
         hosts = allocation.hosts if workers is None else roomy(allocation.hosts, workers + servers)
     workers = number_of_workers(workers, servers, hosts)
     launcher = choose_launcher(values["launcher"], allocation, hosts)
@@ -118,7 +128,7 @@ def _server_plan(
             "started over ssh"
         )
     if allocation is not None and {host.name for host in hosts} == {allocation.this_node}:
-        hosts, launcher = (), "horovodrun"  # This machine; its name need not resolve here.
+        hosts, launcher = (), "horovodrun"  # This machine, whose name need not resolve here.
     key = values.get("ssh_identity_file")
     if key is not None and not key.is_file():
         raise UsageError(f"--ssh-identity-file: no such file: {key}")

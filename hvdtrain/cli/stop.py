@@ -1,4 +1,4 @@
-"""`hvdtrain stop`: end what runs."""
+"""`hvdtrain stop`: end a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.launch.running_jobs import Job, find_jobs, the_job
 
 POLL_SECONDS = 0.2
 SECONDS = 45.0
-"""More than the default of `hvdtrain run --grace-seconds`."""
+"""Default time limit: longer than the default of `hvdtrain run --grace-seconds`."""
 
 
 @click.command()

@@ -1,4 +1,4 @@
-"""`hvdtrain strategies`: the ways to distribute training, and which of them work here."""
+"""`hvdtrain strategies`: list the strategies to distribute training, and which of them work here."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _MARGIN = " " * 18
 
 @dataclass(frozen=True)
 class Machine:
-    """What strategies look for.
+    """Properties of a machine that strategies depend on.
 
     Attributes:
-        cores: that a program may run on.
-        gpus: that a program may use.
-        tpu: how a TPU can be reached; empty if not at all.
-        horovod: what Horovod was built with; empty if no working Horovod is installed.
-        without_horovod: why there is none.
-        tensorflow: whether it is installed.
+        cores: Number of cores that a program may use.
+        gpus: Number of GPUs that a program may use.
+        tpu: How a TPU can be reached; empty if there is none.
+        horovod: Controllers that Horovod was built with; empty if there is no working Horovod.
+        without_horovod: Reason why there is no Horovod.
+        tensorflow: Whether TensorFlow is installed.
     """
 
     cores: int
@@ -58,7 +58,7 @@ def strategies(as_json: bool) -> None:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Looks without loading TensorFlow."""
+    """Inspect this machine without importing TensorFlow."""
     horovod: tuple[str, ...] = ()
     without = ""
     try:
@@ -76,11 +76,11 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def here(name: str, machine: Machine) -> tuple[bool, str]:
-    """Whether a strategy works on this machine, and what it would use or is missing."""
+    """Return whether a strategy works on this machine, and what it would use, or what is missing."""
     if not machine.tensorflow:
         return False, "TensorFlow is not installed"
     if not machine.horovod:
-        return False, machine.without_horovod  # Every strategy's Trainer loads it.
+        return False, machine.without_horovod  # The Trainer loads Horovod with every strategy.
     gpus, cores = _count(machine.gpus, "GPU"), _count(machine.cores, "core")
     devices = gpus if machine.gpus else cores
     if name == HOROVOD:
@@ -95,12 +95,12 @@ def here(name: str, machine: Machine) -> tuple[bool, str]:
 
 
 def table(machine: Machine) -> str:
-    """At most 80 columns wide."""
+    """Format the strategies as text, at most 80 columns wide."""
     return "\n\n".join(_entry(one, machine) for one in STRATEGIES.values())
 
 
 def json_text(machine: Machine) -> str:
-    """The strategies as a JSON list, with what each needs and whether it works here."""
+    """Format the strategies as a JSON list, with what each needs and whether it works here."""
     rows = []
     for one in STRATEGIES.values():
         found, what = here(one.name, machine)

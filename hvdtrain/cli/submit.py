@@ -1,4 +1,4 @@
-"""`hvdtrain submit`: a training script as a Slurm job."""
+"""`hvdtrain submit`: run a training script as a Slurm job."""
 
 from __future__ import annotations
 
@@ -111,10 +111,10 @@ def submit(
         return
     _write(path, batch_script(request), replacing=script_file is not None)
     _make_folder(Path(request.output).parent)
-    os.environ.update(secret_words(request.command))  # From here into the job's environment.
+    os.environ.update(secret_words(request.command))  # The job inherits this environment.
     job_id = submit_job(path)
     click.echo(job_id)
-    # Of an array each job has a number of its own.
+    # Each job of an array has its own number.
     known = {} if request.array else {"%x": request.job_name, "%j": job_id}
     output = request.output
     for pattern, value in known.items():
@@ -125,21 +125,21 @@ def submit(
 
 
 def _command(part: RunPart, variables: Iterable[EnvVar]) -> tuple[str, ...]:
-    """The `hvdtrain run` of the job. A secret travels in the job's environment, not in a file."""
+    """Return the job's `hvdtrain run` command. Secrets are passed in the job's environment, not in a file."""
     secrets = [one.name for one in map(variable_to_pass, variables) if one.value is None]
     words = without_values(part.words, secrets, len(part.program))
     return (*_hvdtrain(), "run", *words)
 
 
 def _name(values: Mapping[str, Any]) -> str:
-    """Of what runs."""
+    """Return the default name of the job, from its program."""
     program = program_of(values["script"], values["arguments"], module=values["module"])
     name = program.name.name if program.kind == "module" else program.name.stem
     return name or "job"
 
 
 def check_run(values: Mapping[str, Any]) -> None:
-    """Raise UsageError for what `hvdtrain run` would refuse wherever it runs, before the job waits."""
+    """Check for errors that `hvdtrain run` would report on any machine, before the job is queued. Raises UsageError."""
     program = program_of(values["script"], values["arguments"], module=values["module"])
     if program.kind == "script":
         check_script(program.name)
@@ -163,7 +163,7 @@ def _print(request: JobRequest, path: Path) -> None:
 
 
 def _hvdtrain() -> tuple[str, ...]:
-    """This hvdtrain, also where the environment is not activated."""
+    """Return the command of this hvdtrain, even if its environment is not activated."""
     program = Path(sys.executable).parent / "hvdtrain"
     return (str(program),) if program.is_file() else (sys.executable, "-P", "-m", "hvdtrain.cli")
 
@@ -185,10 +185,10 @@ def _new_file(job_name: str) -> Path:
 
 
 def _write(path: Path, text: str, replacing: bool) -> None:
-    """Write a batch script, which only its owner may read and run."""
+    """Write a batch script that only its owner can read and run."""
     _make_folder(path.parent)
     try:
-        # A device or pipe is not replaced: as root, that would take /dev/null from the whole machine.
+        # Devices and pipes are not replaced: as root, that would remove /dev/null from the machine.
         if replacing and path.is_file() and not path.is_symlink():
             path.unlink()
         with open(path, "x", encoding="utf-8", opener=partial(os.open, mode=0o700)) as file:
@@ -198,7 +198,7 @@ def _write(path: Path, text: str, replacing: bool) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Slurm makes no folder for a job's output: the job would fail without a word."""
+    """Create the folder of the job's output. Slurm does not create it, and the job would fail without a message."""
     if "%" in str(folder):
         return
     try:

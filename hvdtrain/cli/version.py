@@ -1,6 +1,6 @@
-"""`hvdtrain --version`: what a bug report needs, in well under a second. Imports no TensorFlow.
+"""`hvdtrain --version`: collect what a bug report needs, in well under a second and without importing TensorFlow.
 
-Everything is read from packages' metadata, but for MPI and the GPUs: their programs are asked, for a short time.
+Everything is read from the packages' metadata, except MPI and GPUs, whose programs are called with a short time limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MPI_NAMES = {"openmpi": "Open MPI", "mpich": "MPICH", "intelmpi": "Intel MPI"}
 
 
 def version_text(environ: Mapping[str, str]) -> str:
-    """Lines `name  value`; the first is `hvdtrain X.Y.Z`."""
+    """Return lines `name  value`; the first is `hvdtrain X.Y.Z`."""
     rows = list(_rows(environ))
     width = max(len(name) for name, _ in rows)
     return "\n".join(
@@ -45,7 +45,7 @@ def _rows(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def _libc() -> str:
-    """glibc's own word; another C library has none."""
+    """Return the version of glibc; other C libraries do not report one."""
     try:
         return os.confstr("CS_GNU_LIBC_VERSION") or "no glibc"
     except (ValueError, OSError):
