@@ -265,7 +265,7 @@ def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
     if wrong:
         bad = ", ".join(f"{setting}={given[setting]}" for setting in wrong)
         return fail(name, f"not a number: {bad}", f"unset {' '.join(wrong)}")
-    # With 0, TensorFlow uses all cores in each rank.
+    # 0 is accepted, although TensorFlow then uses all cores in each rank.
     if any((number or 0) > cores for number in threads.values()):
         return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
     return ok(name, seen)

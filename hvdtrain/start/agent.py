@@ -26,9 +26,10 @@ from hvdtrain.signals import at_parents_end, outlive_signals
 
 def main() -> None:
     """Serve one launch on this host, then end what is left of it."""
-    outlive_signals()  # Only the end of its input ends an agent,
-    # even one that is stopped later. An agent stopped before this line remains when its connection ends: ending it
-    # would take another program between ssh and Python, which not every host has.
+    # Only the end of its input ends an agent.
+    outlive_signals()
+    # A stopped agent is continued when its connection ends, to notice it. One that was stopped before this line
+    # remains: ending it would take another program between ssh and Python, which not every host has.
     at_parents_end(signal.SIGCONT)()
     from hvdtrain.start.parts.host_agent import Agent
 

@@ -194,7 +194,7 @@ class _Watch:
     _terminated_at: float | None = None
 
     def is_over(self) -> bool:
-        """Return whether the command has ended."""
+        """End the run if it is due, and return whether the command has ended."""
         now = time.monotonic()
         self._pass_warnings_on()
         if self._terminated_at is None:

@@ -123,7 +123,7 @@ class PatientDriver(ElasticDriver):
                 self._arrived.add(place)
             while not (came_back or self._worker_registry.has_ended()):
                 if number != self._worker_registry.last_rendezvous() or self.finished():
-                    return INVALID_SLOT_INFO  # A new round without a report: this rank has ended.
+                    return INVALID_SLOT_INFO  # This rank has ended without a report.
                 if len(self._arrived) >= self.world_size():
                     self._have_state = set(self._arrived)
                     return self.get_slot_info(host, slot)
@@ -158,7 +158,7 @@ class PatientDriver(ElasticDriver):
         super().stop(error_message)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> DiscoveredHosts:
-        """Override: raise EngineError with the number of missing slots, instead of Horovod's timeout."""
+        """Override: raise EngineError with the slots needed and found, instead of Horovod's timeout."""
         try:
             return super().wait_for_available_slots(min_num_proc, min_hosts)
         except TimeoutException:

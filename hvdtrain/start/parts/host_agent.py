@@ -122,9 +122,8 @@ class Agent:
                 with contextlib.suppress(OSError):
                     if pid in daemons:
                         os.kill(pid, signal.SIGTERM)
-                    if state_of(
-                        pid
-                    ).stopped:  # A stopped daemon could not act on it; a shell ends with its rank.
+                    # A stopped daemon could not act on SIGTERM; a shell ends with its rank.
+                    if state_of(pid).stopped:
                         os.kill(pid, signal.SIGCONT)
         withdraw(self._launch_id)
 
