@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import socket
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from hvdtrain.checkpoint.callback_states import CallbackStates, continue_files
 from hvdtrain.collectives.communicator import ALL_RANKS
-from hvdtrain.collectives.consistency import any_rank, on_first
+from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import read_state, without_sums, write_state
 from hvdtrain.data import OwnSource, Share, Source
@@ -36,10 +34,9 @@ from hvdtrain.trainer.callback_ranks import (
     saving_together,
 )
 from hvdtrain.trainer.divergence import LossWatch
-from hvdtrain.trainer.event_log import EventLog
+from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.progress import Progress
 from hvdtrain.trainer.resume import Position, SavedFit
-from hvdtrain.trainer.run_dir import RunDir, epoch_line
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch
@@ -99,8 +96,7 @@ class Loop:
             epoch.
         probe: Whether to check, before the first step, that gradients of parts of a batch add up to those of the whole.
         steps_per_execution: Number of steps between two calls of the callbacks.
-        run_dir: Folder for the files of the run; None: write none.
-        config: The Trainer's arguments, for config.json.
+        record: Writer of the run's files.
         saved: Checkpoints of the fit, if any.
         losses: Watch that acts on a loss of nan or inf; None: training continues, as in Keras.
         finite: Watch that warns once about weights that are nan or inf.
@@ -113,16 +109,10 @@ class Loop:
     guard: bool
     probe: bool
     steps_per_execution: int
-    run_dir: RunDir | None
-    config: dict[str, Any]
+    record: FitRecord
     saved: SavedFit | None = None
     losses: LossWatch | None = None
     finite: FiniteWatch = field(default_factory=FiniteWatch)
-
-    @cached_property
-    def events(self) -> EventLog:
-        """The run's event log; a log without a file if there is no run_dir."""
-        return EventLog() if self.run_dir is None else self.run_dir.events
 
     def fit(self, plan: FitPlan) -> keras.callbacks.History:
         """Train as `plan` says; return Keras's History. Raises what `Trainer.fit` raises."""
@@ -130,11 +120,11 @@ class Loop:
             position = None
             if self.saved is not None:
                 facts = facts_of(
-                    self.config, plan.train, plan.validation, self.model, plan.callbacks
+                    self.record.config, plan.train, plan.validation, self.model, plan.callbacks
                 )
                 position = blocks.enter_context(self.saved.opened(plan.initial_epoch, facts))
             # Inside, so that the end of the run is logged while it still owns the folder.
-            blocks.enter_context(self.events.watching())
+            blocks.enter_context(self.record.events.watching())
             return self._fit(plan, position)
 
     def _fit(self, plan: FitPlan, resumed: Position | None) -> keras.callbacks.History:
@@ -162,14 +152,14 @@ class Loop:
         initial_epoch = int(self.model._initial_epoch or plan.initial_epoch)
         first = int(ALL_RANKS.broadcast(initial_epoch, 0, "hvdtrain_initial_epoch"))
         if self.saved is None:
-            self._in_run_dir(lambda run_dir: run_dir.begin(first))
+            self.record.in_run_dir(lambda run_dir: run_dir.begin(first))
         self.strategy.broadcast(self.model, without=seed_variables(self.model))
         begin = resumed or Position(first)
-        self._write_config(plan)
+        self.record.write_config(plan.train, plan.epochs)
         if not begin.stopped and begin.epoch < plan.epochs:
-            self._begin_events(plan, begin)
+            self.record.begin_events(plan.train, plan.epochs, begin.epoch, begin.step)
         if resumed is not None:
-            self._tell(resumed, plan)
+            self.record.announce(resumed.describe(plan.epochs))
             if not resumed.stopped and resumed.epoch < plan.epochs:
                 self._skip(plan, first, resumed)
             if resumed.step == 0:
@@ -180,7 +170,7 @@ class Loop:
             logs = self._epoch(plan, epoch, callbacks, begin)
             times = stragglers.look(epoch)
             if times:
-                self.events.note("ranks", epoch=epoch + 1, **times)
+                self.record.events.note("ranks", epoch=epoch + 1, **times)
             stopped = any_rank(bool(self.model.stop_training), "stop")
             if self.saved is not None:
                 last = stopped or epoch + 1 == plan.epochs
@@ -196,9 +186,9 @@ class Loop:
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         with backups_kept(own):
             callbacks.on_train_end(logs)
-            if self.run_dir is not None:
-                self._in_run_dir(lambda run_dir: run_dir.keep())
-                self.strategy.save(self.model, self.run_dir.model)
+            if self.record.run_dir is not None:
+                self.record.in_run_dir(lambda run_dir: run_dir.keep())
+                self.strategy.save(self.model, self.record.run_dir.model)
         return self.model.history
 
     def evaluate(self, plan: EvaluatePlan) -> Logs:
@@ -248,7 +238,7 @@ class Loop:
         with self.strategy.as_one_process(self.model):
             callbacks.on_epoch_end(epoch, logs)
         progress.end(logs)
-        self._write_metrics(plan, epoch, logs, progress)
+        self.record.write_epoch(epoch, logs, plan.validation is not None, progress)
         return logs
 
     def _train(
@@ -284,7 +274,7 @@ class Loop:
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
-        self.events.begin_steps()
+        self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
         for group in grouped(shares, together):
@@ -301,8 +291,8 @@ class Loop:
                 self.losses.add(epoch, done + len(group) - 1, len(group), step_logs, share)
             examples = sum(s.global_examples for s in group)
             progress.step(len(group), examples, step_logs)
-            facts = partial(self._step_facts, epoch, done + len(group), step_logs)
-            self.events.count(len(group), examples, facts)
+            facts = partial(self.record.step_facts, epoch, done + len(group), step_logs)
+            self.record.events.count(len(group), examples, facts)
             with (
                 self._shown(step_logs, share, global_batches) as shown,
                 self.strategy.as_one_process(self.model) if saving else nullcontext(),
@@ -321,8 +311,8 @@ class Loop:
         self.steps.finish()
         if self.losses is not None:
             self.losses.look(epoch_ends=True)
-        facts = partial(self._step_facts, epoch, done, step_logs)
-        self.events.count(0, 0, facts, last=True)
+        facts = partial(self.record.step_facts, epoch, done, step_logs)
+        self.record.events.count(0, 0, facts, last=True)
         logs = self.strategy.logs(self.model, step_logs, share)
         self.strategy.end_epoch(self.model)
         return logs, done
@@ -427,12 +417,6 @@ class Loop:
         if ends:
             raise saved.preempted()
 
-    def _tell(self, resumed: Position, plan: FitPlan) -> None:
-        if self.rank.is_first and self.run_dir is not None:
-            print(
-                f"run_dir {str(self.run_dir.path)!r}: {resumed.describe(plan.epochs)}", flush=True
-            )
-
     def _check(
         self, replicas: Callable[[keras.Model, str], None], when: str, epoch_ends: bool
     ) -> None:
@@ -466,54 +450,6 @@ class Loop:
         elif self.strategy.part.index:
             rules = step_logs.rules if isinstance(step_logs, StepLogs) else {}
             without_sums(self.model.metrics, rules)
-
-    def _in_run_dir(self, write: Callable[[RunDir], None]) -> None:
-        """Call `write` on rank 0; if that fails, raise the error on all ranks."""
-        run_dir = self.run_dir
-        if run_dir is not None:
-            on_first(lambda: write(run_dir), f"run_dir {str(run_dir.path)!r}")
-
-    def _write_config(self, plan: FitPlan) -> None:
-        if self.run_dir is None:
-            return
-        facts = {"workers": self.rank.size, "epochs": plan.epochs, "examples": plan.train.examples}
-        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
-        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
-        config = self.config | facts | versions | {"optimizer": optimizer}
-        self._in_run_dir(lambda run_dir: run_dir.write_config(config))
-
-    def _write_metrics(self, plan: FitPlan, epoch: int, logs: Logs, progress: Progress) -> None:
-        validated = plan.validation is not None
-        seconds, rate = progress.seconds, progress.examples_per_second
-        line = epoch_line(epoch, logs, validated, seconds, rate)
-        if self.run_dir is not None and self.rank.is_first:
-            self.run_dir.metrics.append([line[0]], line[1])
-            speed = {"seconds": seconds, "examples_per_second": rate}
-            self.events.note(
-                "epoch", epoch=epoch + 1, values=logs, learning_rate=self._learning_rate(), **speed
-            )
-
-    def _begin_events(self, plan: FitPlan, begin: Position) -> None:
-        if self.run_dir is not None and self.rank.is_first:
-            self.events.begin(
-                workers=self.rank.size,
-                epochs=plan.epochs,
-                steps_per_epoch=plan.train.steps_per_epoch,
-                examples=plan.train.examples,
-                epoch=begin.epoch + 1,
-                step=begin.step + 1,
-                host=socket.gethostname(),
-            )
-
-    def _step_facts(self, epoch: int, step: int, logs: Logs) -> dict[str, Any]:
-        """Return the fields of a "steps" event."""
-        rate = self._learning_rate()
-        return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "values": dict(logs)}
-
-    def _learning_rate(self) -> float | None:
-        """Return the learning rate of the model's optimizer; None for a model without `optimizer`."""
-        optimizer = getattr(self.model, "optimizer", None)
-        return None if optimizer is None else float(optimizer.learning_rate)
 
 
 def callbacks_with_history(

@@ -32,6 +32,7 @@ from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
 from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
+from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
@@ -485,8 +486,7 @@ class Trainer:
             guard=self._guard,
             probe=self._probe,
             steps_per_execution=self._steps_per_execution,
-            run_dir=self._run_dir,
-            config=self._config,
+            record=FitRecord(self._run_dir, self.model, self.rank, self._config),
             saved=self._saved,
             losses=loss_watch(
                 self._on_nan, source, self.strategy.part, self._run_dir, self.model, self._saved

@@ -1,0 +1,104 @@
+"""What a fit writes to its run_dir beside checkpoints and the model: config.json, metrics.csv and events.jsonl."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvdtrain.collectives.consistency import on_first
+from hvdtrain.data import Source
+from hvdtrain.runtime import Rank
+from hvdtrain.strategies.strategy import Logs
+from hvdtrain.trainer.event_log import EventLog
+from hvdtrain.trainer.progress import Progress
+from hvdtrain.trainer.run_dir import RunDir, epoch_line
+
+
+@dataclass(frozen=True)
+class FitRecord:
+    """Writes the record of one fit. Every rank has one; rank 0 writes.
+
+    Attributes:
+        run_dir: Folder of the run; None: write nothing.
+        model: Model that is trained.
+        rank: This rank.
+        config: Settings of the Trainer, for config.json.
+    """
+
+    run_dir: RunDir | None
+    model: keras.Model
+    rank: Rank
+    config: dict[str, Any]
+
+    @cached_property
+    def events(self) -> EventLog:
+        """The run's event log; a log without a file if there is no run_dir."""
+        return EventLog() if self.run_dir is None else self.run_dir.events
+
+    def in_run_dir(self, write: Callable[[RunDir], None]) -> None:
+        """Call `write` on rank 0; if that fails, raise the error on all ranks. A collective."""
+        run_dir = self.run_dir
+        if run_dir is not None:
+            on_first(lambda: write(run_dir), f"run_dir {str(run_dir.path)!r}")
+
+    def write_config(self, train: Source, epochs: int) -> None:
+        """Write config.json: settings, data, versions and the optimizer. A collective."""
+        if self.run_dir is None:
+            return
+        facts = {"workers": self.rank.size, "epochs": epochs, "examples": train.examples}
+        versions = {"keras": keras.__version__, "tensorflow": tf.__version__}
+        optimizer = keras.saving.serialize_keras_object(self.model.optimizer)
+        config = self.config | facts | versions | {"optimizer": optimizer}
+        self.in_run_dir(lambda run_dir: run_dir.write_config(config))
+
+    def begin_events(self, train: Source, epochs: int, epoch: int, step: int) -> None:
+        """Start the event log of a fit that begins at index `step` of the epoch of index `epoch`."""
+        if self.run_dir is not None and self.rank.is_first:
+            self.events.begin(
+                workers=self.rank.size,
+                epochs=epochs,
+                steps_per_epoch=train.steps_per_epoch,
+                examples=train.examples,
+                epoch=epoch + 1,
+                step=step + 1,
+                host=socket.gethostname(),
+            )
+
+    def announce(self, message: str) -> None:
+        """Print a message about the run_dir, on rank 0."""
+        if self.run_dir is not None and self.rank.is_first:
+            print(f"run_dir {str(self.run_dir.path)!r}: {message}", flush=True)
+
+    def write_epoch(self, epoch: int, logs: Logs, validates: bool, progress: Progress) -> None:
+        """Write the line of an epoch, and its event.
+
+        Args:
+            epoch: Index of the epoch, from 0.
+            logs: Losses and metrics of the epoch.
+            validates: Whether the fit validates, though perhaps not after every epoch.
+            progress: Progress of the epoch, for its duration and speed.
+        """
+        if self.run_dir is None or not self.rank.is_first:
+            return
+        seconds, rate = progress.seconds, progress.examples_per_second
+        line, columns = epoch_line(epoch, logs, validates, seconds, rate)
+        self.run_dir.metrics.append([line], columns)
+        speed = {"seconds": seconds, "examples_per_second": rate}
+        facts = {"epoch": epoch + 1, "values": logs, "learning_rate": self._learning_rate()}
+        self.events.note("epoch", **facts, **speed)
+
+    def step_facts(self, epoch: int, step: int, logs: Logs) -> dict[str, Any]:
+        """Return the fields of a "steps" event."""
+        rate = self._learning_rate()
+        return {"epoch": epoch + 1, "step": step, "learning_rate": rate, "values": dict(logs)}
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of the model's optimizer; None for a model without `optimizer`."""
+        optimizer = getattr(self.model, "optimizer", None)
+        return None if optimizer is None else float(optimizer.learning_rate)
