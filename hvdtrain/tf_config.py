@@ -111,8 +111,10 @@ def _addresses(cluster: Any, kind: str) -> tuple[str, ...]:
     if not isinstance(cluster, dict):
         raise UsageError(f"{TF_CONFIG}: the cluster must be an object, not {cluster!r}")
     entries = cluster.get(kind) or []
-    if isinstance(entries, dict):
+    if isinstance(entries, dict) and all(map(str.isdecimal, entries)):
         entries = [entries[key] for key in sorted(entries, key=int)]
+    if not isinstance(entries, list):
+        raise UsageError(f"{TF_CONFIG}: the addresses of {kind} must be a list, not {entries!r}")
     for entry in entries:
         host, _, port = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
         if not (host and port.isdecimal() and 0 < int(port) < 65536):

@@ -98,8 +98,10 @@ def continue_files(callbacks: Sequence[Any], epoch: int) -> None:
         epoch: Index of the first epoch to train again, from 0.
     """
     for callback in callbacks:
-        path = Path(getattr(callback, "filename", ""))
-        if not isinstance(callback, keras.callbacks.CSVLogger) or not path.is_file():
+        if not isinstance(callback, keras.callbacks.CSVLogger):
+            continue
+        path = Path(callback.filename)
+        if not path.is_file():
             continue
         callback.append = True
         with path.open(newline="") as file:

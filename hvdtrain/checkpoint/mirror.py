@@ -16,7 +16,6 @@ from hvdtrain.checkpoint.folder import (
     Damaged,
     load,
     newest_first,
-    numbered,
     step_of,
     warn_damaged,
 )
@@ -60,19 +59,22 @@ class Mirror:
         except Exception as error:  # Each storage raises its own exceptions.
             raise MirrorError(f"{type(error).__name__}: {error}") from error
 
-    def fetch(self, folder: Path) -> None:
-        """Fetch the newest undamaged checkpoint of the storage into `folder`, unless that has one of as many steps.
+    def fetch(self, folder: Path, steps: int) -> bool:
+        """Fetch the newest undamaged checkpoint of the storage into `folder`, if it has more than `steps` steps.
+
+        Args:
+            folder: Folder for it, which this process has locked.
+            steps: Steps of the newest undamaged checkpoint in the folder; -1 if it has none.
+
+        Returns:
+            Whether a checkpoint was fetched.
 
         Raises:
             UsageError: If the storage cannot be read; a run that started from scratch would replace its checkpoints.
         """
-        here = numbered(folder)
-        least = step_of(here[0]) if here else -1
         try:
-            there = (name for name in self._names() if step_of(Path(name)) > least)
-            for name in there:
-                if self._fetch(name, folder):
-                    break
+            there = (name for name in self._names() if step_of(Path(name)) > steps)
+            return any(self._fetch(name, folder) for name in there)
         except UsageError:
             raise
         except Exception as error:
@@ -97,14 +99,13 @@ class Mirror:
     def _fetch(self, name: str, folder: Path) -> bool:
         """Fetch the checkpoint `name` into `folder`; return whether it is undamaged."""
         temporary = folder / f"{UNFINISHED}{name.removeprefix(PREFIX)}"
-        folder.mkdir(parents=True, exist_ok=True)
         self._storage.get_file(f"{self._root}/{name}", str(temporary))
         try:
             load(temporary)
         except Damaged as error:
             warn_damaged(f"{name!r} in {self.url!r}", error)
             return False
-        temporary.rename(folder / name)
+        temporary.replace(folder / name)
         return True
 
     def _names(self) -> list[str]:

@@ -38,6 +38,7 @@ from hvdtrain.collectives.anchoring import anchored
 from hvdtrain.collectives.encoding import decode, encode
 from hvdtrain.collectives.tensor_names import in_this_graph
 from hvdtrain.errors import UsageError
+from hvdtrain.rank_variables import is_elastic
 
 _FRAME = struct.Struct("<q?")
 """Header of a rank's data in `exchange`: its length, and whether it is the value (True) or an error message."""
@@ -280,7 +281,7 @@ class HorovodRanks(Communicator):
         return bool(self.size() == hvd.size())
 
     def _may_grow(self) -> bool:
-        return bool(int(os.environ.get("HOROVOD_ELASTIC", 0)))
+        return is_elastic(os.environ)
 
     def _allreduce(
         self, wire: tf.Tensor, name: str, op: Any, prescale: float, postscale: float

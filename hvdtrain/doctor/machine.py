@@ -265,7 +265,8 @@ def check_thread_settings(environ: Mapping[str, str], cores: int) -> Result:
     if wrong:
         bad = ", ".join(f"{setting}={given[setting]}" for setting in wrong)
         return fail(name, f"not a number: {bad}", f"unset {' '.join(wrong)}")
-    # 0 is accepted, although TensorFlow then uses all cores in each rank.
+    if 0 in threads.values():
+        return warn(name, f"{seen}: 0 gives every worker all cores", f"unset {' '.join(given)}")
     if any((number or 0) > cores for number in threads.values()):
         return warn(name, f"{seen}: more than the {cores} cores", f"unset {' '.join(given)}")
     return ok(name, seen)

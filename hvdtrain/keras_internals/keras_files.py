@@ -198,9 +198,3 @@ def rename(variable: Any, path: str) -> None:
 def give_value(variable: Any, value: Any) -> None:
     """Initialize a Keras variable without a value with `value`, on the current device."""
     variable._initialize(value)
-
-
-def compile_like(model: keras.Model, other: keras.Model, optimizer: Any) -> None:
-    """Compile `model` with the arguments with which `other` was compiled, and with `optimizer`."""
-    config = dict(other._compile_config.config) | {"optimizer": optimizer}
-    model.compile(**config)

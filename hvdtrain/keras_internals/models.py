@@ -29,10 +29,10 @@ def compile_config(model: keras.Model) -> dict[str, Any]:
     return dict(model._compile_config.config) if model.compiled and model._compile_config else {}
 
 
-def compile_alike(model: keras.Model, other: keras.Model) -> None:
-    """Compile `model` with the optimizer, losses and metrics of `other`, if `other` is compiled."""
+def compile_like(model: keras.Model, other: keras.Model, optimizer: Any) -> None:
+    """Compile `model` with the arguments of `other`, but with `optimizer`, if `other` is compiled."""
     if other.compiled:
-        model.compile(**compile_config(other) | {"optimizer": other.optimizer})
+        model.compile(**compile_config(other) | {"optimizer": optimizer})
 
 
 def overrides(callback: keras.callbacks.Callback, method: str) -> bool:

@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -120,10 +121,10 @@ def _slurm_jobs() -> Iterable[Job]:
     if os.environ.get("SLURM_JOB_ID"):
         return  # Inside a Slurm job, its run is found in /proc.
     text = ask(["scontrol", "--oneliner", "show", "job"]).answer
-    own = f"({os.getuid()})"
+    own = re.compile(rf"\bUserId=[^ ]*\({os.getuid()}\)")
     for line in text.splitlines():
         states = read_states(line)
-        if states and own in line and f"/{_SCRIPTS}/" in line and states[0].state not in ENDED:
+        if states and own.search(line) and f"/{_SCRIPTS}/" in line and states[0].state not in ENDED:
             yield _slurm_job(states[0])
 
 

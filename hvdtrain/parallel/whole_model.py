@@ -17,6 +17,7 @@ from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import keras_files as model_files
 from hvdtrain.keras_internals.deferred_variables import is_waiting, waiting_variables
 from hvdtrain.keras_internals.graph import release
+from hvdtrain.keras_internals.models import compile_like
 from hvdtrain.keras_internals.shards import shard_of
 from hvdtrain.keras_internals.variables import variable_name
 
@@ -101,7 +102,7 @@ class Unsplit:
                 if is_waiting(variable):
                     model_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
             optimizer = model_files.plain_optimizer(model.optimizer)
-            model_files.compile_like(copy, model, optimizer)
+            compile_like(copy, model, optimizer)
             if model.optimizer.built:
                 optimizer.build(copy.trainable_variables)
             try:

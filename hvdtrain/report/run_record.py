@@ -233,13 +233,14 @@ class _Reader:
         self.clock = max(self.clock, clock)
 
     def _begin(self, event: Mapping[str, Any], clock: float) -> None:
-        workers, epoch, step = int(event["workers"]), int(event["epoch"]), int(event["step"])
+        workers, epochs = int(event["workers"]), int(event["epochs"])
+        epoch, step = int(event["epoch"]), int(event["step"])
         if self.workers:
             self._before += max(0.0, self.clock - self._began)
             with_workers = f"{workers} workers" if workers != 1 else "1 worker"
             told = f"in epoch {epoch}, at step {step} of it, with {with_workers}"
             self._happened(clock, "resumed" if epoch > 1 or step > 1 else "started again", told)
-        self._began, self.workers, self.epochs_planned = clock, workers, int(event["epochs"])
+        self._began, self.workers, self.epochs_planned = clock, workers, epochs
         self.end = ""
         # Steps after the checkpoint are trained again.
         kept = self._before_epoch(epoch) + step - 1

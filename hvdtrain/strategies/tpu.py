@@ -21,6 +21,7 @@ import tensorflow as tf
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import replica_scope as replica_scope
 from hvdtrain.runtime import Rank, init
+from hvdtrain.strategies.probe import in_one_line
 from hvdtrain.strategies.replica_steps import ReplicaSteps, local_variables, require_plain
 from hvdtrain.strategies.replica_strategy import ReplicaStrategy
 from hvdtrain.strategies.strategy import ModelSource
@@ -116,9 +117,8 @@ def connect(name: str | None) -> tf.distribute.Strategy:
         tf.tpu.experimental.initialize_tpu_system(resolver)
         return tf.distribute.TPUStrategy(resolver)
     except (tf.errors.OpError, ValueError, RuntimeError, ImportError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UsageError(
-            f"strategy {NAME}: the TPU {address!r} cannot be started: {reason}"
+            f"strategy {NAME}: the TPU {address!r} cannot be started: {in_one_line(error)}"
         ) from error
 
 

@@ -168,7 +168,10 @@ class SavedFit:
         path, began = str(self._run_dir.path), self._folder.is_dir()
         if self._schedule.mirror is not None:
             self._mirror = Mirror(self._schedule.mirror, self._schedule.keep)
-            self._mirror.fetch(self._folder)
+            self._claim(initial_epoch, began)
+            found = newest(self._folder)
+            steps = -1 if found is None else found.facts["position"]["steps"]
+            self._found = newest(self._folder) if self._mirror.fetch(self._folder, steps) else found
         if self._resume == "never" and numbered(self._folder):
             raise UsageError(
                 f"run_dir {path!r} has checkpoints, and resume='never': choose a new folder, or "
@@ -179,11 +182,9 @@ class SavedFit:
                 f"run_dir {path!r} has no checkpoint, and resume='must': check that it is the "
                 "right folder, or use resume='auto' to start from scratch"
             )
-        self._run_dir.begin(initial_epoch, continued=began)
-        self._folder.mkdir(exist_ok=True)
-        self._lock = lock_folder(self._folder, self._name)
-        self._run_dir.keep = self._keep_folder
-        self._found = newest(self._folder)
+        if self._mirror is None:
+            self._claim(initial_epoch, began)
+            self._found = newest(self._folder)
         if self._found is None:
             if numbered(self._folder):
                 raise UsageError(
@@ -199,6 +200,13 @@ class SavedFit:
         elif before["ranks"]["layout"] != now["ranks"]["layout"]:
             refuse_parts(self._found.ranks[0]["process"]["callbacks"])
         return {"position": before["position"], "alike": alike}
+
+    def _claim(self, initial_epoch: int, continued: bool) -> None:
+        """Create and lock the folders, before anything is written there."""
+        self._run_dir.begin(initial_epoch, continued)
+        self._folder.mkdir(exist_ok=True)
+        self._lock = lock_folder(self._folder, self._name)
+        self._run_dir.keep = self._keep_folder
 
     def give(self, model: keras.Model) -> None:
         """Restore the model and the callbacks from the checkpoint that `opened` found. A collective.

@@ -137,9 +137,8 @@ class EpochTable:
             with self._path.open(newline="") as file:
                 reader = csv.DictReader(file)
                 columns = [*dict.fromkeys([*(reader.fieldnames or ()), *columns])]
-                before = [
-                    row for row in reader if row["epoch"].isdecimal() and int(row["epoch"]) < epoch
-                ]
+                numbers = ((row.get("epoch", "0") or "", row) for row in reader)
+                before = [row for n, row in numbers if n.isdecimal() and int(n) < epoch]
         temporary = self._path.with_name(f".{self._path.name}.tmp")
         with temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns, extrasaction="ignore")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+from multiprocessing import AuthenticationError
 from typing import Any
 
 from hvdtrain.errors import HvdtrainError
@@ -28,7 +29,7 @@ def main() -> None:
     result = function(*args, **kwargs)
     try:
         caller.give(rank, _pickled(result))
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, AuthenticationError) as error:
         raise HvdtrainError(
             f"cannot return the result to the caller of hvdtrain.launch: {error}"
         ) from error
@@ -37,7 +38,7 @@ def main() -> None:
 def _fetch(caller: Caller) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     try:
         content = caller.function()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, AuthenticationError) as error:
         raise HvdtrainError(
             f"cannot reach the caller of hvdtrain.launch at {caller.address}: {error}: "
             "is a firewall between the hosts?"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from test_damaged_run import train
 
 from hvdtrain import Checkpoints, UsageError
-from hvdtrain.checkpoint.folder import Checkpoint, newest, numbered, save
+from hvdtrain.checkpoint.folder import Checkpoint, load, newest, numbered, save
+from hvdtrain.checkpoint.lock import lock_folder
 from hvdtrain.checkpoint.mirror import Mirror, MirrorError
 
 
@@ -33,8 +35,10 @@ def saved(folder: Path, number: int) -> Path:
 
 def fetched(url: str, folder: Path) -> int | None:
     """The step of the checkpoint that a new machine would continue from."""
-    Mirror(url, keep=2).fetch(folder)
+    folder.mkdir(exist_ok=True)
     found = newest(folder)
+    if Mirror(url, keep=2).fetch(folder, -1 if found is None else found.facts["step"]):
+        found = newest(folder)
     return None if found is None else found.facts["step"]
 
 
@@ -77,6 +81,29 @@ def test_a_damaged_copy_is_passed_over(url: str, tmp_path: Path) -> None:
     fsspec.filesystem("memory").pipe_file(path, b"damaged")
     with pytest.warns(UserWarning, match=rf"'step-000000010' in '{url}' is damaged"):
         assert fetched(url, tmp_path / "new") == 5
+
+
+def test_a_damaged_checkpoint_here_is_replaced_by_the_copy(url: str, tmp_path: Path) -> None:
+    undisturbed = train(tmp_path / "run", Checkpoints(mirror=url), epochs=3)[0]
+    path = tmp_path / "run" / "checkpoints" / "step-000000012"
+    path.write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match="step-000000012.* is damaged") as warned:
+        again = train(tmp_path / "run", Checkpoints(mirror=url), epochs=3)[0]
+    assert sum("damaged" in str(one.message) for one in warned) == 1, "and none says that the one before is used"
+    for one, same in zip(undisturbed, again, strict=True):
+        np.testing.assert_array_equal(one, same)
+    load(path)
+
+
+def test_nothing_is_fetched_into_the_folder_of_a_run_that_trains(url: str, tmp_path: Path) -> None:
+    Mirror(url, keep=2).copy(saved(tmp_path / "here", 5))
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    lock = lock_folder(folder, "run")
+    with pytest.raises(UsageError, match="is in use by process"):
+        train(tmp_path / "run", Checkpoints(mirror=url))
+    os.close(lock)
+    assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
 class Lost(Exception):

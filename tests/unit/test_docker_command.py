@@ -227,6 +227,7 @@ def test_data_that_the_container_does_not_see_is_named(work: Path) -> None:
     assert f"Warning: {data}/x.npz {warning} {data}\n" in text
     assert warning not in call("--volume", str(data), *words)[1]
     assert warning not in call("--volume", f"{work}:{data}", *words)[1]
+    assert warning in call("--volume", f"{data}:/elsewhere", *words)[1]
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def test_locked_memory_without_infiniband_is_no_fault(tmp_path: Path) -> None:
         ({"OMP_NUM_THREADS": "2"}, 2.0, ["ok", "ok"], ""),
         ({"OMP_NUM_THREADS": "2,1"}, None, ["ok", "ok"], ""),
         ({"OMP_NUM_THREADS": "16, 1"}, None, ["ok", "warn"], "unset OMP_NUM_THREADS"),
+        ({"OMP_NUM_THREADS": "0"}, None, ["ok", "warn"], "unset OMP_NUM_THREADS"),
         ({"OMP_NUM_THREADS": "2,"}, None, ["ok", "fail"], "unset OMP_NUM_THREADS"),
         ({"TF_NUM_INTRAOP_THREADS": "2,1"}, None, ["ok", "fail"], "unset TF_NUM_INTRAOP_THREADS"),
         ({"OMP_NUM_THREADS": "two"}, None, ["ok", "fail"], "unset OMP_NUM_THREADS"),

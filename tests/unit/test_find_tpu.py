@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies import tpu
@@ -83,4 +84,14 @@ def test_a_tpu_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """TensorFlow's own message, first line, in one of ours."""
     monkeypatch.setattr(tpu, "find_tpu", lambda *_: "local")
     with pytest.raises(UsageError, match=r"the TPU 'local' cannot be started: .*TPU"):
+        tpu.connect("local")
+
+
+def test_an_error_without_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolver(tpu: str) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(tpu, "find_tpu", lambda *_: "local")
+    monkeypatch.setattr(tf.distribute.cluster_resolver, "TPUClusterResolver", resolver)
+    with pytest.raises(UsageError, match="cannot be started: RuntimeError"):
         tpu.connect("local")

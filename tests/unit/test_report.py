@@ -131,6 +131,7 @@ def test_what_failed_and_what_was_warned_of(tmp_path: Path) -> None:
         '{"event": "epoch", "time": 1, "epoch": 1, "values": 3}',
         '{"event": "ranks", "time": 1, "epoch": 7}',
         '{"event": "begin", "time": 1, "workers": null}',
+        '{"event": "begin", "time": 1, "workers": 2, "epoch": 2, "step": 1}',
         '{"event": ["steps"], "time": 1}',
         "\x00\xff",
     ],
@@ -142,6 +143,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path, damage: str) -> None:
     found = run.epoch(1, loss=0.5).note("end", how="finished").read()
     assert [epoch.values for epoch in found.epochs] == [{"loss": 0.5}]
     assert [window.step for window in found.windows] == [5, 5, 10]
+    assert [one.what for one in found.occurrences] == ["end"]
     page([found])
 
 

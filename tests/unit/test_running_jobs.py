@@ -91,6 +91,15 @@ def test_a_container_has_the_status_of_the_run_in_it(
     assert (job.status, job.log_dir) == (None, None)
 
 
+def test_jobs_of_other_users_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = "JobId={} JobName=a UserId={} GroupId={} JobState=RUNNING Command=/w/.hvdtrain/jobs/t.sh StdOut=/w/out"
+    own, other = f"me({os.getuid()})", f"other({os.getuid() + 1})"
+    lines = "\n".join([job.format(7, own, other), job.format(8, other, own)])
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(running_jobs, "ask", lambda command: SimpleNamespace(answer=lines))
+    assert [job.name for job in running_jobs._slurm_jobs()] == ["7"]
+
+
 def test_logs_of_a_container_and_of_a_batch_job_are_followed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,11 @@ def test_no_cluster(text: str) -> None:
         (environ(["a:1"]), "the cluster must be an object"),
         (environ(CLUSTER | {"chief": ["a:1", "b:1"]}), "one chief, not 2"),
         (environ({"chief": ["a:1"], "worker": ["b:2"]}), "the cluster has no ps"),
+        (
+            environ(CLUSTER | {"ps": {"x": "c:1"}}),
+            "addresses of ps must be a list, not {'x': 'c:1'}",
+        ),
+        (environ(CLUSTER | {"ps": 5}), "addresses of ps must be a list, not 5"),
         (environ(CLUSTER | {"ps": ["c"]}), "address of a ps must be host:port, not 'c'"),
         (environ(CLUSTER | {"ps": ["c:70000"]}), "host:port"),
         (environ(CLUSTER | {"ps": [5]}), "host:port"),

@@ -202,6 +202,13 @@ def test_run_dir(tmp_path: Path) -> None:
     ]
 
 
+def test_a_table_of_another_program_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\n1,2\n")
+    EpochTable(path, lambda: None).append([{"epoch": 2, "loss": 1}], ["epoch", "loss"])
+    assert path.read_text().split() == ["step,loss,epoch", "1,2,", ",1,2"]
+
+
 def test_lines_that_cannot_be_written_are_written_later(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

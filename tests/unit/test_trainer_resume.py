@@ -292,7 +292,9 @@ def test_a_csv_logger_goes_on_without_the_lines_that_come_again(tmp_path: Path) 
     path = tmp_path / "log.csv"
     path.write_text("epoch;loss\n0;1.0\n1;0.5\n2;0.25\n")
     logger = keras.callbacks.CSVLogger(path, separator=";")
-    continue_files([logger, keras.callbacks.TerminateOnNaN()], epoch=1)
+    other = keras.callbacks.Callback()
+    other.filename = None
+    continue_files([logger, other], epoch=1)
     assert path.read_text().split() == ["epoch;loss", "0;1.0"]
     logger.on_train_begin()
     logger.on_epoch_end(1, {"loss": 0.5})

@@ -289,5 +289,8 @@ def arguments_out_of_reach(
 
 
 def _is_mounted(path: Path, container: Container, machine: Machine) -> bool:
-    places = [machine.folder, *(_whole(volume.partition(":")[0]) for volume in container.volumes)]
+    """Whether a path on this machine has the same path in the container."""
+    volumes = (volume.split(":") for volume in container.volumes)
+    same = (_whole(v[0]) for v in volumes if len(v) == 1 or _whole(v[1]) == _whole(v[0]))
+    places = [machine.folder, *same]
     return any(path.is_relative_to(place.resolve()) for place in places)

@@ -25,7 +25,7 @@ from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
 from hvdtrain.keras_internals.deferred_variables import initialize, waiting_variables
-from hvdtrain.keras_internals.models import compile_alike, metric_names
+from hvdtrain.keras_internals.models import compile_like, metric_names
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
 from hvdtrain.parallel.pipeline.stage_messages import Exchange
@@ -72,7 +72,7 @@ class StageRunner(Runner):
             initialize(variable)
         for variable in self.stage.others:
             graph_internals.release(variable)
-        compile_alike(self.stage.model, whole)
+        compile_like(self.stage.model, whole, getattr(whole, "optimizer", None))
         return self.stage.model
 
     def inputs(self, model: keras.Model) -> list[Any]:
