@@ -56,9 +56,9 @@ __all__ = [
     "shutdown",
 ]
 
-ROOMS = ("data", "keras", "launch")
+SUBMODULES = ("data", "keras", "launch")
 
-_HOMES = {
+_MODULE_OF_NAME = {
     "Trainer": "hvdtrain.trainer",
     "CheckpointCallback": "hvdtrain.checkpoint.fit_callback",
     "CheckpointManager": "hvdtrain.checkpoint.manager",
@@ -81,12 +81,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ROOMS:
+    if name in _MODULE_OF_NAME:
+        return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+    if name in SUBMODULES:
         return importlib.import_module(f"hvdtrain.{name}")
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__, *ROOMS])
+    return sorted([*globals(), *__all__, *SUBMODULES])

@@ -37,10 +37,10 @@ RESUME = "HVDTRAIN_RESUME"
 START_FOLDER = "HVDTRAIN_START_FOLDER"
 """Working folder in which a rank started; its script may change to another."""
 
-NEWS = "HVDTRAIN_NEWS"
+STATUS_PIPE = "HVDTRAIN_NEWS"
 """File descriptor of the pipe on which a launcher reports the state of the ranks to `hvdtrain run`."""
 
-ORDERS = "HVDTRAIN_ORDERS"
+CONTROL_PIPE = "HVDTRAIN_ORDERS"
 """File descriptor of the pipe on which `hvdtrain run` tells a launcher to end a rank: {"end": pid, "host": name}."""
 
 GRACE_SECONDS = "HVDTRAIN_GRACE_SECONDS"

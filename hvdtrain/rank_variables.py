@@ -83,19 +83,19 @@ def size_variable(environ: Mapping[str, str]) -> str:
     return next((name for name in names if _first_number(environ, (name,), 1) > 1), "")
 
 
-def is_place(name: str) -> bool:
+def is_rank_variable(name: str) -> bool:
     """Whether a launcher sets the variable `name` to tell a process its rank or its peers."""
     return _PLACE.fullmatch(name) is not None
 
 
 def is_of_launch(name: str) -> bool:
     """Whether a launch sets the variable `name` itself: one value from the user for all ranks would break it."""
-    return name in _OF_THE_LAUNCH or is_place(name)
+    return name in _OF_THE_LAUNCH or is_rank_variable(name)
 
 
-def without_place(environ: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables that make a process a rank."""
-    return {name: value for name, value in environ.items() if not is_place(name)}
+    return {name: value for name, value in environ.items() if not is_rank_variable(name)}
 
 
 def _slurm_sizes(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -92,7 +92,7 @@ def time_both(
     import hvdtrain
     from hvdtrain.bench.networks import MODELS, examples, loss
     from hvdtrain.runtime import init
-    from hvdtrain.trainer.resume import SavedFit
+    from hvdtrain.trainer.resume import FitCheckpoints
 
     class Clock(keras.callbacks.Callback):
         """Records when epochs begin, and stops the training after the timed ones."""
@@ -126,9 +126,9 @@ def time_both(
         return (clock.times[-1] - clock.times[1]) / (EPOCHS * steps), trainer.model
 
     waits: list[float] = []
-    save = SavedFit.save
+    save = FitCheckpoints.save
 
-    def timed_save(self: SavedFit, *args: Any, **kwargs: Any) -> None:
+    def timed_save(self: FitCheckpoints, *args: Any, **kwargs: Any) -> None:
         before, began = self._writing, time.perf_counter()
         save(self, *args, **kwargs)
         if (
@@ -137,7 +137,7 @@ def time_both(
             waits.append(time.perf_counter() - began)
 
     seconds: dict[bool, float] = {}
-    with mock.patch.object(SavedFit, "save", timed_save):
+    with mock.patch.object(FitCheckpoints, "save", timed_save):
         for saves in (saves_first, not saves_first):
             schedule = hvdtrain.Checkpoints(every_steps=every) if saves else None
             seconds[saves], model = train(schedule)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Writing:
+class BackgroundWrite:
     """A checkpoint being written in a thread, for which the interpreter waits before it exits.
 
     Args:

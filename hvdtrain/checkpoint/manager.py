@@ -27,7 +27,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank, on_first, require_equal
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError, require_integer
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
     row_states,
@@ -224,7 +224,7 @@ class CheckpointManager:
         found: dict[str, Piece] = {}
         for number, one in enumerate(self._tracked):
             kind = type(one).__name__
-            if is_in_parts(one):
+            if is_sharded(one):
                 pieces = optimizer_pieces(one, sender=sender)
             elif isinstance(one, (tf.Variable, keras.Variable)):
                 pieces = pieces_of([one], sender=sender)

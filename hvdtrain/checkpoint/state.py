@@ -29,11 +29,11 @@ from hvdtrain.keras_internals.variables import (
     local_variables,
     row_states,
     seed_variables,
+    shared_memory_value,
     tf_variable,
     unique,
     untracked_variables,
     untrained,
-    value_where_it_lies,
 )
 from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
 from hvdtrain.parallel.whole_file import DividedState, whole_variables
@@ -95,7 +95,7 @@ class TrainingState:
                 `metric_merging`.
         """
         parts = self._parts = self._parts or self._find_parts()
-        values = {id(v): value_where_it_lies(v) for v in parts.own}
+        values = {id(v): shared_memory_value(v) for v in parts.own}
         return {
             "variables": list(values.values()),
             "untracked": [values[id(v)] for v in parts.untracked],

@@ -27,7 +27,7 @@ from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
-from hvdtrain.launch.plan_validation import RIVALS, is_given
+from hvdtrain.launch.plan_validation import MUTUALLY_EXCLUSIVE, is_given
 from hvdtrain.launch.secrets import looks_secret, masked
 
 # Options about a single call, which are not allowed in a file.
@@ -80,7 +80,7 @@ def _is_typed(ctx: click.Context, name: str) -> bool:
     return ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
 
 
-def from_behind(ctx: click.Context) -> set[str]:
+def set_indirectly(ctx: click.Context) -> set[str]:
     """Return the options set in a file or a variable, which may be meant for many launches."""
     behind = {ParameterSource.DEFAULT_MAP, ParameterSource.ENVIRONMENT}
     return {name for name in ctx.params if ctx.get_parameter_source(name) in behind}
@@ -102,7 +102,7 @@ def without_outranked(ctx: click.Context, values: dict[str, Any]) -> dict[str, A
     own_script = (ctx.default_map or {}).get("script", values["script"])
     if values["script"] != own_script and _rank(ctx, "arguments") < _rank(ctx, "script"):
         values["arguments"] = None
-    for rivals in RIVALS:
+    for rivals in MUTUALLY_EXCLUSIVE:
         given = [name for name in rivals if is_given(values.get(name))]
         for name in given:
             if _rank(ctx, name) < max(_rank(ctx, one) for one in given):

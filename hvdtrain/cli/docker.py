@@ -45,7 +45,7 @@ _FILES = sorted(str(one.name) for one in run.params if one.type is PATH and one.
 CAP_SYS_RESOURCE = 24
 
 
-@click.command(cls=ThroughRun, without={"container", "launcher"})  # Both are for Slurm.
+@click.command(cls=ThroughRun)
 @click.option(
     "--image", metavar="IMAGE",
     help=f"Image built from docker/Dockerfile.*, or based on one of those.  [default: {GPU_IMAGE} " f"with "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -51,21 +51,18 @@ class ThroughRun(SectionedCommand):
     """A command that accepts the options of `hvdtrain run` beside its own, and passes them on.
 
     `ctx.obj` is the RunPart; the command's function receives its own options only.
-
-    Args:
-        without: Parameter names of `hvdtrain run` that mean nothing here.
     """
 
     allow_interspersed_args = False
 
-    def __init__(self, *args: Any, without: Set[str] = frozenset(), **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         own = {one.name for one in self.params}
         names = {name for one in self.params for name in (*one.opts, *one.secondary_opts)}
         self._passed = [
             _passed(one, names | _OTHERWISE_MEANT)
             for one in run.params
-            if one.name not in own | _NOT_PASSED | without
+            if one.name not in own | _NOT_PASSED
         ]
         self.params += self._passed
 

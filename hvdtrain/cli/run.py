@@ -17,8 +17,8 @@ from click.core import ParameterSource
 from hvdtrain.cli.config_option import (
     ConfiguredCommand,
     config_text,
-    from_behind,
     load_config,
+    set_indirectly,
     with_variables,
     without_outranked,
 )
@@ -35,11 +35,11 @@ from hvdtrain.cli.launch_options import (
 from hvdtrain.environment import HANG_SECONDS, RESUME
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
-from hvdtrain.launch.launch_command import Prepared, check_started_once, this_site
+from hvdtrain.launch.launch_command import LaunchCommand, check_started_once, this_site
 from hvdtrain.launch.launchers import find_launcher
 from hvdtrain.launch.plan_validation import check_image, check_servers
 from hvdtrain.launch.planning import plan_of
-from hvdtrain.launch.running.session import Patience, View, run_launch
+from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.launch.secrets import MASK, looks_secret, masked, variable_to_pass
 from hvdtrain.launch.slurm.allocation import read_allocation
@@ -180,9 +180,9 @@ def run(
     choice = choose_strategy(strategy)
     if choice.note:
         click.echo(choice.note, err=True)
-    view = View(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
+    view = OutputOptions(log_dir, all_ranks, bool(values["verbose"]), prefix_output_with_timestamp)
     limits = limits_of(hang_timeout) if hang_timeout else None
-    patience = Patience(grace_seconds, limits, restarts)
+    patience = RunLimits(grace_seconds, limits, restarts)
     left_out = _names_left_out(values["env"])
     if choice.name != HOROVOD:
         from hvdtrain.cli.run_strategy import other_launch
@@ -199,7 +199,7 @@ def run(
     by_srun = values["launcher"] == "srun"
     allocation = read_allocation(os.environ, own_hosts=own_hosts and not by_srun)
     site = this_site(allocation, container)
-    plan = plan_of(values, site, partial(click.echo, err=True), from_behind(ctx))
+    plan = plan_of(values, site, partial(click.echo, err=True), set_indirectly(ctx))
     if hang_timeout:
         patience = replace(patience, limits=limits_of(hang_timeout, plan))
     _print_or_run(find_launcher(plan.launcher)(plan, site), view, patience, dry_run, left_out)
@@ -231,12 +231,16 @@ def print_command(argv: Sequence[str], left_out: Sequence[str] = ()) -> None:
 
 
 def _print_or_run(
-    launch: Prepared, view: View, patience: Patience, dry_run: bool, left_out: Sequence[str]
+    launch: LaunchCommand,
+    view: OutputOptions,
+    patience: RunLimits,
+    dry_run: bool,
+    left_out: Sequence[str],
 ) -> None:
     """Print the command, or run it and exit with its exit code."""
     if dry_run:
         print_command(launch.typed, left_out)
-        for line in launch.lacks:
+        for line in launch.notes:
             click.echo(line, err=True)
         return
     if view.verbose:

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import hosts_of
-from hvdtrain.launch.launch_command import Prepared, this_site
+from hvdtrain.launch.launch_command import LaunchCommand, this_site
 from hvdtrain.launch.launchers import LAUNCHERS, one_process, parameter_servers
 from hvdtrain.launch.launchers.one_process import OneProcessPlan, check_here
 from hvdtrain.launch.launchers.parameter_servers import (
@@ -47,7 +47,7 @@ def other_launch(
     workers: int | None,
     ps: int | None,
     values: dict[str, Any],
-) -> Prepared:
+) -> LaunchCommand:
     """Prepare the launch.
 
     Args:

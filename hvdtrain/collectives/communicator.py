@@ -82,7 +82,7 @@ class Communicator(ABC):
         return True
 
     @abstractmethod
-    def are_all(self) -> bool:
+    def is_global(self) -> bool:
         """Return whether all ranks of the job are in the set."""
 
     def allreduce(
@@ -105,7 +105,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return _times(tensor, prescale_factor * postscale_factor)
-        wire = to_add(tensor)
+        wire = to_reducible(tensor)
         found = self._allreduce(wire, in_this_graph(name), op, prescale_factor, postscale_factor)
         return _like(found, tensor)
 
@@ -121,7 +121,7 @@ class Communicator(ABC):
         tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self._is_alone():
             return [_times(tensor, prescale_factor * postscale_factor) for tensor in tensors]
-        wires = [to_add(tensor) for tensor in tensors]
+        wires = [to_reducible(tensor) for tensor in tensors]
         found = self._grouped_allreduce(
             wires, in_this_graph(name), op, prescale_factor, postscale_factor
         )
@@ -143,7 +143,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return _times(tensor, postscale_factor)
-        found = self._reducescatter(to_add(tensor), in_this_graph(name), op, postscale_factor)
+        found = self._reducescatter(to_reducible(tensor), in_this_graph(name), op, postscale_factor)
         return tf.cast(found, tensor.dtype)
 
     def allgather(self, tensor: Any, name: str) -> tf.Tensor:
@@ -156,7 +156,7 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        return _moved(self._allgather(_to_move(tensor), in_this_graph(name)), tensor.dtype)
+        return _from_wire(self._allgather(_to_wire(tensor), in_this_graph(name)), tensor.dtype)
 
     def broadcast(self, tensor: Any, root: int, name: str) -> tf.Tensor:
         """Return the tensor of rank `root`. A collective.
@@ -169,8 +169,8 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        found = self._broadcast(_to_move(tensor), root, in_this_graph(name))
-        return _like(_moved(found, tensor.dtype), tensor)
+        found = self._broadcast(_to_wire(tensor), root, in_this_graph(name))
+        return _like(_from_wire(found, tensor.dtype), tensor)
 
     def alltoall(self, tensor: Any, splits: Any, name: str) -> tf.Tensor:
         """Send rows of `tensor` to each rank, and return the rows received, in the order of ranks. A collective.
@@ -185,8 +185,8 @@ class Communicator(ABC):
         tensor = tf.convert_to_tensor(tensor)
         if self._is_alone():
             return tensor
-        found = self._alltoall(_to_move(tensor), tf.convert_to_tensor(splits), in_this_graph(name))
-        return _moved(found, tensor.dtype)
+        found = self._alltoall(_to_wire(tensor), tf.convert_to_tensor(splits), in_this_graph(name))
+        return _from_wire(found, tensor.dtype)
 
     def exchange(self, value: Any, name: str) -> list[Any]:
         """Return every rank's `value`, unchanged, in the order of ranks. A collective, outside of tf.functions.
@@ -277,7 +277,7 @@ class HorovodRanks(Communicator):
         # None: unknown before Horovod runs.
         return self.process_set.included() is not False
 
-    def are_all(self) -> bool:
+    def is_global(self) -> bool:
         return bool(self.size() == hvd.size())
 
     def _may_grow(self) -> bool:
@@ -348,7 +348,7 @@ class LoneRank(Communicator):
     def ranks(self) -> list[int]:
         return [self.job_rank]
 
-    def are_all(self) -> bool:
+    def is_global(self) -> bool:
         return False
 
     _allreduce = _grouped_allreduce = _reducescatter = _nobody
@@ -366,12 +366,12 @@ def ranks_of(process_set: hvd.ProcessSet | Communicator | None) -> Communicator:
     return process_set if isinstance(process_set, Communicator) else HorovodRanks(process_set)
 
 
-def to_add(tensor: tf.Tensor) -> tf.Tensor:
+def to_reducible(tensor: tf.Tensor) -> tf.Tensor:
     """Return `tensor` as the input of a reduction: anchored; bfloat16, which Horovod lacks, as float32."""
     return anchored(tf.cast(tensor, tf.float32) if tensor.dtype == tf.bfloat16 else tensor)
 
 
-def _to_move(tensor: tf.Tensor) -> tf.Tensor:
+def _to_wire(tensor: tf.Tensor) -> tf.Tensor:
     """Return `tensor` as the input of a collective that only moves data."""
     if tensor.dtype in _MOVED_AS_THEY_ARE:
         return anchored(tensor)
@@ -380,8 +380,8 @@ def _to_move(tensor: tf.Tensor) -> tf.Tensor:
     return anchored(tf.bitcast(tensor, tf.uint8))
 
 
-def _moved(found: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Convert the result for an input from `_to_move` back to `dtype`."""
+def _from_wire(found: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Convert the result for an input from `_to_wire` back to `dtype`."""
     if dtype in _MOVED_AS_THEY_ARE:
         return found
     return tf.cast(found, dtype) if _is_float8(dtype) else tf.bitcast(found, dtype)

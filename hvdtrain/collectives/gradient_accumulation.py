@@ -31,17 +31,17 @@ def combined(variable: Any, reduction: Reduction, name: str) -> tf.Tensor:
     return reduction.process_set.allreduce(value, f"hvdtrain_accumulated_{name}", op)
 
 
-def shared_out(value: Any, reduction: Reduction) -> Any:
+def divided_accumulators(value: Any, reduction: Reduction) -> Any:
     """Return each rank's part of `value`, which one process accumulated: the inverse of `combined`."""
     return value / reduction.process_set.size() if reduction.weighted else value
 
 
-def share_out(optimizers: Sequence[Any]) -> None:
+def divide_accumulators(optimizers: Sequence[Any]) -> None:
     """Divide the first rank's accumulators, which hold one process's gradients, over all ranks. A collective."""
     for number, (variable, reduction) in enumerate(_waiting(optimizers)):
         ranks, name = reduction.process_set, f"hvdtrain_accumulated_{number}"
         value = ranks.broadcast(variable.read_value(), ranks.ranks[0], name)
-        variable.assign(shared_out(value, reduction))
+        variable.assign(divided_accumulators(value, reduction))
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def restored_by_first(optimizers: Sequence[Any]) -> Iterator[None]:
     """
     _combine(optimizers)
     yield
-    share_out(optimizers)
+    divide_accumulators(optimizers)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from hvdtrain.keras_internals.shards import shard_of
 
 
 @dataclass(frozen=True)
-class Place:
+class MeshCoordinates:
     """Coordinates of a rank in the mesh, counted from 0.
 
     Attributes:
@@ -98,14 +98,14 @@ class Mesh:
             )
         return replace(self, data=ranks // copy)
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> MeshCoordinates:
         """Return the coordinates of `rank`; `data` must be filled in."""
         assert 0 <= rank < self.size, (rank, self)
         copy, tensor_index = divmod(rank, self.tensor)
         data_index, stage = divmod(copy, self.pipeline)
-        return Place(data_index, stage, tensor_index)
+        return MeshCoordinates(data_index, stage, tensor_index)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: MeshCoordinates) -> int:
         """Return the rank at `place`."""
         copy = place.data_index * self.pipeline + place.stage
         return copy * self.tensor + place.tensor_index
@@ -154,7 +154,7 @@ class Mesh:
         found = {tuple(group(rank)) for group in groups for rank in range(ranks)}
         return [list(group) for group in sorted(found) if 1 < len(group) < ranks]
 
-    def _where(self, wanted: Callable[[Place], bool]) -> list[int]:
+    def _where(self, wanted: Callable[[MeshCoordinates], bool]) -> list[int]:
         return [rank for rank in range(self.size) if wanted(self.place(rank))]
 
 
@@ -216,7 +216,7 @@ class Position:
 
     def rank_of_stage(self, stage: int) -> int:
         """Return the rank with stage `stage`, and this rank's data and tensor index."""
-        return self.mesh.rank(Place(self.data_index, stage, self.tensor_index))
+        return self.mesh.rank(MeshCoordinates(self.data_index, stage, self.tensor_index))
 
     def pair_set(self, rank: int) -> Communicator:
         """Return the process set of this rank and its neighbour `rank` in the pipeline."""

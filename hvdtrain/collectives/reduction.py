@@ -184,7 +184,7 @@ class GradientReducer:
                 shared.append(place)
         if not shared:
             return result
-        how = {place: self._how(variables[place], weighted) for place in shared}
+        how = {place: self._options_for(variables[place], weighted) for place in shared}
         prefix = self._prefix(variables)
         names = {place: f"{prefix}_{positions[place]}" for place in shared}
         ready = {place: _ready(result[place], how[place]) for place in shared}
@@ -209,7 +209,7 @@ class GradientReducer:
             factor /= ranks
         return gradient if factor == 1.0 else scaled(gradient, factor)
 
-    def _how(self, variable: Any, weighted: bool) -> Reduction:
+    def _options_for(self, variable: Any, weighted: bool) -> Reduction:
         """Return the options for the gradient of `variable`, with the ranks that hold the variable."""
         reduction = self.reduction
         if weighted:
@@ -323,7 +323,7 @@ def reduce_sparse(
     return total if factor == 1.0 else scaled(total, factor)
 
 
-def weighed(gradients: Sequence[Gradient]) -> list[Gradient]:
+def weighted(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Return `gradients` times this rank's share of the step, unless the loss already contains the share."""
     step = current_step()
     if step is None or step.share_in_loss:

@@ -92,7 +92,7 @@ def _captured(placeholder: tf.Tensor) -> Any:
     return None
 
 
-def run_of(indices: Any) -> Run | None:
+def index_range(indices: Any) -> Run | None:
     """Return (first, count) of two or more consecutive indices; otherwise None. Outside of graphs."""
     values = np.asarray(indices)
     if values.size < 2 or (np.diff(values) != 1).any():
@@ -102,8 +102,8 @@ def run_of(indices: Any) -> Run | None:
 
 def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlices:
     """Return the sum of the gradients of two parts of a batch, as the slices of one batch. Outside of graphs."""
-    run = run_of(one.indices)
-    if run is not None and run == run_of(other.indices):
+    run = index_range(one.indices)
+    if run is not None and run == index_range(other.indices):
         return tf.IndexedSlices(one.values + other.values, one.indices, one.dense_shape)
     return tf.IndexedSlices(
         tf.concat([one.values, other.values], axis=0),
@@ -112,14 +112,16 @@ def add_slices(one: tf.IndexedSlices, other: tf.IndexedSlices) -> tf.IndexedSlic
     )
 
 
-def runs_of_all(slices: Mapping[int, tf.IndexedSlices], ranks: Communicator) -> dict[int, Run]:
+def common_index_ranges(
+    slices: Mapping[int, tf.IndexedSlices], ranks: Communicator
+) -> dict[int, Run]:
     """Return the index runs that are the same on all ranks, by the keys of `slices`. A collective, outside of graphs.
 
     Args:
         slices: Gradients of this rank, with the same keys on all ranks.
         ranks: Ranks to compare.
     """
-    mine = [run_of(one.indices) or (-1, 0) for one in slices.values()]
+    mine = [index_range(one.indices) or (-1, 0) for one in slices.values()]
     if not mine:
         return {}
     numbers = np.array(mine, np.int64)
@@ -150,4 +152,4 @@ def _are_positions(gathered: tf.Tensor, ranks: Communicator) -> bool:
     if rest or count < 2:
         return False
     rows = tf.reshape(gathered, [ranks.size(), count]).numpy()
-    return bool((rows == rows[0]).all()) and run_of(rows[0]) is not None
+    return bool((rows == rows[0]).all()) and index_range(rows[0]) is not None

@@ -80,7 +80,7 @@ class ThreadRanks(Communicator):
     def ranks(self) -> list[int]:
         return list(self.members)
 
-    def are_all(self) -> bool:
+    def is_global(self) -> bool:
         return self.size() == self.job.size
 
     def _allreduce(

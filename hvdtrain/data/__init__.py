@@ -14,12 +14,12 @@ from hvdtrain.data.sharding import shard
 from hvdtrain.data.share import Part, Share, Source, split
 from hvdtrain.data.structures import Spec
 from hvdtrain.data.tf_data_graph import is_batched
-from hvdtrain.data.user_sharded import OwnSource
+from hvdtrain.data.user_sharded import ShardedSource
 
 __all__ = [
     "KnownSource",
-    "OwnSource",
     "Part",
+    "ShardedSource",
     "Share",
     "Source",
     "Spec",

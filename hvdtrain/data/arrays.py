@@ -15,8 +15,8 @@ import numpy as np
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight
 from hvdtrain.data.indexed import KnownSource, Slot
-from hvdtrain.data.rows import Rows, in_rows, is_in_rows
-from hvdtrain.data.share import Reading, Share
+from hvdtrain.data.rows import LazyRows, as_lazy_rows, is_lazy
+from hvdtrain.data.share import ReadOptions, Share
 from hvdtrain.errors import UsageError
 
 SCALARS = (bool, int, float, complex, str, bytes, np.generic)
@@ -55,7 +55,7 @@ class ArraySource(KnownSource):
             yield slot.share(structures.as_given(data, self.bare))
 
 
-def array_source(data: tuple, reading: Reading) -> ArraySource:
+def array_source(data: tuple, reading: ReadOptions) -> ArraySource:
     """Check and convert (x[, y[, sample_weight]]), and return its source.
 
     Raises:
@@ -104,7 +104,7 @@ def unpack(x: Any, y: Any = None, sample_weight: Any = None) -> tuple:
 
 
 def convert(data: tuple) -> tuple:
-    """Return the data tuple with each leaf a NumPy array, or `Rows`, of at least one dimension.
+    """Return the data tuple with each leaf a NumPy array, or `LazyRows`, of at least one dimension.
 
     Tensors, DataFrames and numbers in lists become arrays. NumPy arrays are left as they are, and arrays that are on
     disk or sparse stay so until their rows are needed.
@@ -183,7 +183,7 @@ def is_arrays(value: Any) -> bool:
         isinstance(value, (dict, list, tuple, *SCALARS))
         or hasattr(value, "__array__")
         or type(value).__name__ in UNSUPPORTED
-        or is_in_rows(value)
+        or is_lazy(value)
     )
 
 
@@ -204,7 +204,7 @@ def _is_numbers(value: Any) -> bool:
     return isinstance(value, SCALARS)
 
 
-def to_array(value: Any, name: str) -> np.ndarray | Rows:
+def to_array(value: Any, name: str) -> np.ndarray | LazyRows:
     """Convert one leaf as `convert` does.
 
     Args:
@@ -218,8 +218,8 @@ def to_array(value: Any, name: str) -> np.ndarray | Rows:
         raise UsageError(f"{name} is None. Leave it out of the structure, or pass an array.")
     if isinstance(value, dict | list | tuple) and not value:
         raise UsageError(f"{name} is an empty {type(value).__name__}: there is no data in it.")
-    value = in_rows(value)
-    if isinstance(value, Rows):
+    value = as_lazy_rows(value)
+    if isinstance(value, LazyRows):
         return value
     is_array = hasattr(value, "__array__") and type(value).__name__ not in UNSUPPORTED
     if not is_array and not isinstance(value, (list, tuple, *SCALARS)):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.data import structures
-from hvdtrain.data.rows import is_in_rows
+from hvdtrain.data.rows import is_lazy
 from hvdtrain.errors import UsageError
 
 
@@ -66,7 +66,7 @@ def sample_weights(
     Raises:
         UsageError: If there are several outputs, or labels of another kind.
     """
-    if is_in_rows(labels):
+    if is_lazy(labels):
         labels = np.asarray(labels)
     if not isinstance(labels, np.ndarray):
         raise UsageError(f"{where}: class_weight works with one output; y has several.")
@@ -82,7 +82,7 @@ def sample_weights(
 
 
 def _times(given: Any, weights: np.ndarray, where: str) -> np.ndarray:
-    if is_in_rows(given):
+    if is_lazy(given):
         given = np.asarray(given)
     if not isinstance(given, np.ndarray):
         raise UsageError(f"{where}: class_weight works with one output; sample_weight has several.")

@@ -25,7 +25,7 @@ from hvdtrain.data import structures, tf_dataset
 from hvdtrain.data.arrays import to_array
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource, Slot
-from hvdtrain.data.share import Reading, Share
+from hvdtrain.data.share import ReadOptions, Share
 from hvdtrain.errors import UsageError
 
 RECORDS = re.compile(r"\.tfrecords?(-\d+-of-\d+)?$")
@@ -186,7 +186,7 @@ class FileSource(KnownSource):
         return dataset.with_options(tf_dataset.options_of(dataset, self.threads))
 
 
-def file_source(files: Files, reading: Reading, threads: int | None) -> FileSource:
+def file_source(files: Files, reading: ReadOptions, threads: int | None) -> FileSource:
     """Locate the examples, and return their source.
 
     Args:

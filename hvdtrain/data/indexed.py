@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hvdtrain.data.share import Reading, Share, check_workers, find_share, warn_of_too_few
+from hvdtrain.data.share import ReadOptions, Share, check_workers, find_share, warn_of_too_few
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class KnownSource:
         pass_length: Number of examples in one pass.
     """
 
-    reading: Reading
+    reading: ReadOptions
     pass_length: int
 
     agreed: ClassVar[bool] = True

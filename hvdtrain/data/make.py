@@ -6,7 +6,7 @@ from typing import Any
 from hvdtrain.data import arrays, iterables, tf_dataset
 from hvdtrain.data.files import Files, file_source
 from hvdtrain.data.py_dataset import Items, is_py_dataset, py_dataset_source, py_dataset_stream
-from hvdtrain.data.share import Reading, Source
+from hvdtrain.data.share import ReadOptions, Source
 from hvdtrain.data.streams import Stream, StreamSource
 from hvdtrain.errors import UsageError, require_integer
 
@@ -73,7 +73,7 @@ def make_source(
     if steps_per_epoch is not None:
         require_integer("steps_per_epoch", steps_per_epoch)
     steps = steps_per_epoch and int(steps_per_epoch)
-    reading = Reading(
+    reading = ReadOptions(
         int(global_batch_size), shuffle, seed, steps, class_weight, training, _floatx()
     )
     if x is None or arrays.is_arrays(x):

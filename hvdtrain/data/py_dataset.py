@@ -19,7 +19,7 @@ import numpy as np
 from hvdtrain.data import structures
 from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.indexed import KnownSource, Order, Slot
-from hvdtrain.data.share import Reading, Share, warn_of_joining
+from hvdtrain.data.share import ReadOptions, Share, warn_of_joining
 from hvdtrain.data.streams import LOOKED_AT, Stream, as_data, common_element
 from hvdtrain.errors import UsageError
 
@@ -75,7 +75,7 @@ class Items:
             self.dataset.on_epoch_end()
 
 
-def py_dataset_stream(items: Items, reading: Reading) -> Stream:
+def py_dataset_stream(items: Items, reading: ReadOptions) -> Stream:
     """Return the stream of all items, shuffled by seed and pass if `reading.shuffle`."""
     count = items.count
     first = range(LOOKED_AT if count is None else min(LOOKED_AT, count))
@@ -207,7 +207,7 @@ class _Piece:
         return replace(self, begin=0, end=self.length)
 
 
-def py_dataset_source(dataset: Any, reading: Reading) -> ItemSource | None:
+def py_dataset_source(dataset: Any, reading: ReadOptions) -> ItemSource | None:
     """Return the source of a PyDataset; None unless its first two items and the last show equal lengths."""
     items = Items(dataset)
     count = items.count

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class LazyRows:
     """Rows begin..end of an indexable array; slicing returns a view, and np.asarray reads it.
 
     np.memmap is not wrapped, as it is a NumPy array with this behaviour.
@@ -32,9 +32,9 @@ class Rows:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, rows: slice) -> Rows:
+    def __getitem__(self, rows: slice) -> LazyRows:
         begin, end, _ = rows.indices(len(self))
-        return Rows(self.array, self.begin + begin, self.begin + max(begin, end))
+        return LazyRows(self.array, self.begin + begin, self.begin + max(begin, end))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(_dense(self.array[self.begin : self.end]), dtype)
@@ -45,23 +45,23 @@ class Rows:
         return _dense(self.array[ascending + self.begin])[places]
 
 
-def in_rows(value: Any) -> Any:
-    """Return `value` as `Rows` if it is an array that should not be read as a whole, else unchanged."""
+def as_lazy_rows(value: Any) -> Any:
+    """Return `value` as `LazyRows` if it is an array that should not be read as a whole, else unchanged."""
     if _is_sparse(value):
         # Other formats (coo, dia, bsr) cannot be indexed.
-        return Rows(value.tocsr(), 0, value.shape[0])
-    return Rows(value, 0, value.shape[0]) if _is_on_disk(value) else value
+        return LazyRows(value.tocsr(), 0, value.shape[0])
+    return LazyRows(value, 0, value.shape[0]) if _is_on_disk(value) else value
 
 
-def is_in_rows(value: Any) -> bool:
-    """Whether `value` is `Rows`, or an array that `in_rows` would wrap."""
-    return isinstance(value, Rows) or _is_sparse(value) or _is_on_disk(value)
+def is_lazy(value: Any) -> bool:
+    """Whether `value` is `LazyRows`, or an array that `as_lazy_rows` would wrap."""
+    return isinstance(value, LazyRows) or _is_sparse(value) or _is_on_disk(value)
 
 
 def _is_on_disk(value: Any) -> bool:
     """Whether `value` has an array's shape, dtype and indexing, but is no array in memory."""
     return (
-        not isinstance(value, np.ndarray | np.generic | Rows)
+        not isinstance(value, np.ndarray | np.generic | LazyRows)
         and type(value).__module__.split(".")[0] not in ("pandas", "jax", "jaxlib")
         and hasattr(value, "__getitem__")
         and isinstance(getattr(value, "dtype", None), np.dtype)

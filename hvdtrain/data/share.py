@@ -47,7 +47,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadOptions:
     """Settings for reading data of any kind.
 
     Attributes:
@@ -102,7 +102,7 @@ class Source(Protocol):
         """Whether all lengths are known in advance, so that ranks need not agree step by step."""
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         """Settings of the reading."""
 
     @property

@@ -27,7 +27,7 @@ from hvdtrain.data.class_weight import apply_class_weight, weighted
 from hvdtrain.data.shard_point import ShardPoint, Window
 from hvdtrain.data.share import (
     Part,
-    Reading,
+    ReadOptions,
     Share,
     check_workers,
     find_share,
@@ -88,7 +88,7 @@ class StreamSource:
     """
 
     stream: Stream
-    reading: Reading
+    reading: ReadOptions
     passes: int = field(default=0, init=False)
     warned: bool = field(default=False, init=False)
     shares: Iterator[Share] = field(default_factory=lambda: iter(()), init=False)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdtrain.data.rows import Rows
+from hvdtrain.data.rows import LazyRows
 from hvdtrain.errors import UsageError
 
 PARTS = ("x", "y", "sample_weight")
@@ -114,7 +114,7 @@ def as_given(data: tuple, bare: bool) -> Any:
 def take(tree: Any, rows: np.ndarray) -> Any:
     """Return the examples at the indices `rows`, in that order, as new arrays."""
     return map_leaves(
-        lambda leaf: leaf.take(rows) if isinstance(leaf, Rows) else np.take(leaf, rows, axis=0),
+        lambda leaf: leaf.take(rows) if isinstance(leaf, LazyRows) else np.take(leaf, rows, axis=0),
         tree,
     )
 
@@ -169,7 +169,7 @@ def sample(tree: Any) -> dict[str, list[float | str]]:
 
 
 def _spaced(leaf: np.ndarray) -> np.ndarray:
-    if isinstance(leaf, Rows):
+    if isinstance(leaf, LazyRows):
         places = np.linspace(0, len(leaf) - 1, min(len(leaf), SAMPLED)).astype(np.int64)
         rows = leaf.take(places).reshape(len(places), -1)
         return rows[np.arange(len(places)), np.arange(len(places)) % rows.shape[1]]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hvdtrain.data import structures
-from hvdtrain.data.share import Reading
+from hvdtrain.data.share import ReadOptions
 from hvdtrain.data.streams import Stream
 from hvdtrain.data.tf_data_graph import (
     as_tuple,
@@ -33,7 +33,7 @@ def is_dataset(value: Any) -> bool:
 
 
 def dataset_stream(
-    dataset: Any, reading: Reading, *, batched: bool | None, threads: int | None
+    dataset: Any, reading: ReadOptions, *, batched: bool | None, threads: int | None
 ) -> Stream:
     """Return the stream of a Dataset: its batches, or its examples in global batches, as arrays that share its memory.
 

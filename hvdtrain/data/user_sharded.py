@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hvdtrain.data.share import Reading, Share, Source
+from hvdtrain.data.share import ReadOptions, Share, Source
 
 
 @dataclass(frozen=True, eq=False)
-class OwnSource:
+class ShardedSource:
     """A `Source` of which each rank holds its own part.
 
     No rank knows how many examples the others bring to a step, or when they end. So `Share.global_examples` is the
@@ -34,7 +34,7 @@ class OwnSource:
         return self.part.element
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         return self.part.reading
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import click
 
 from hvdtrain.launch.running.ending import COMMAND_SECONDS
-from hvdtrain.launch.running.timed_command import Ran
+from hvdtrain.launch.running.timed_command import CompletedCommand
 
 Status = Literal["ok", "warn", "fail", "skip"]
 SCHEMA = 1
@@ -85,7 +85,7 @@ def took_too_long(name: str, limit: float, fix: str = "") -> Result:
     )
 
 
-def marked_answer(said: Ran, marker: str) -> dict[str, Any] | None:
+def marked_answer(said: CompletedCommand, marker: str) -> dict[str, Any] | None:
     """Return the JSON object in the last line that starts with `marker`, or None. Other output is ignored."""
     for line in reversed(said.stdout.splitlines()):
         if line.startswith(marker):

@@ -37,7 +37,7 @@ from hvdtrain.errors import HvdtrainError
 from hvdtrain.install import selftest
 from hvdtrain.launch.devices import visible_gpus
 from hvdtrain.launch.installed_horovod import Controller, find_mpirun, installed_controllers
-from hvdtrain.launch.running.timed_command import Ran, run
+from hvdtrain.launch.running.timed_command import CompletedCommand, run
 
 MARKER = "@hvdtrain-engine "
 GROUP = "Horovod"
@@ -141,7 +141,7 @@ def load_horovod(environ: Mapping[str, str], limit: float) -> tuple[Build | None
     return check_loading(_probe(["horovod"], environ, limit), limit)
 
 
-def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]:
+def check_loading(said: CompletedCommand | None, limit: float) -> tuple[Build | None, Result]:
     """Check from the output of that process that Horovod loads beside TensorFlow, and return what it was built with."""
     assert said is not None, "this Python is there"
     if said.returncode is None:
@@ -155,7 +155,9 @@ def check_loading(said: Ran | None, limit: float) -> tuple[Build | None, Result]
     return build, ok(LOADS, f"with {', '.join(parts)} ({said.seconds:.1f} s with TensorFlow)")
 
 
-def _probe(words: Sequence[str], environ: Mapping[str, str], limit: float) -> Ran | None:
+def _probe(
+    words: Sequence[str], environ: Mapping[str, str], limit: float
+) -> CompletedCommand | None:
     argv = [sys.executable, "-P", "-m", "hvdtrain.doctor.horovod_checks", *words]
     return run(argv, limit=limit, environ=environ)
 
@@ -243,7 +245,7 @@ def check_nccl(
     return nccl_result(said, visible, limit)
 
 
-def nccl_result(said: Ran | None, wanted: int, limit: float) -> Result:
+def nccl_result(said: CompletedCommand | None, wanted: int, limit: float) -> Result:
     """Return the result of creating NCCL's communicators on `wanted` GPUs."""
     if said is None or said.returncode is None:
         fix = "NCCL waits for a GPU or a link: NCCL_DEBUG=INFO shows which; try NCCL_P2P_DISABLE=1"
@@ -309,7 +311,12 @@ def run_argv(ranks: int, options: Sequence[str]) -> list[str]:
 
 
 def allreduce_result(
-    name: str, ranks: int, said: Ran | None, launcher: str, argv: Sequence[str], limit: float
+    name: str,
+    ranks: int,
+    said: CompletedCommand | None,
+    launcher: str,
+    argv: Sequence[str],
+    limit: float,
 ) -> Result:
     """Interpret the launch of an allreduce.
 

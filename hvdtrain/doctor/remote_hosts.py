@@ -16,7 +16,7 @@ from hvdtrain.doctor import host_probe
 from hvdtrain.doctor.checks import Check, Options, Result, fail, marked_answer, ok, warn
 from hvdtrain.doctor.software import minor
 from hvdtrain.launch.addresses import is_this_machine
-from hvdtrain.launch.running.timed_command import Ran, run
+from hvdtrain.launch.running.timed_command import CompletedCommand, run
 from hvdtrain.launch.ssh import BATCH, path_variables, unseen_keys
 from hvdtrain.launch.ssh import where as reach
 from hvdtrain.launch.ssh_errors import SSH_FAILED, explain_ssh, is_unknown_key
@@ -85,7 +85,7 @@ def check_host(host: str, options: Options, limit: float) -> Sequence[Result]:
 
 def ask(
     host: str, question: str, options: Options, limit: float, more: Sequence[str] = ()
-) -> Ran | None:
+) -> CompletedCommand | None:
     """Run host_probe on the host. ssh times out earlier than this call, and reports the reason.
 
     Args:
@@ -108,7 +108,7 @@ def ask(
     )
 
 
-def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Result:
+def check_ssh(host: str, options: Options, said: CompletedCommand | None, limit: float) -> Result:
     """Check that ssh could log in. A failed remote command is not a failure of ssh."""
     if said is None:
         return fail("ssh", "no ssh in PATH", "install openssh-client")
@@ -121,7 +121,7 @@ def check_ssh(host: str, options: Options, said: Ran | None, limit: float) -> Re
     return fail("ssh", error.cause, error.fix)
 
 
-def accepts_unseen(host: str, options: Options, said: Ran | None) -> tuple[str, ...]:
+def accepts_unseen(host: str, options: Options, said: CompletedCommand | None) -> tuple[str, ...]:
     """Return the ssh options with which a launch accepts an unknown host key, if ssh refused the host for that reason.
 
     Empty otherwise, or if the user's ssh configuration refuses such keys.
@@ -148,7 +148,7 @@ def check_name(host: str, resolve: Callable[[str], str]) -> Result:
     return ok("name", address if address != host else "an address")
 
 
-def answer_of(said: Ran) -> dict[str, Any] | Result:
+def answer_of(said: CompletedCommand) -> dict[str, Any] | Result:
     """Return the output of host_probe, or a failure if the host's Python did not run it."""
     answer = marked_answer(said, host_probe.MARKER)
     if answer is not None:

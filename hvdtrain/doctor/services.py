@@ -27,7 +27,7 @@ from hvdtrain.launch.container.container_engine import (
     Refused,
     ask_engine,
 )
-from hvdtrain.launch.running.timed_command import Ran, run
+from hvdtrain.launch.running.timed_command import CompletedCommand, run
 
 PARTITIONS = "Slurm"
 PLUGINS = "srun --mpi"
@@ -80,7 +80,9 @@ def check_slurm(
     return [check_partitions(sinfo, environ, limit / 2), check_plugins(srun, limit / 2)]
 
 
-def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float) -> Result:
+def check_partitions(
+    sinfo: CompletedCommand | None, environ: Mapping[str, str], limit: float
+) -> Result:
     """Check that Slurm responds, and report which partitions have nodes."""
     if sinfo is None:
         return fail(PARTITIONS, "srun is in PATH but sinfo is not", "install slurm-client")
@@ -109,7 +111,7 @@ def check_partitions(sinfo: Ran | None, environ: Mapping[str, str], limit: float
     return ok(PARTITIONS, f"{seen}; in job {job}" if job else seen)
 
 
-def check_plugins(srun: Ran | None, limit: float) -> Result:
+def check_plugins(srun: CompletedCommand | None, limit: float) -> Result:
     """Report srun's MPI plugins. With PMIx, srun can start MPI ranks; without it, use Gloo, or ssh."""
     if srun is None:
         return fail(PLUGINS, "sinfo is in PATH but srun is not", "install slurm-client")

@@ -128,7 +128,7 @@ def test(wanted: Recipe, log: Path) -> None:
     """
     environment = selftest.environment(os.environ)
 
-    def tried(argv: list[str]) -> timed_command.Ran:
+    def tried(argv: list[str]) -> timed_command.CompletedCommand:
         said = timed_command.run(argv, limit=selftest.TIMEOUT_SECONDS, environ=environment)
         if said is None:
             raise HvdtrainError(f"{argv[0]} is missing: pip has installed Horovod without it")

@@ -27,7 +27,7 @@ from hvdtrain.keras.learning_rate import (
 )
 from hvdtrain.keras.learning_rate import LearningRateWarmupCallback as LearningRateWarmupCallback
 from hvdtrain.keras_internals.models import is_built
-from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import inner_of
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -163,7 +163,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         common = replicated_variables(self.model, local=self._local)
         with tf.device(self.device):
             broadcast_variables([*common, *seed_variables(self.model)], self.root_rank)
-        share_loaded(self.model.optimizer)
+        broadcast_loaded_state(self.model.optimizer)
         fold_rank_into_seeds(self.model, ALL_RANKS.rank())
         self._broadcast_count = self._count_variables()
 

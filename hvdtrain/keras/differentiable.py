@@ -23,7 +23,7 @@ import tensorflow as tf
 from horovod.tensorflow.mpi_ops import _grouped_reducescatter
 
 from hvdtrain.collectives.anchoring import anchored
-from hvdtrain.collectives.communicator import ranks_of, to_add
+from hvdtrain.collectives.communicator import ranks_of, to_reducible
 from hvdtrain.collectives.compression import BF16Compressor, Compression, bf16_sum
 from hvdtrain.collectives.reduction import scaled
 from hvdtrain.collectives.tensor_names import in_this_graph
@@ -177,7 +177,7 @@ def _differentiable(
 
     @tf.custom_gradient
     def collective(*tensors: tf.Tensor) -> tuple[list[tf.Tensor], Any]:
-        results = forward([to_add(t) for t in tensors])
+        results = forward([to_reducible(t) for t in tensors])
 
         def gradient(*gradients: tf.Tensor) -> list[tf.Tensor]:
             numbers = range(len(tensors)) if len(tensors) > 1 else [""]

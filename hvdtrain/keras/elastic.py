@@ -38,7 +38,7 @@ from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import is_built
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.variables import (
     replicated_variables,
     seed_variables,
@@ -120,7 +120,7 @@ class KerasState(TensorFlowState):
         self.optimizer: Any = optimizer or getattr(model, "optimizer", None)
         if self.optimizer is None:
             raise UsageError("KerasState: compile the model or pass an optimizer")
-        if is_in_parts(self.optimizer):
+        if is_sharded(self.optimizer):
             raise UsageError(
                 "KerasState: a sharded optimizer cannot continue with a different number of "
                 "workers: use DistributedOptimizer"

@@ -21,7 +21,7 @@ import keras
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Sum
-from hvdtrain.collectives.reduction import weighed
+from hvdtrain.collectives.reduction import weighted
 from hvdtrain.collectives.step_context import Step, current_step
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.variables import tf_variable
@@ -73,7 +73,7 @@ def _check_finite(original: Callable[..., Any], self: Any, grads: Any) -> Any:
 
 def _bounds(gradients: Sequence[Any]) -> tf.Tensor:
     """Return the largest absolute value of each of this rank's gradients; inf for one that is not finite."""
-    values = [_values(g) for g in weighed(gradients) if g is not None]
+    values = [_values(g) for g in weighted(gradients) if g is not None]
     sizes = [tf.abs(tf.cast(v, tf.float32)) for v in values]
     largest = [tf.reduce_max(tf.pad(tf.reshape(size, [-1]), [[0, 1]])) for size in sizes]
     finite = [tf.reduce_all(tf.math.is_finite(size)) for size in sizes]

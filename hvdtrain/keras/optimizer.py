@@ -25,7 +25,7 @@ import keras
 from hvdtrain.collectives.clipping import clip_by_norm
 from hvdtrain.collectives.communicator import Average, Communicator, Max, ranks_of
 from hvdtrain.collectives.compression import Compression
-from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighed
+from hvdtrain.collectives.reduction import GradientReducer, Reduction, weighted
 from hvdtrain.collectives.step_context import current_step
 from hvdtrain.errors import EngineError, UsageError, require_integer
 from hvdtrain.keras.loss_scaling import correct_loss_scaling
@@ -139,7 +139,7 @@ class _Distributed(AppliesByKeras):
         reducer = self.hvdtrain_reducer
         reducer.pending, reducer.reduced = list(trainable_variables), reducer.early
         # Weighted before they are accumulated, because the shares may differ between the steps of one update.
-        grads = list(grads) if reducer.early else weighed(grads)
+        grads = list(grads) if reducer.early else weighted(grads)
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
         # With accumulation in eager mode only the boundary step reduces.
         if not reducer.reduced and not self.gradient_accumulation_steps:  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ class _Distributed(AppliesByKeras):
             if gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
         ]
         reducer.pending = [variables[place] for place in added]
-        sums = reducer.reduce(weighed([found[place] for place in added]), self)
+        sums = reducer.reduce(weighted([found[place] for place in added]), self)
         for place, total in zip(added, sums, strict=True):
             found[place] = total
         reducer.pending = list(variables)

@@ -23,7 +23,7 @@ from hvdtrain.keras.callbacks import BroadcastGlobalVariablesCallback
 from hvdtrain.keras_internals.corrections import correct
 from hvdtrain.keras_internals.file_writes import prepare_saving
 from hvdtrain.keras_internals.models import overrides
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import inner_of, is_distributed
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -78,7 +78,7 @@ def _fit(original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: 
     call = inspect.signature(original).bind(self, *args, **kwargs)
     callbacks = call.arguments.get("callbacks")
     optimizer = getattr(self, "optimizer", None)
-    plain = not is_distributed(optimizer) or is_in_parts(optimizer)
+    plain = not is_distributed(optimizer) or is_sharded(optimizer)
     if plain or isinstance(callbacks, kc.CallbackList):
         return original(*call.args, **call.kwargs)
     ranks = inner_of(optimizer).process_set

@@ -18,12 +18,12 @@ from keras.src import backend
 
 from hvdtrain.keras_internals.shards import Shard, mark_shard
 
-LEAST_ELEMENTS = 1024
+MIN_DEFERRED_ELEMENTS = 1024
 """Size below which variables get their values at once: they cost little, and some (seeds) belong to no model."""
 
 
 @contextmanager
-def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
+def deferred_variables_of(least: int = MIN_DEFERRED_ELEMENTS) -> Iterator[list[Any]]:
     """Create Keras variables without values in this block; yield the list of these variables.
 
     Their shapes, dtypes, names and initializers are as usual, so that `initialize` gives a variable the value that it
@@ -56,7 +56,7 @@ def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
             initialize_deferred(self)
 
     def _direct_assign(self: Any, value: Any) -> None:
-        if not is_waiting(self):
+        if not is_deferred(self):
             assign_directly(self, value)
             return
         with tf.init_scope():
@@ -74,7 +74,7 @@ def waiting_variables(least: int = LEAST_ELEMENTS) -> Iterator[list[Any]]:
         variable_class._direct_assign = assign_directly
 
 
-def is_waiting(variable: Any) -> bool:
+def is_deferred(variable: Any) -> bool:
     """Whether `variable` is a Keras variable that has no value yet."""
     return isinstance(variable, keras.Variable) and variable._value is None
 
@@ -82,7 +82,7 @@ def is_waiting(variable: Any) -> bool:
 def initialize(variable: Any) -> None:
     """Give a variable without a value its initial value; leave others unchanged."""
     # Variables of a StatelessScope are initialized by Keras when the scope ends.
-    if is_waiting(variable) and not backend.in_stateless_scope():
+    if is_deferred(variable) and not backend.in_stateless_scope():
         variable._deferred_initialize()
 
 
@@ -93,7 +93,7 @@ def keep_part(variable: Any, shard: Shard) -> None:
     The whole value is in memory temporarily.
     """
     whole = tuple(variable._shape)
-    if is_waiting(variable):
+    if is_deferred(variable):
         initializer = variable._initializer
 
         def part_of_initial_value(shape: Any, dtype: Any = None) -> Any:

@@ -136,7 +136,7 @@ def compiled_loss(model: keras.Model, y: Any, y_pred: Any, weight: Any, track: b
         compiled._metrics = means
 
 
-def own_losses(model: keras.Model) -> list[Any]:
+def added_losses(model: keras.Model) -> list[Any]:
     """Return the losses that layers add (regularization and add_loss), as scalars."""
     return [model._aggregate_additional_loss(loss) for loss in model.losses]
 

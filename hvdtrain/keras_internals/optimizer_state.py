@@ -1,7 +1,7 @@
 """Saving and loading of sharded optimizer state through Keras. Tested with Keras 3.15.
 
 A sharded optimizer has the methods `whole_values()` (raises UsageError outside of the block in which the parts are
-gathered) and `load_whole_values(values)`, both in the order of its `variables`, and `share_loaded()`, which
+gathered) and `load_whole_values(values)`, both in the order of its `variables`, and `broadcast_loaded_state()`, which
 distributes the state that the first rank has loaded to all ranks.
 """
 
@@ -26,18 +26,18 @@ def slot_name(variable: Any, name: str) -> str:
     return f"{sanitised}_{name}"
 
 
-def is_in_parts(optimizer: Any) -> bool:
+def is_sharded(optimizer: Any) -> bool:
     """Whether `optimizer`, or the one inside a LossScaleOptimizer, has state that is sharded over the ranks."""
     return hasattr(inner_of(optimizer), "whole_values")
 
 
-def share_loaded(optimizer: Any) -> None:
+def broadcast_loaded_state(optimizer: Any) -> None:
     """Distribute the state that the first rank has loaded into a sharded optimizer. A collective.
 
     Does nothing for other optimizers.
     """
-    if is_in_parts(optimizer):
-        inner_of(optimizer).share_loaded()
+    if is_sharded(optimizer):
+        inner_of(optimizer).broadcast_loaded_state()
 
 
 def take_state(optimizer: Any) -> tuple[list[Any] | None, list[Any]]:
@@ -86,7 +86,7 @@ def _load_scaled(original: Callable[..., Any], self: Any, store: Any) -> None:
 
 
 def _save_in_hdf5(original: Callable[..., Any], group: Any, optimizer: Any) -> None:
-    if is_in_parts(optimizer):
+    if is_sharded(optimizer):
         raise UsageError(
             "An .h5 file cannot hold optimizer state that is spread over several ranks: save a "
             ".keras file"

@@ -12,7 +12,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
 from hvdtrain.keras_internals.models import held_in, optimizers_of
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import accumulators, inner_of, optimizer_slots
 
 
@@ -21,7 +21,7 @@ def tf_variable(variable: Any) -> tf.Variable:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def value_where_it_lies(variable: Any) -> np.ndarray:
+def shared_memory_value(variable: Any) -> np.ndarray:
     """Return a variable's value as an array that may share TensorFlow's memory; see `Piece.read`."""
     value = tf_variable(variable).value()  # read_value() takes three times as long.
     # np.asarray does not convert scalar tensors of dtypes that NumPy lacks (bfloat16).
@@ -106,7 +106,7 @@ def replicated_variables(
         found += model.variables
     for one in _optimizers(model, optimizer):
         found += list(one.variables)
-        parts = is_in_parts(one)
+        parts = is_sharded(one)
         owners = [(parts or id(tf_variable(v)) in own, state) for v, state in optimizer_slots(one)]
         slots = [s for is_own, state in owners if is_own for s in state]
         own |= {id(tf_variable(v)) for v in [*slots, *accumulators(one)]}

@@ -92,7 +92,7 @@ def check_started_once(environ: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class LaunchCommand:
     """A launch that is ready to start.
 
     Attributes:
@@ -100,7 +100,7 @@ class Prepared:
         settings: Variables to set for the command, in addition to the environment. None unsets one.
         stand_in: Words to run in place of the first word, with the same arguments. If empty, the first word runs.
         for_stand_in: Variables for `stand_in` alone, which do not change what the command does.
-        lacks: Notes for a user who pastes the command, one line each.
+        notes: Notes for a user who pastes the command, one line each.
         process_names: Names of the launch's processes, for messages.
         elastic: Whether the other ranks continue when one fails.
     """
@@ -109,7 +109,7 @@ class Prepared:
     settings: Mapping[str, str | None] = field(default_factory=dict)
     stand_in: tuple[str, ...] = ()
     for_stand_in: Mapping[str, str] = field(default_factory=dict)
-    lacks: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     process_names: ProcessNames = RANKS
     elastic: bool = False
 
@@ -150,7 +150,7 @@ def rank_settings(plan: LaunchPlan, environ: Mapping[str, str]) -> dict[str, str
     return settings | values_of(plan.env)
 
 
-def forward(plan: LaunchPlan) -> dict[str, str]:
+def forwarding_variable(plan: LaunchPlan) -> dict[str, str]:
     """Return the variable that names, for a program of `hvdtrain.start`, those to forward to all ranks."""
     return {FORWARD: ",".join(one.name for one in plan.env)} if plan.env else {}
 

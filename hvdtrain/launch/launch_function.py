@@ -24,7 +24,7 @@ from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import Program
 from hvdtrain.launch.running.function_server import FunctionServer
 from hvdtrain.launch.running.outcome import Outcome
-from hvdtrain.launch.running.session import Patience, View, run_launch
+from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.launch.running.watchdog import limits_of
 from hvdtrain.worker.signed_messages import ADDRESS, KEY
 
@@ -88,12 +88,12 @@ def launch(
         prepared = find_launcher(plan.launcher)(plan, site)
         run_launch(
             prepared.argv,
-            View(
+            OutputOptions(
                 Path(log_dir) if log_dir else None,
                 all_ranks,
                 command=f"hvdtrain.launch({_name(function)}, np={np})",
             ),
-            Patience(_GRACE_SECONDS, limits_of(hang_timeout, plan) if hang_timeout else None),
+            RunLimits(_GRACE_SECONDS, limits_of(hang_timeout, plan) if hang_timeout else None),
             environ=prepared.environment({**os.environ, **server.caller.variables()}),
             on_outcome=lambda outcome, folder: outcomes.append((outcome, folder)),
         )

@@ -38,7 +38,7 @@ class Role:
 CHIEF = Role("chief", 0)
 
 
-def cast(workers: int, servers: int) -> tuple[Role, ...]:
+def all_roles(workers: int, servers: int) -> tuple[Role, ...]:
     """Return all roles: the chief, the workers, then the servers."""
     return (
         CHIEF,
@@ -47,7 +47,7 @@ def cast(workers: int, servers: int) -> tuple[Role, ...]:
     )
 
 
-def place(roles: Sequence[Role], hosts: Sequence[Host]) -> dict[Role, str]:
+def assign_hosts(roles: Sequence[Role], hosts: Sequence[Host]) -> dict[Role, str]:
     """Assign each worker and server to a host.
 
     The servers come first, then the workers, one per host in turn; full hosts are skipped. The chief

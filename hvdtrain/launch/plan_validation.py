@@ -72,7 +72,7 @@ CONDITIONS: dict[Need, Condition] = {
     ),
 }
 # Mutually exclusive options. (A hostfile is read before the plan exists.)
-RIVALS = {
+MUTUALLY_EXCLUSIVE = {
     ("hosts", "hostfile", "host_discovery_script"): "both name the hosts",
     ("hierarchical_allreduce", "torus_allreduce"): "do the same thing",
 }
@@ -219,7 +219,7 @@ def _check_exclusions(plan: LaunchPlan) -> None:
             "use --controller gloo"
         )
     names = {option.field: option.name for option in options_of(plan)}
-    for rivals, why in RIVALS.items():
+    for rivals, why in MUTUALLY_EXCLUSIVE.items():
         given = [field for field in rivals if is_given(getattr(plan, field, None))]
         if len(given) > 1:
             named = " and ".join(names[field] for field in given)

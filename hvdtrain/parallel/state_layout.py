@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdtrain.collectives.gradient_accumulation import combined, shared_out
+from hvdtrain.collectives.gradient_accumulation import combined, divided_accumulators
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.optimizer import reducer_of
-from hvdtrain.keras_internals.deferred_variables import is_waiting
-from hvdtrain.keras_internals.optimizer_state import is_in_parts
+from hvdtrain.keras_internals.deferred_variables import is_deferred
+from hvdtrain.keras_internals.optimizer_state import is_sharded
 from hvdtrain.keras_internals.optimizers import (
     accumulators,
     inner_of,
@@ -24,7 +24,7 @@ from hvdtrain.keras_internals.optimizers import (
     optimizer_slots,
 )
 from hvdtrain.keras_internals.shards import Shard, shard_of
-from hvdtrain.keras_internals.variables import tf_variable, value_where_it_lies, variable_name
+from hvdtrain.keras_internals.variables import shared_memory_value, tf_variable, variable_name
 from hvdtrain.parallel.gather_scatter import Piece, Place
 
 WEIGHTS, COMMON, SLOTS = range(3)
@@ -70,7 +70,7 @@ def pieces_of(
             (WEIGHTS, number, 0), variable_name(v), v, shard_of(v), sender.of(shard_of(v))
         )
         for number, v in enumerate(variables)
-        if not is_waiting(v)
+        if not is_deferred(v)
     ]
     if optimizer is None:
         return found
@@ -113,7 +113,7 @@ def optimizer_pieces(
         waits = id(state) in accumulated and is_distributed(optimizer)
         if waits and not reducer_of(optimizer).is_local(variable):
             piece = _accumulator_piece(place, name, state, shard, sends, optimizer)
-        elif is_in_parts(optimizer) and not waits:
+        elif is_sharded(optimizer) and not waits:
             piece = _sharded_piece(place, name, state, shard, sends, variable, optimizer)
         else:
             part = _slot_shard(variable, state, optimizer) if shard else None
@@ -154,7 +154,7 @@ def _variable_piece(
     def write(value: np.ndarray) -> None:
         _assign(variable, value)
 
-    read = partial(value_where_it_lies, variable)
+    read = partial(shared_memory_value, variable)
     return _piece(place, name, variable, _shape(variable), shard, sends, read, write, False)
 
 
@@ -192,7 +192,7 @@ def _accumulator_piece(
         return combined(slot, reduction, "{}_{}_{}".format(*place)).numpy()
 
     def write(value: np.ndarray) -> None:
-        _assign(slot, shared_out(value, reduction))
+        _assign(slot, divided_accumulators(value, reduction))
 
     return _piece(place, name, slot, _shape(slot), shard, sends, read, write)
 

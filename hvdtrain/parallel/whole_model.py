@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals import keras_files as model_files
-from hvdtrain.keras_internals.deferred_variables import is_waiting, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, is_deferred
 from hvdtrain.keras_internals.graph import release
 from hvdtrain.keras_internals.models import compile_like
 from hvdtrain.keras_internals.shards import shard_of
@@ -69,7 +69,7 @@ class Unsplit:
         self.variables: list[Any] = list(model.variables)
         try:
             config, custom = model_files.model_config(model)
-            with waiting_variables():
+            with deferred_variables_of():
                 self._copy = model_files.model_again(config, custom)
         except Exception as error:  # A user's get_config and from_config may raise anything.
             raise UsageError(
@@ -99,7 +99,7 @@ class Unsplit:
         copy = self._copy
         with tf.device("CPU:0"):
             for variable in copy.variables:
-                if is_waiting(variable):
+                if is_deferred(variable):
                     model_files.give_value(variable, tf.zeros(variable.shape, variable.dtype))
             optimizer = model_files.plain_optimizer(model.optimizer)
             compile_like(copy, model, optimizer)

@@ -35,16 +35,16 @@ def has_generator(layer: Any) -> bool:
 def warning_by_nature(model: keras.Model) -> str | None:
     """Return a warning if a built model's result depends on the number of workers, or None."""
     layers = list(model._flatten_layers())
-    own = [f"{layer.name!r}" for layer in layers if normalizes_by_share(layer)]
-    random = [f"{layer.name!r}" for layer in layers if draws(layer)]
+    own = [f"{layer.name!r}" for layer in layers if uses_partial_statistics(layer)]
+    random = [f"{layer.name!r}" for layer in layers if is_random(layer)]
     said = []
     if own:
         said.append(
-            f"{some(own)}, which normalizes by a worker's share of the batch (hvdtrain.keras.SyncBatchNormalization "
-            "normalizes by all of it)"
+            f"{first_names(own)}, which normalizes by a worker's share of the batch "
+            "(hvdtrain.keras.SyncBatchNormalization normalizes by all of it)"
         )
     if random:
-        said.append(f"{some(random)}, which draws different random numbers on each worker")
+        said.append(f"{first_names(random)}, which draws different random numbers on each worker")
     return (
         f"Training depends on the number of workers because of {'; and because of '.join(said)}"
         if said
@@ -52,19 +52,19 @@ def warning_by_nature(model: keras.Model) -> str | None:
     )
 
 
-def normalizes_by_share(layer: Any) -> bool:
+def uses_partial_statistics(layer: Any) -> bool:
     """Return whether `layer` normalizes by the statistics of only that part of the batch which it is given."""
     synchronized = getattr(layer, "hvdtrain_synchronized", False)
     return normalizes(layer) and layer.trainable and not synchronized
 
 
-def draws(layer: Any) -> bool:
+def is_random(layer: Any) -> bool:
     """Return whether `layer` is a Keras layer that draws random numbers in training."""
     rates = [getattr(layer, name) for name in RATES if hasattr(layer, name)]
     return has_generator(layer) and (not rates or any(rates))
 
 
-def some(names: list[str]) -> str:
+def first_names(names: list[str]) -> str:
     """Return the first three of `names`, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
@@ -83,8 +83,8 @@ def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = 
     """
     layers = list(model._flatten_layers())
     found = {
-        f"normalizes by {part}": filter(normalizes_by_share, layers),
-        "draws random numbers for each": filter(draws, layers),
+        f"normalizes by {part}": filter(uses_partial_statistics, layers),
+        "draws random numbers for each": filter(is_random, layers),
         "takes a step for each": (
             layer for layer in layers if isinstance(layer, keras.layers.SpectralNormalization)
         ),
@@ -96,7 +96,7 @@ def warning_of_parts(model: keras.Model, part: str, own_losses: Iterable[str] = 
     said["differs unless it is a mean of one value for each example"] = [
         f"the loss {name!r}" for name in own_losses
     ]
-    parts = [f"{some(names)} {what}" for what, names in said.items() if names]
+    parts = [f"{first_names(names)} {what}" for what, names in said.items() if names]
     if not parts:
         return None
     return (

@@ -49,7 +49,7 @@ Names = set[str]
 """Names of tensors of one graph."""
 
 
-def telling_decisions(
+def with_decision_warnings(
     model: keras.Model, step: Callable[[Any], Any], tell: Callable[[str], None]
 ) -> Callable[[Any], Any]:
     """Wrap `step` so that tracing it passes a warning about its first decision, if any, to `tell`.
@@ -77,7 +77,7 @@ def telling_decisions(
             for optimizer in optimizers_of(model):
                 stack.enter_context(gradients_taken(optimizer, look))
             logs = step(data)
-        if where := first_parting(tf.compat.v1.get_default_graph(), _own_state(model)):
+        if where := first_divergent_collective(tf.compat.v1.get_default_graph(), _own_state(model)):
             raise UsageError(_parting(model, where))
         traced = True
         return logs
@@ -111,7 +111,7 @@ def first_decision(gradients: Sequence[Any], own_state: Iterable[tf.Variable] = 
     return ""
 
 
-def first_parting(graph: Any, own_state: Iterable[tf.Variable] = ()) -> str:
+def first_divergent_collective(graph: Any, own_state: Iterable[tf.Variable] = ()) -> str:
     """Return the line of code where `graph` first communicates depending on a worker's own values, or ""."""
     return _first_parting(graph, _own(graph, _fed(graph, _handles(own_state))))
 

@@ -73,10 +73,10 @@ class HorovodStrategy(Strategy):
 
     def start(self, seed: int) -> Rank:
         rank = init(seed, self._mesh)
-        self.stand(position(self._mesh or Mesh()))
+        self.set_position(position(self._mesh or Mesh()))
         return rank
 
-    def stand(self, here: Position) -> None:
+    def set_position(self, here: Position) -> None:
         """Set this rank's position, and all that depends on it."""
         self.position = here
         self.part = Part(here.data_index, here.mesh.data)
@@ -175,7 +175,7 @@ def _check_reduction(reduction: Reduction) -> None:
             "distributed with op=Average, or a plain one. op=Sum and op=Adasum work with "
             "hvdtrain.keras and model.fit"
         )
-    if not reduction.process_set.are_all():
+    if not reduction.process_set.is_global():
         raise UsageError(
             "Trainer trains on all ranks: pass an optimizer without process_set. Process sets "
             "work with hvdtrain.keras and model.fit"

@@ -28,7 +28,7 @@ from hvdtrain.keras_internals.variables import (
     without,
 )
 from hvdtrain.strategies import batch_dependence
-from hvdtrain.strategies.data_dependence import telling_decisions
+from hvdtrain.strategies.data_dependence import with_decision_warnings
 from hvdtrain.strategies.losses import TotalOfRanks, make_exact
 from hvdtrain.strategies.probe import (
     EXAMPLES,
@@ -125,7 +125,7 @@ class RankSteps:
         self._train_sources: dict[str, Source] = {}
         self._test_sources: dict[str, Source] = {}
         if workers > 1:
-            train = telling_decisions(model, train, self._warn)
+            train = with_decision_warnings(model, train, self._warn)
             train = self._growing(self._train_metrics.over(train, self._train_sources))
             test = self._test_metrics.over(test, self._test_sources)
         if (skipped := skipped_steps_of(model)) is not None:
@@ -212,7 +212,7 @@ class RankSteps:
 
     def _look_for_decisions(self, data: Any) -> None:
         """Trace the step of a model that runs eagerly, since decisions are visible only in a graph."""
-        step = telling_decisions(self._model, self._model.train_step, self._warn)
+        step = with_decision_warnings(self._model, self._model.train_step, self._warn)
         try:
             with unchanged(self._model), in_step(self._step):
                 tf.function(step, autograph=False).get_concrete_function(data)

@@ -10,11 +10,15 @@ from typing import Any, ClassVar, Protocol
 import keras
 
 from hvdtrain.collectives.consistency import on_first
-from hvdtrain.collectives.gradient_accumulation import as_one_process, restored_by_first, share_out
+from hvdtrain.collectives.gradient_accumulation import (
+    as_one_process,
+    divide_accumulators,
+    restored_by_first,
+)
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.collectives.replicas import broadcast_variables
 from hvdtrain.keras_internals.models import optimizers_of
-from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.keras_internals.optimizers import accumulators
 from hvdtrain.keras_internals.variables import (
     local_variables,
@@ -60,7 +64,7 @@ class WholeState:
     def load(self, model: keras.Model, path: Path) -> None:
         on_first(lambda: read_model(model, path), "load", self._position.everyone)
         broadcast_state(model, self._position, seed_variables(model))
-        share_out(optimizers_of(model))
+        divide_accumulators(optimizers_of(model))
 
     def as_one_process(self, model: keras.Model) -> AbstractContextManager[None]:
         return as_one_process(optimizers_of(model))
@@ -73,7 +77,7 @@ def broadcast_state(model: keras.Model, position: Position, left_out: Sequence[A
     """Broadcast a model and its optimizers, except `left_out`, from the first rank that holds each variable."""
     broadcast(shared_state(model, left_out), position)
     for optimizer in optimizers_of(model):
-        share_loaded(optimizer)
+        broadcast_loaded_state(optimizer)
 
 
 def broadcast(variables: Iterable[Any], position: Position) -> None:

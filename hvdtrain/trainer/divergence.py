@@ -23,8 +23,8 @@ from hvdtrain.errors import DivergedError, UsageError, warn_user
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.skipped_steps import SkippedSteps, skipped_steps_of
 from hvdtrain.strategies.strategy import Logs, Strategy
-from hvdtrain.trainer.looks import Looks
-from hvdtrain.trainer.resume import SavedFit
+from hvdtrain.trainer.periodic_check import PeriodicCheck
+from hvdtrain.trainer.resume import FitCheckpoints
 from hvdtrain.trainer.run_dir import RunDir
 
 POLICIES = ("warn", "stop", "skip", "rewind")
@@ -37,7 +37,7 @@ MOST_REWINDS = 3
 """Maximum number of returns to the same checkpoint."""
 
 Rewind = Callable[[int, bool], int | None]
-"""Restores the newest checkpoint; see `SavedFit.rewind`.
+"""Restores the newest checkpoint; see `FitCheckpoints.rewind`.
 
 Takes the epoch, from 0, and whether it ends. Returns the number of steps of the checkpoint, or None if there is none.
 """
@@ -126,7 +126,7 @@ class LossWatch:
         self._rewind = rewind
         self._rewound: list[int] = []  # Step of the checkpoint restored each time.
         self._ranks = ranks
-        self._looks = Looks("losses", ranks)
+        self._check = PeriodicCheck("losses", ranks)
         self._steps = self._epoch = self._step = 0
         self._recent: list[tuple[int, _Step]] = []
 
@@ -159,7 +159,7 @@ class LossWatch:
             DivergedError: On all ranks, if a loss is not finite and the policy is "stop", or if skipping or rewinding
                 has not helped.
         """
-        if not (now or epoch_ends or self._looks.due(self._steps)):
+        if not (now or epoch_ends or self._check.due(self._steps)):
             return False
         recent, self._recent = self._recent, []
         each = (
@@ -167,7 +167,7 @@ class LossWatch:
         )
         mine = next((one for one in each if one[2] is not None), None)
         first = -np.inf if mine is None else -mine[0]
-        (latest,) = self._looks.together(self._steps, [first])
+        (latest,) = self._check.reduce_max(self._steps, [first])
         what = ""
         if latest != -np.inf:
             theirs = None
@@ -323,7 +323,7 @@ def loss_watch(
     part: Part,
     run_dir: RunDir | None,
     model: keras.Model,
-    saved: SavedFit | None,
+    saved: FitCheckpoints | None,
 ) -> LossWatch | None:
     """Return the LossWatch of a fit; None for the policy "warn".
 

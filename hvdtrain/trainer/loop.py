@@ -17,7 +17,7 @@ from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import any_rank
 from hvdtrain.collectives.finite import FiniteWatch
 from hvdtrain.collectives.metrics import read_state, without_sums, write_state
-from hvdtrain.data import OwnSource, Share, Source
+from hvdtrain.data import ShardedSource, Share, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.writers import failing_together
 from hvdtrain.keras_internals.variables import seed_variables
@@ -36,7 +36,7 @@ from hvdtrain.trainer.callback_ranks import (
 from hvdtrain.trainer.divergence import LossWatch
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.progress import Progress
-from hvdtrain.trainer.resume import Position, SavedFit
+from hvdtrain.trainer.resume import FitCheckpoints, Position
 from hvdtrain.trainer.run_facts import facts_of
 from hvdtrain.trainer.shares import checksum_of, epoch_shares, grouped
 from hvdtrain.trainer.stragglers import StragglerWatch
@@ -110,7 +110,7 @@ class Loop:
     probe: bool
     steps_per_execution: int
     record: FitRecord
-    saved: SavedFit | None = None
+    saved: FitCheckpoints | None = None
     losses: LossWatch | None = None
     finite: FiniteWatch = field(default_factory=FiniteWatch)
 
@@ -175,7 +175,7 @@ class Loop:
             if self.saved is not None:
                 last = stopped or epoch + 1 == plan.epochs
                 # Look even if none is due: an epoch may have few steps, and its validation may take long.
-                ends = not last and self.saved.is_told_to_end(now=True)
+                ends = not last and self.saved.should_stop(now=True)
                 with in_phase("saving"):
                     self.saved.save(self.model, {}, epoch + 1, 0, stopped, last or ends)
                 if ends:
@@ -276,7 +276,7 @@ class Loop:
         saving = save_within_epochs(plan.callbacks)
         self.record.events.begin_steps()
         # Ungrouped where ranks read parts of their own, as one rank could group steps that another cannot.
-        together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution
+        together = 1 if isinstance(plan.train, ShardedSource) else self.steps_per_execution
         for group in grouped(shares, together):
             if self.saved is not None and done > skip:
                 self._save_if_due(self.saved, step_logs, epoch, done)
@@ -398,14 +398,14 @@ class Loop:
         assert self.saved is not None
         self.saved.give(self.model)
 
-    def _save_if_due(self, saved: SavedFit, step_logs: Logs, epoch: int, done: int) -> None:
+    def _save_if_due(self, saved: FitCheckpoints, step_logs: Logs, epoch: int, done: int) -> None:
         """Save a checkpoint if one is due.
 
         Raises:
             Preempted: If the job was asked to stop.
             WorkersChanged: If hosts have joined or left an elastic job.
         """
-        ends = saved.is_told_to_end()
+        ends = saved.should_stop()
         if ends or saved.is_due():
             self.steps.finish()
             # No checkpoint may hold metrics that a loss of nan has spoilt; and right after a rewind, a new checkpoint

@@ -11,7 +11,7 @@ from types import FrameType
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator
 from hvdtrain.trainer.elastic_job import HostChanges
-from hvdtrain.trainer.looks import Looks
+from hvdtrain.trainer.periodic_check import PeriodicCheck
 from hvdtrain.worker.preemption_notice import warned
 
 
@@ -27,7 +27,7 @@ class Preemption:
 
     def __init__(self, ranks: Communicator = ALL_RANKS, file: str | Path | None = None) -> None:
         self._ranks = ranks
-        self._looks = Looks("preempted", ranks)
+        self._check = PeriodicCheck("preempted", ranks)
         self._file = None if file is None else Path(file)
         self._terminated = False
         self._hosts = HostChanges()
@@ -47,7 +47,7 @@ class Preemption:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     @property
-    def told(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether this rank was asked to stop."""
         return self._terminated or warned() or self.by_file
 
@@ -68,9 +68,11 @@ class Preemption:
             Whether any rank was asked to stop or was notified of other hosts, and whether a checkpoint is due on any
             rank. Both are False where the ranks do not look.
         """
-        if not (now or self._looks.due(steps)):
+        if not (now or self._check.due(steps)):
             return False, False
-        told, everyones = self._looks.together(steps, [self.told or self._hosts.heard, due])
+        told, everyones = self._check.reduce_max(
+            steps, [self.stop_requested or self._hosts.heard, due]
+        )
         return bool(told), bool(everyones)
 
     def in_validation(self) -> Callable[[int], bool]:
@@ -79,12 +81,12 @@ class Preemption:
         It is the same on all ranks, and a collective at some of these numbers. It has a pace of its own, because a
         batch takes another time in an evaluation than in training.
         """
-        looks = Looks("preempted_in_validation", self._ranks)
+        check = PeriodicCheck("preempted_in_validation", self._ranks)
 
         def agreed(batches: int) -> bool:
-            if not looks.due(batches):
+            if not check.due(batches):
                 return False
-            return bool(looks.together(batches, [self.told or self._hosts.heard])[0])
+            return bool(check.reduce_max(batches, [self.stop_requested or self._hosts.heard])[0])
 
         return agreed
 

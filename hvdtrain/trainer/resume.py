@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import keras
 
-from hvdtrain.checkpoint.background_write import Writing
+from hvdtrain.checkpoint.background_write import BackgroundWrite
 from hvdtrain.checkpoint.callback_states import CallbackStates
 from hvdtrain.checkpoint.folder import (
     Checkpoint,
@@ -80,7 +80,7 @@ class Position:
         return f"resuming in epoch {self.epoch + 1} of {epochs}, after step {self.step}"
 
 
-class SavedFit:
+class FitCheckpoints:
     """The checkpoints of one fit, in a folder of its run_dir.
 
     Args:
@@ -116,7 +116,7 @@ class SavedFit:
         self._saved_at, self._is_time = time.monotonic(), False
         self._facts: dict[str, Any] = {}
         self._alike = True
-        self._writing: Writing | None = None
+        self._writing: BackgroundWrite | None = None
         self._failures: list[str] = []  # Failed saves in a row, on rank 0.
         self._same_as: dict[int, int] = {}  # Checkpoint saved after a rewind -> restored one.
         self._mirror: Mirror | None = None
@@ -295,7 +295,7 @@ class SavedFit:
                 f"or remove the newest checkpoint in {str(self._folder)!r} to resume from the one before"
             )
 
-    def is_told_to_end(self, now: bool = False) -> bool:
+    def should_stop(self, now: bool = False) -> bool:
         """Whether to save and stop now, the same on every rank. A collective at some steps, and always with `now`."""
         minutes = self._schedule.every_minutes
         due = minutes is not None and time.monotonic() - self._saved_at >= 60.0 * minutes
@@ -307,13 +307,13 @@ class SavedFit:
         return self._preemption.in_validation()
 
     def is_due(self) -> bool:
-        """Whether to save now, within an epoch, the same on every rank. Call `is_told_to_end` first."""
+        """Whether to save now, within an epoch, the same on every rank. Call `should_stop` first."""
         every = self._schedule.every_steps
         return self._is_time or (every is not None and self.steps - self.saved_steps >= every)
 
     def preempted(self) -> Preempted | WorkersChanged:
         """Return the exception to raise after the last save: the job was asked to stop, or its workers change."""
-        if is_elastic(os.environ) and not self._preemption.told:
+        if is_elastic(os.environ) and not self._preemption.stop_requested:
             return WorkersChanged("hosts have joined or are leaving.")
         file = self._schedule.preemption_file
         by = f" (by the file {str(file)!r})" if self._preemption.by_file else ""
@@ -369,7 +369,7 @@ class SavedFit:
             position = Position(epoch, step, self.steps, stopped, trained)
             content = Checkpoint({**self._facts, "position": asdict(position)}, arrays, list(ranks))
             write = partial(self._write, self.steps, content, state.untrained)
-            self._writing = Writing(self.steps, write)
+            self._writing = BackgroundWrite(self.steps, write)
         if last:
             # All ranks wait: if one exits with an error code, the launcher ends rank 0 before it has written.
             on_first(self._finish_writing, self._name)
@@ -431,7 +431,7 @@ class SavedFit:
 
 
 @contextmanager
-def in_job(rank: Rank, saved: SavedFit | None) -> Iterator[None]:
+def in_job(rank: Rank, saved: FitCheckpoints | None) -> Iterator[None]:
     """Convert the failure of a collective in this block to an EngineError.
 
     In an elastic job whose Trainer has checkpoints, restart the script instead.
@@ -445,12 +445,12 @@ def in_job(rank: Rank, saved: SavedFit | None) -> Iterator[None]:
         start_again(error, saved.saved_steps, saved.exists)
 
 
-def saved_fit(
+def fit_checkpoints(
     schedule: Checkpoints | None,
     resume: Literal["auto", "never", "must"],
     run_dir: RunDir | None,
     strategy: Strategy,
-) -> SavedFit | None:
+) -> FitCheckpoints | None:
     """Return the checkpoints of a Trainer's fit; None without `schedule`.
 
     Args:
@@ -483,4 +483,4 @@ def saved_fit(
             f"checkpoints works with strategy='horovod' (here: {strategy.name}): leave it out, and use "
             "keras.callbacks.ModelCheckpoint"
         )
-    return SavedFit(schedule, wanted, run_dir, strategy)
+    return FitCheckpoints(schedule, wanted, run_dir, strategy)

@@ -10,7 +10,7 @@ import keras
 from hvdtrain.checkpoint.state import own_variables
 from hvdtrain.collectives.communicator import ALL_RANKS
 from hvdtrain.collectives.consistency import alike
-from hvdtrain.data import KnownSource, OwnSource, Source
+from hvdtrain.data import KnownSource, ShardedSource, Source
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.models import optimizers_of
 from hvdtrain.trainer.setup import source_facts
@@ -66,7 +66,7 @@ def facts_of(
     run = {
         **{name: config[name] for name in CONFIG},
         "the number of workers, among which the script divides the data": ALL_RANKS.size()
-        if isinstance(source, OwnSource)
+        if isinstance(source, ShardedSource)
         else None,
         "shuffle": reading.shuffle,
         "class_weight": None

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.collectives.communicator import ALL_RANKS, Communicator, Min
-from hvdtrain.data import KnownSource, OwnSource, Part, Share, Source, prefetch
+from hvdtrain.data import KnownSource, Part, ShardedSource, Share, Source, prefetch
 from hvdtrain.errors import ReplicaError
 
 MOST_AHEAD = 16
@@ -44,7 +44,7 @@ def epoch_shares(
     shares = _with_tensors(found)
     if ranks.size() == 1:
         return prefetch(shares)
-    if isinstance(source, OwnSource):
+    if isinstance(source, ShardedSource):
         return _counted(prefetch(shares), ranks)
     return _compared(prefetch(shares), ranks) if source.agreed else _agreed(shares, ranks)
 

@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from hvdtrain.checkpoint.save_schedule import Checkpoints
 from hvdtrain.collectives.consistency import require_alike, require_equal
-from hvdtrain.data import KnownSource, OwnSource, Source, is_batched, make_source, split
+from hvdtrain.data import KnownSource, ShardedSource, Source, is_batched, make_source, split
 from hvdtrain.data.share import check_workers
 from hvdtrain.errors import UsageError, require_integer
 from hvdtrain.keras.learning_rate import require_settable
@@ -30,13 +30,12 @@ from hvdtrain.keras_internals.optimizers import inner_of, refuse_several
 from hvdtrain.keras_internals.tracebacks import without_library_frames
 from hvdtrain.strategies.skipped_steps import count_skipped_steps, skipping
 from hvdtrain.strategies.strategy import ModelSource, Steps, Strategy
-from hvdtrain.trainer.choice import make_strategy
 from hvdtrain.trainer.divergence import checked_policy, loss_watch
 from hvdtrain.trainer.fit_record import FitRecord
 from hvdtrain.trainer.learning_rate_scaling import Ramp, WarmUp, scale_learning_rate
 from hvdtrain.trainer.loop import EvaluatePlan, FitPlan, Loop, predict
 from hvdtrain.trainer.progress import Progress, resolve_verbose
-from hvdtrain.trainer.resume import in_job, saved_fit
+from hvdtrain.trainer.resume import fit_checkpoints, in_job
 from hvdtrain.trainer.run_dir import RunDir
 from hvdtrain.trainer.setup import (
     Compiled,
@@ -54,6 +53,7 @@ from hvdtrain.trainer.setup import (
     split_arrays,
     symbolic_data,
 )
+from hvdtrain.trainer.strategy_choice import make_strategy
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
@@ -152,7 +152,7 @@ class Trainer:
         self._steps_per_execution = steps_per_execution
         self._warmup_epochs = warmup_epochs
         self._run_dir = RunDir(run_dir) if run_dir is not None else None
-        self._saved = saved_fit(checkpoints, resume, self._run_dir, self.strategy)
+        self._saved = fit_checkpoints(checkpoints, resume, self._run_dir, self.strategy)
         self.model = build_model(model, precision, self.strategy.build)
         self._ramps: list[Ramp] = []
         given = {
@@ -450,7 +450,7 @@ class Trainer:
             batched=batched,
             threads=tf.config.threading.get_intra_op_parallelism_threads() or None,
         )
-        return OwnSource(source, steps) if sharded else source
+        return ShardedSource(source, steps) if sharded else source
 
     def _agree(self, source: Source, facts: dict[str, Any], what: str) -> None:
         """Compare what the ranks are about to do, before a collective could wait for a rank that does not come."""

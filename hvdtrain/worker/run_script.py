@@ -63,9 +63,9 @@ def main() -> None:
     """Prepare this process and run the script; a failure is reported and ends the process."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m hvdtrain.worker [-m | --program] SCRIPT [ARGUMENTS]...")
-    _order_sets_alike()
+    _restart_with_hash_seed()
     beat("starting")
-    _listen()
+    _install_signal_handlers()
     kind = sys.argv[1] if sys.argv[1] in {MODULE, PROGRAM} else ""
     words = sys.argv[2:] if kind else sys.argv[1:]
     preemption_notice.listen(rank_of(os.environ))
@@ -122,7 +122,7 @@ def _become(words: list[str]) -> NoReturn:
         _fail(EXIT_USAGE, False, f"cannot start {words[0]}: {error.strerror} (on this rank's host)")
 
 
-def _order_sets_alike() -> None:
+def _restart_with_hash_seed() -> None:
     """Restart this program in the same process with PYTHONHASHSEED set, unless the user has set it.
 
     Python hashes strings differently in each process, so a script that iterates over a set of names would do so in
@@ -134,7 +134,7 @@ def _order_sets_alike() -> None:
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def _listen() -> None:
+def _install_signal_handlers() -> None:
     """On SIGUSR2, print the stacks of all threads on standard error; on Ctrl-C, note the phase and interrupt."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         faulthandler.register(signal.SIGUSR2, all_threads=True)

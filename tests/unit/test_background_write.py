@@ -11,23 +11,23 @@ import numpy as np
 import pytest
 
 from hvdtrain import Checkpoints, Trainer
-from hvdtrain.checkpoint.background_write import Writing
+from hvdtrain.checkpoint.background_write import BackgroundWrite
 from hvdtrain.checkpoint.folder import newest, save
 from hvdtrain.trainer import resume
 
 
 def test_it_tells_what_became_of_it() -> None:
     done: list[int] = []
-    assert Writing(1, lambda: done.append(1)).error() is None
+    assert BackgroundWrite(1, lambda: done.append(1)).error() is None
     assert done == [1]
 
     def fails(error: Exception) -> None:
         raise error
 
     full = OSError("disk full")
-    assert Writing(2, lambda: fails(full)).error() is full
+    assert BackgroundWrite(2, lambda: fails(full)).error() is full
     with pytest.raises(ValueError, match="a bug"):
-        Writing(3, lambda: fails(ValueError("a bug"))).error()
+        BackgroundWrite(3, lambda: fails(ValueError("a bug"))).error()
 
 
 def test_training_goes_on_and_what_is_written_stays_as_it_was(

@@ -89,7 +89,9 @@ def test_a_damaged_checkpoint_here_is_replaced_by_the_copy(url: str, tmp_path: P
     path.write_bytes(b"damaged")
     with pytest.warns(UserWarning, match="step-000000012.* is damaged") as warned:
         again = train(tmp_path / "run", Checkpoints(mirror=url), epochs=3)[0]
-    assert sum("damaged" in str(one.message) for one in warned) == 1, "and none says that the one before is used"
+    assert sum("damaged" in str(one.message) for one in warned) == 1, (
+        "and none says that the one before is used"
+    )
     for one, same in zip(undisturbed, again, strict=True):
         np.testing.assert_array_equal(one, same)
     load(path)

@@ -228,7 +228,7 @@ def test_signals_are_as_before(seen: Seen) -> None:
 
 
 def test_whoever_ends_a_run_waits_longer_than_those_below() -> None:
-    assert ending.DEAF_SECONDS <= ending.PASSING_SECONDS, (
+    assert ending.REPEAT_SECONDS <= ending.FORWARDING_SECONDS, (
         "the launcher may be deaf to the first signal"
     )
     assert ending.RUN_SECONDS <= 5, "of Ctrl-C, where scripts handle no signals"

@@ -13,7 +13,7 @@ from horovod.tensorflow.mpi_ops import rank_op
 from keras import layers, ops
 
 from hvdtrain.errors import UsageError
-from hvdtrain.strategies.data_dependence import telling_decisions
+from hvdtrain.strategies.data_dependence import with_decision_warnings
 
 Change = Callable[[Any, Any, Any], Any]
 
@@ -52,7 +52,7 @@ def kept(loss: Any) -> Any:
 def said_of(model: keras.Model, x: Any, y: Any, sizes: Sequence[int] = (3,)) -> list[str]:
     model(x)
     told: dict[str, None] = {}
-    step = telling_decisions(model, model.train_step, told.setdefault)
+    step = with_decision_warnings(model, model.train_step, told.setdefault)
     for size in sizes:
         signature = [tf.TensorSpec([size, *a.shape[1:]], a.dtype) for a in (x, y)]
         tf.function(step, autograph=False).get_concrete_function(tuple(signature))

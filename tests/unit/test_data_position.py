@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.data import KnownSource, Source, from_files, make_source, shard
-from hvdtrain.data.user_sharded import OwnSource
+from hvdtrain.data.user_sharded import ShardedSource
 
 EXAMPLES, BATCH, RANKS = 22, 4, 2
 X = np.arange(EXAMPLES, dtype=np.float32)[:, None]
@@ -178,4 +178,4 @@ def test_what_another_process_cannot_read_again_is_said() -> None:
     assert "deterministic=False" in reason(unordered.batch(4))
     assert "cannot be read a second time: pass the function" in reason(reordered()())
     own = make_source(reordered()(), global_batch_size=BATCH, shuffle=True, seed=1)
-    assert OwnSource(own, None).unrepeatable == own.unrepeatable
+    assert ShardedSource(own, None).unrepeatable == own.unrepeatable

@@ -13,11 +13,11 @@ import pytest
 import tensorflow as tf
 
 import hvdtrain
-from hvdtrain.checkpoint.background_write import Writing
+from hvdtrain.checkpoint.background_write import BackgroundWrite
 from hvdtrain.collectives.communicator import LoneRank
 from hvdtrain.data import Part
 from hvdtrain.data.share import Share
-from hvdtrain.trainer import looks
+from hvdtrain.trainer import periodic_check
 from hvdtrain.trainer.divergence import LossWatch, checked_policy
 
 EXAMPLES, BATCH, BAD = 40, 8, 21
@@ -174,7 +174,7 @@ def test_an_infinite_loss_that_is_not_skipped_is_told(tmp_path: Path) -> None:
 def test_no_checkpoint_holds_what_an_infinite_loss_made_of_the_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Writing, "has_ended", True)  # Wait for each, and leave none out.
+    monkeypatch.setattr(BackgroundWrite, "has_ended", True)  # Wait for each, and leave none out.
     x = np.ones((EXAMPLES, 3), "float32")
     y = x[:, :1].copy()
     y[BAD] = np.inf  # The gradients of an absolute error are finite.
@@ -251,7 +251,7 @@ def test_a_rate_that_a_callback_has_set_outlasts_a_return(
             if (self.epoch, batch) == (1, 1):
                 self.model.layers[-1].bias.assign([np.nan])
 
-    monkeypatch.setattr(looks, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(periodic_check, "CHECK_SECONDS", 0.0)
     x = np.ones((EXAMPLES, 3), "float32")
     one = trainer(tmp_path, on_nan="rewind", checkpoints=hvdtrain.Checkpoints())
     with pytest.warns(UserWarning, match="The checkpoint of step 5 was restored"):
@@ -297,7 +297,7 @@ def test_averages_that_were_in_the_model_when_an_epoch_ended_are_not_after_a_ret
             if self.begins and batch == 0:
                 self.model.layers[-1].bias.assign([np.nan])
 
-    monkeypatch.setattr(looks, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(periodic_check, "CHECK_SECONDS", 0.0)
     x = np.ones((EXAMPLES, 3), "float32")
     one = hvdtrain.Trainer(
         model, keras.optimizers.SGD(use_ema=True), "mse", global_batch_size=BATCH, run_dir=tmp_path,

@@ -35,7 +35,7 @@ from hvdtrain.doctor.checks import (
     summary,
     warn,
 )
-from hvdtrain.launch.running.timed_command import Ran, end_all, run
+from hvdtrain.launch.running.timed_command import CompletedCommand, end_all, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -299,7 +299,7 @@ print(sorted({"tensorflow", "keras", "horovod", "numpy"} & set(sys.modules)))
 
 def test_commands_that_run_can_be_ended_at_once(tmp_path: Path) -> None:
     environ = path_with(tmp_path, {"slow": "exec /bin/sleep 60"})
-    ended: list[Ran | None] = []
+    ended: list[CompletedCommand | None] = []
     thread = threading.Thread(target=lambda: ended.append(run(["slow"], limit=60, environ=environ)))
     thread.start()
     while not children():

@@ -26,11 +26,11 @@ from hvdtrain.doctor.horovod_checks import (
 from hvdtrain.doctor.software import check_backend
 from hvdtrain.install import selftest
 from hvdtrain.install.build_environment import Missing, TensorFlow
-from hvdtrain.launch.running.timed_command import Ran
+from hvdtrain.launch.running.timed_command import CompletedCommand
 
 
-def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> Ran:
-    return Ran(returncode, stdout, stderr, started=0.0, seconds=2.5)
+def ran(returncode: int | None = 0, stdout: str = "", stderr: str = "") -> CompletedCommand:
+    return CompletedCommand(returncode, stdout, stderr, started=0.0, seconds=2.5)
 
 
 def statuses(findings: Any) -> list[str]:
@@ -324,7 +324,7 @@ def test_an_allreduce_has_the_environment_that_a_job_would_have(
     """A variable that makes every run fail must not be hidden from it."""
     asked: dict[str, Any] = {}
 
-    def stand_in(argv: list[str], **rest: Any) -> Ran:
+    def stand_in(argv: list[str], **rest: Any) -> CompletedCommand:
         asked.update(rest, argv=argv)
         return ran(0, stdout=f"{selftest.PASSED}\n")
 
@@ -371,7 +371,7 @@ def test_gloo_is_not_tried_where_it_is_known_to_crash(monkeypatch: pytest.Monkey
         (ran(2, stderr="Error: what you gave\n"), "what you gave", "for the full output"),
     ],
 )
-def test_an_allreduce_that_fails(said: Ran, seen: str, fix: str) -> None:
+def test_an_allreduce_that_fails(said: CompletedCommand, seen: str, fix: str) -> None:
     finding = allreduce_result("allreduce", 2, said, "", ["hvdtrain", "run"], 60)
     assert (finding.status, finding.seen) == ("fail", seen)
     assert fix in finding.fix

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives.threads import ThreadRanks, run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard
-from hvdtrain.keras_internals.variables import value_where_it_lies
+from hvdtrain.keras_internals.variables import shared_memory_value
 from hvdtrain.parallel import gather_scatter as travel
 from hvdtrain.parallel.gather_scatter import Piece, State, gather, scatter
 
@@ -166,7 +166,7 @@ def test_what_was_gathered_into_memory_stays_as_it_was_until_that_is_taken_again
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
 def test_a_value_where_it_lies(dtype: str, shape: tuple[int, ...]) -> None:
     variable = tf.Variable(tf.cast(tf.ones(shape), dtype))
-    found = value_where_it_lies(variable)
+    found = shared_memory_value(variable)
     assert found.dtype == variable.dtype.as_numpy_dtype and found.shape == shape
     variable.assign(tf.cast(tf.zeros(shape), dtype))
     assert (found.astype("float32") == 1).all()

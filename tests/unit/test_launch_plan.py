@@ -320,9 +320,9 @@ def test_mpirun_is_found_on_other_hosts(script: Path) -> None:
 
 
 def test_what_a_pasted_command_lacks_is_said(script: Path) -> None:
-    assert prepare(plan_of(script), SITE).lacks == ()
-    assert prepare(plan_of(script, hosts=HOSTS, controller="mpi"), SITE).lacks == ()
-    (line,) = prepare(plan_of(script, hosts=HOSTS), SITE).lacks
+    assert prepare(plan_of(script), SITE).notes == ()
+    assert prepare(plan_of(script, hosts=HOSTS, controller="mpi"), SITE).notes == ()
+    (line,) = prepare(plan_of(script, hosts=HOSTS), SITE).notes
     assert line.startswith(
         "when pasted, horovodrun --gloo puts all variables of your shell into command"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.launch.running.session import Patience, View, run_launch
+from hvdtrain.launch.running.session import OutputOptions, RunLimits, run_launch
 from hvdtrain.worker.failure_report import Failure
 
 # Rank 1 fails, and the others come to a good end later than a job that has to end is given.
@@ -35,7 +35,10 @@ def test_the_others_go_on_if_elastic(
 ) -> None:
     line = Failure(rank=1, exit_code=7, secondary=False, text="no disk").to_line()
     command = [sys.executable, "-c", OTHERS_GO_ON, line]
-    assert run_launch(command, View(tmp_path / "logs"), Patience(), elastic=elastic) == exit_code
+    assert (
+        run_launch(command, OutputOptions(tmp_path / "logs"), RunLimits(), elastic=elastic)
+        == exit_code
+    )
     out, err = capfdbinary.readouterr()
     assert out.decode() == shown
     assert ("rank 1 failed: no disk" in err.decode()) == (not elastic)
@@ -46,8 +49,9 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from hvdtrain.launch.running.process_names import ALONE
-from hvdtrain.launch.running.session import Patience, View, run_launch
-sys.exit(run_launch([sys.executable, "-uc", sys.argv[1]], View(Path("logs")), Patience(), process_names=ALONE))
+from hvdtrain.launch.running.session import RunLimits, OutputOptions, run_launch
+command = [sys.executable, "-uc", sys.argv[1]]
+sys.exit(run_launch(command, OutputOptions(Path("logs")), RunLimits(), process_names=ALONE))
 """
 MUCH = "while True: print('x' * 99)"
 Launched = subprocess.Popen[bytes]

@@ -1,4 +1,4 @@
-"""Loss scaling in steps that are weighed by shares skips the steps that one process skips: two ranks in threads."""
+"""Loss scaling in steps that are weighted by shares skips the steps that one process skips: two ranks in threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_RANKS = np.array(
     ],
     np.float32,
 )
-"""(ranks, steps, 2): the gradients of each rank's part, weighed in the loss."""
+"""(ranks, steps, 2): the gradients of each rank's part, weighted in the loss."""
 
 
 def scaled(**kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ def states(optimizer: Any, steps: np.ndarray, step: Callable[[Any], Step | None]
     return found
 
 
-def weighed(weights: Any) -> Step:
+def weighted(weights: Any) -> Step:
     half = frozenset([id(weights.value)])
     return Step(tf.constant(0.5), lambda total: total, share_in_loss=True, half=half)
 
@@ -66,7 +66,7 @@ def weighed(weights: Any) -> Step:
 def test_ranks_skip_what_one_process_skips(wrap: Callable[..., Any], kwargs: Any) -> None:
     def work(ranks: Communicator) -> Any:
         optimizer = wrap(scaled(**kwargs), Reduction(process_set=ranks, weighted=True))
-        return states(optimizer, OF_RANKS[ranks.rank()], weighed)
+        return states(optimizer, OF_RANKS[ranks.rank()], weighted)
 
     whole = OF_RANKS.sum(axis=0).astype(np.float16).astype(np.float32)
     wanted = states(scaled(**kwargs), whole, lambda _: None)

@@ -75,7 +75,7 @@ def test_metrics_are_those_of_all_examples() -> None:
 
     def work(ranks: ThreadRanks) -> Any:
         strategy = HorovodStrategy()
-        strategy.stand(position_in(Mesh(), ranks, ranks.subset))
+        strategy.set_position(position_in(Mesh(), ranks, ranks.subset))
         share = Share((), len(rows(ranks.rank())), len(X), 0, 0)
         return strategy.logs(models[ranks.rank()], models[ranks.rank()].get_metrics_result(), share)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.collectives import mesh as mesh_module
-from hvdtrain.collectives.mesh import Mesh, Place
+from hvdtrain.collectives.mesh import Mesh, MeshCoordinates
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.shards import Shard, mark_shard
@@ -28,10 +28,10 @@ def test_places_and_ranks_are_one_to_one(mesh: Mesh) -> None:
 
 def test_tensor_neighbours_are_neighbouring_ranks() -> None:
     mesh = Mesh(data=2, tensor=2, pipeline=3)
-    assert mesh.place(0) == Place(0, 0, 0)
-    assert mesh.place(1) == Place(0, 0, 1)
-    assert mesh.place(2) == Place(0, 1, 0)
-    assert mesh.place(7) == Place(1, 0, 1)
+    assert mesh.place(0) == MeshCoordinates(0, 0, 0)
+    assert mesh.place(1) == MeshCoordinates(0, 0, 1)
+    assert mesh.place(2) == MeshCoordinates(0, 1, 0)
+    assert mesh.place(7) == MeshCoordinates(1, 0, 1)
 
 
 def test_groups_of_a_rank() -> None:

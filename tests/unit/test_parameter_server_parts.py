@@ -22,7 +22,7 @@ from hvdtrain.keras_internals.remote_variables import (
     update_where_variables_are,
 )
 from hvdtrain.strategies.parameter_server import ParameterServer
-from hvdtrain.strategies.parameter_server.async_steps import ServerSteps
+from hvdtrain.strategies.parameter_server.async_steps import AsyncSteps
 from hvdtrain.strategies.parameter_server.connection import (
     Watch,
     wait_for_all,
@@ -209,7 +209,7 @@ def test_a_step_whose_worker_dies_counts_once(
     update_where_variables_are(model.optimizer)
     coordinator = Coordinator(lost, repeated)
     watch = Watch(CONFIG, answering=lambda address: True, end=lambda problem: None)
-    steps = ServerSteps(model, coordinator, watch, CONFIG, limit=2)
+    steps = AsyncSteps(model, coordinator, watch, CONFIG, limit=2)
     shares = [share(x[i : i + 4], y[i : i + 4]) for i in (0, 4, 8)]
     start = model.get_weights()
     for one in shares:

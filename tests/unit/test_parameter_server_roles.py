@@ -11,9 +11,9 @@ from hvdtrain.launch.hosts import Host, parse_hosts
 from hvdtrain.launch.parameter_server_roles import (
     CHIEF,
     Role,
-    cast,
+    all_roles,
+    assign_hosts,
     host_environment,
-    place,
     role_environment,
     tf_config,
 )
@@ -28,7 +28,13 @@ ADDRESSES = {
 
 
 def test_who_there_is() -> None:
-    assert [role.name for role in cast(2, 2)] == ["chief", "worker-0", "worker-1", "ps-0", "ps-1"]
+    assert [role.name for role in all_roles(2, 2)] == [
+        "chief",
+        "worker-0",
+        "worker-1",
+        "ps-0",
+        "ps-1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,7 @@ def test_who_there_is() -> None:
 def test_servers_first_one_host_after_the_other(
     hosts: str, workers: int, servers: int, placed: dict[str, str]
 ) -> None:
-    found = place(cast(workers, servers), parse_hosts(hosts))
+    found = assign_hosts(all_roles(workers, servers), parse_hosts(hosts))
     assert {role.name: host for role, host in found.items()} == placed
 
 
@@ -51,7 +57,7 @@ def test_too_few_slots() -> None:
     with pytest.raises(
         UsageError, match=r"^4 workers and servers are more than the 3 slots of a:1, b:2"
     ):
-        place(cast(3, 1), (Host("a", 1), Host("b", 2)))
+        assign_hosts(all_roles(3, 1), (Host("a", 1), Host("b", 2)))
 
 
 def test_tf_config_is_that_of_tensorflows_guide() -> None:
@@ -60,7 +66,7 @@ def test_tf_config_is_that_of_tensorflows_guide() -> None:
         "task": {"type": "worker", "index": 1},
     }
     # More than ten of a kind are in the order of their numbers.
-    many = {role: f"h{role.index}:1" for role in reversed(cast(12, 1))}
+    many = {role: f"h{role.index}:1" for role in reversed(all_roles(12, 1))}
     assert json.loads(tf_config(many, CHIEF))["cluster"]["worker"] == [f"h{i}:1" for i in range(12)]
 
 

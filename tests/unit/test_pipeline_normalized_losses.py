@@ -21,7 +21,7 @@ from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.models import metric_names
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
 from hvdtrain.parallel.pipeline.stage_messages import Exchange
-from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
+from hvdtrain.parallel.pipeline.stage_steps import LastStageMetrics, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import cut
 
 BEGINS = ("up", "tags")
@@ -111,7 +111,7 @@ def make_steps(index: int, queues: Any, padded: bool) -> tuple[keras.Model, Pipe
     else:
         graph_internals.drop_compiled(stage.model)
     exchange = Exchange(stage, (0, 1, 2), Queues(index, queues))
-    return stage.model, PipelineSteps(stage, exchange, alone, 3, Measured(names, late=True))
+    return stage.model, PipelineSteps(stage, exchange, alone, 3, LastStageMetrics(names, late=True))
 
 
 def shares() -> list[Share]:

@@ -16,7 +16,11 @@ from keras import layers
 from hvdtrain.data import Share
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.compiled_losses import own_losses
-from hvdtrain.keras_internals.deferred_variables import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import (
+    deferred_variables_of,
+    initialize,
+    is_deferred,
+)
 from hvdtrain.parallel.pipeline.micro_batch import micro_batches
 from hvdtrain.parallel.pipeline.stages import SLACK, balanced, cut
 from hvdtrain.parallel.pipeline.transport import stall_limit
@@ -141,13 +145,13 @@ def test_models_without_values_are_cut_alike() -> None:
     keras.utils.set_random_seed(1)
     wanted = make().layers[-1].get_weights()[0]
     keras.utils.set_random_seed(1)
-    with waiting_variables():
+    with deferred_variables_of():
         whole = make()
     stage = cut(whole, 1, 2)
     for variable in stage.model.variables:
         initialize(variable)
     np.testing.assert_array_equal(stage.model.layers[-1].get_weights()[0], wanted)
-    assert [tuple(v.shape) for v in stage.others if is_waiting(v)] == [(64, 64)]
+    assert [tuple(v.shape) for v in stage.others if is_deferred(v)] == [(64, 64)]
 
 
 def share(examples: int, total: int) -> Share:

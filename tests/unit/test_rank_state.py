@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import pytest
 
-from hvdtrain.collectives.gradient_accumulation import shared_out
+from hvdtrain.collectives.gradient_accumulation import divided_accumulators
 from hvdtrain.collectives.reduction import Reduction
 from hvdtrain.collectives.statistics import fold_rank_into_seeds
 from hvdtrain.keras_internals.variables import seed_variables
@@ -32,5 +32,5 @@ def test_every_rank_has_seeds_of_its_own_and_the_first_keeps_them() -> None:
 @pytest.mark.parametrize("adds_up", [True, False])
 def test_parts_of_waiting_gradients_make_them_up(adds_up: bool) -> None:
     ranks: Any = SimpleNamespace(size=lambda: RANKS)
-    total = RANKS * shared_out(6.0, Reduction(process_set=ranks, weighted=adds_up))
+    total = RANKS * divided_accumulators(6.0, Reduction(process_set=ranks, weighted=adds_up))
     assert (total if adds_up else total / RANKS) == 6.0

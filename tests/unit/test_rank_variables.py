@@ -14,7 +14,7 @@ from hvdtrain.rank_variables import (
     local_size_of,
     rank_of,
     size_of,
-    without_place,
+    without_rank_variables,
 )
 
 PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
@@ -36,8 +36,8 @@ LAUNCHERS = [GLOO, OPEN_MPI, MPICH, SRUN_PMIX]
 def test_a_rank_under_every_launcher(told: dict[str, str]) -> None:
     assert (is_rank(told), rank_of(told), size_of(told)) == (True, 2, 4)
     assert local_size_of(told) == (1 if told == SRUN_PMIX else 2)
-    assert not is_rank(without_place(told))
-    assert not any(is_of_launch(name) for name in without_place(told))
+    assert not is_rank(without_rank_variables(told))
+    assert not any(is_of_launch(name) for name in without_rank_variables(told))
 
 
 def test_a_process_that_nobody_told_anything() -> None:
@@ -67,7 +67,7 @@ def test_a_shell_that_srun_started_is_no_launch() -> None:
 def test_what_is_no_place_stays() -> None:
     others = {"HOROVOD_LOG_LEVEL", "OMPI_MCA_btl", "PATH", "SLURM_PROCID", "HOROVOD_TIMELINE"}
     ranks = {"HOROVOD_GLOO_RENDEZVOUS_PORT", "HOROVOD_CONTROLLER", "HOROVOD_GLOO_IFACE"}
-    assert set(without_place(dict.fromkeys(ranks | others, "1"))) == others
+    assert set(without_rank_variables(dict.fromkeys(ranks | others, "1"))) == others
     assert not any(map(is_of_launch, others))
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.collectives.sparse import add_slices, follows_data, runs_of_all, sum_slices
+from hvdtrain.collectives.sparse import add_slices, common_index_ranges, follows_data, sum_slices
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 
 POSITIONS = np.arange(3)
@@ -156,6 +156,6 @@ def test_runs_that_all_ranks_have() -> None:
 
     def run(ranks: Communicator) -> Any:
         slices = {10 + n: slices_at(each) for n, each in enumerate(mine[ranks.rank()])}
-        return runs_of_all(slices, ranks)
+        return common_index_ranges(slices, ranks)
 
     assert run_ranks(thread_ranks(2), run) == [{10: (0, 3)}] * 2

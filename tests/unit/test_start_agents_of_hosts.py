@@ -13,7 +13,7 @@ import pytest
 
 from hvdtrain.launch.host_report import HostReport
 from hvdtrain.launch.running.processes import processes_of
-from hvdtrain.start.parts.agents import Agents, Answers, Reach, agent_argv, greet
+from hvdtrain.start.parts.agents import Agents, Answers, SshSettings, agent_argv, greet
 from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.worker.secret_files import delivered
 
@@ -28,15 +28,18 @@ case $host in
 esac
 exec sh -c "$command"
 """
-REACH = Reach(sys.executable, {"PATH": os.environ["PATH"]}, None, None, 10)
+REACH = SshSettings(sys.executable, {"PATH": os.environ["PATH"]}, None, None, 10)
 
 
-def agents_of(hosts: list[str], launch_id: str, reach: Reach = REACH) -> Agents:
+def agents_of(hosts: list[str], launch_id: str, reach: SshSettings = REACH) -> Agents:
     return Agents({host: agent_argv(host, launch_id, reach) for host in hosts}, os.environ)
 
 
 def greeted(
-    agents: Agents, own: HostReport, reach: Reach = REACH, secrets: dict[str, str] | None = None
+    agents: Agents,
+    own: HostReport,
+    reach: SshSettings = REACH,
+    secrets: dict[str, str] | None = None,
 ) -> Answers:
     greetings = dict.fromkeys(agents.hosts, Greeting(secrets=secrets or {}))
     return greet(agents, greetings, own, reach=reach)
@@ -66,7 +69,7 @@ def own() -> HostReport:
 
 
 def test_the_ssh_command() -> None:
-    reach = Reach("/my venv/python", {"PATH": "/a b"}, 2222, "key", 5.0)
+    reach = SshSettings("/my venv/python", {"PATH": "/a b"}, 2222, "key", 5.0)
     argv = agent_argv("node1", "id", reach)
     assert argv[0] == "ssh"
     assert "BatchMode=yes" in argv and "ConnectTimeout=4" in argv

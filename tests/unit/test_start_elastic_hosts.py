@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.start.parts import elastic_hosts
-from hvdtrain.start.parts.agents import Agents, Reach
+from hvdtrain.start.parts.agents import Agents, SshSettings
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts
 from hvdtrain.start.parts.horovod_launcher import _too_long
 
@@ -40,7 +40,7 @@ class Slow(Agents):
 def test_a_host_that_leaves_is_not_read_while_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads that read one pipe: the one that beats for all hosts would fail."""
     monkeypatch.setattr(elastic_hosts, "TICK_SECONDS", 0.01)
-    stand_in = ElasticAgents("id", Reach(sys.executable, {}, None, None, 5))
+    stand_in = ElasticAgents("id", SshSettings(sys.executable, {}, None, None, 5))
     agents = Slow()
     with ElasticHosts(stand_in, {}, None, 5) as hosts:
         hosts._agents["a"] = agents
@@ -57,7 +57,7 @@ def test_a_host_that_leaves_is_not_read_while_it_is_ended(monkeypatch: pytest.Mo
 def test_a_host_that_no_command_could_start_ranks_on_is_left_out(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    stand_in = ElasticAgents("id", Reach(sys.executable, {}, None, None, 5))
+    stand_in = ElasticAgents("id", SshSettings(sys.executable, {}, None, None, 5))
     with ElasticHosts(stand_in, {}, None, 5, unfit="too many variables") as hosts:
         assert hosts.fit({"192.0.2.1": 2, "localhost": 1}) == {"localhost": 1}
     os.close(stand_in._orders)

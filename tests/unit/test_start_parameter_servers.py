@@ -23,7 +23,7 @@ from hvdtrain.environment import EXIT_FAILURE, EXIT_HANG
 from hvdtrain.errors import HvdtrainError, UsageError
 from hvdtrain.launch.running.processes import Pipes, processes_of
 from hvdtrain.start.parts import parameter_server_launcher
-from hvdtrain.start.parts.host_ranks import STOPPED, HostRanks
+from hvdtrain.start.parts.host_ranks import STOPPED, HostProcesses
 from hvdtrain.start.parts.parameter_server_launcher import Launch, Layout, layout_of
 
 REPOSITORY = Path(__file__).parents[2]
@@ -231,7 +231,7 @@ def test_a_chief_that_is_killed(begin: Begin) -> None:
 
 def test_a_stopped_process_is_ended() -> None:
     ended: list[object] = []
-    processes = HostRanks(Pipes(), lambda **news: ended.append(news["ended"]), still=0.3)
+    processes = HostProcesses(Pipes(), lambda **news: ended.append(news["ended"]), still=0.3)
     for number in range(2):
         processes.start(number, ["sleep", "60"], os.environ)
     os.kill(processes._running[1].popen.pid, signal.SIGSTOP)

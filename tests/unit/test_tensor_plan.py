@@ -12,7 +12,11 @@ from keras import layers
 
 from hvdtrain.collectives.threads import thread_ranks
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import initialize, is_waiting, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import (
+    deferred_variables_of,
+    initialize,
+    is_deferred,
+)
 from hvdtrain.keras_internals.shards import Shard, shard_of
 from hvdtrain.parallel.tensor.convert import convert
 from hvdtrain.parallel.tensor.dropout import PartDropout
@@ -287,18 +291,18 @@ def test_waiting_variables_take_no_memory_and_then_their_values() -> None:
     expected = layers.Dense(64, name="big")
     expected.build((None, 64))
     keras.utils.set_random_seed(5)
-    with waiting_variables() as waiting:
+    with deferred_variables_of() as waiting:
         model = keras.Sequential([keras.Input((64,)), layers.Dense(64), layers.Dropout(0.5)])
         model.compile(keras.optimizers.Adam(0.1), "mse")
     kernel, bias = model.layers[0].kernel, model.layers[0].bias
-    assert waiting == [kernel] and is_waiting(kernel) and not is_waiting(bias)
+    assert waiting == [kernel] and is_deferred(kernel) and not is_deferred(bias)
     initialize(kernel)
     np.testing.assert_array_equal(kernel.numpy(), expected.kernel.numpy())
 
 
 def test_a_waiting_variable_that_is_given_a_value_keeps_it() -> None:
     value = np.full((64, 64), 3.0, "float32")
-    with waiting_variables() as waiting:
+    with deferred_variables_of() as waiting:
         layer = layers.Dense(64)
         layer.build((None, 64))
         layer.set_weights([value, np.zeros(64)])

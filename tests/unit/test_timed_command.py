@@ -9,11 +9,11 @@ from click.testing import CliRunner
 
 from hvdtrain.cli.command_table import main
 from hvdtrain.install import build, build_environment, recipe
-from hvdtrain.launch.running.timed_command import Ran, ask, ending_commands, run
+from hvdtrain.launch.running.timed_command import CompletedCommand, ask, ending_commands, run
 from hvdtrain.signals import leaving_on_signals
 
 
-def sh(lines: str, limit: float = 20.0, stdin: str = "") -> Ran:
+def sh(lines: str, limit: float = 20.0, stdin: str = "") -> CompletedCommand:
     said = run(
         ["/bin/sh", "-c", lines], limit=limit, environ={"PATH": "/usr/bin:/bin"}, stdin=stdin
     )

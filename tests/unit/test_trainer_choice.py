@@ -13,7 +13,7 @@ from hvdtrain.keras.optimizer import DistributedOptimizer
 from hvdtrain.strategies import Strategy
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategy_names import STRATEGIES
-from hvdtrain.trainer.choice import make_strategy
+from hvdtrain.trainer.strategy_choice import make_strategy
 
 
 def test_horovod_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

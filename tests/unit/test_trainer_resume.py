@@ -27,8 +27,8 @@ from hvdtrain.collectives.finite import is_finite
 from hvdtrain.errors import UsageError
 from hvdtrain.strategies.horovod import HorovodStrategy
 from hvdtrain.strategies.strategy import Strategy
-from hvdtrain.trainer import looks, preemption, resume
-from hvdtrain.trainer.resume import SavedFit, saved_fit
+from hvdtrain.trainer import periodic_check, preemption, resume
+from hvdtrain.trainer.resume import FitCheckpoints, fit_checkpoints
 from hvdtrain.trainer.run_dir import RunDir
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_was_moved_while_its_run_goes_on(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_said_at_once(given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        saved_fit(*given, Strategy())
+        fit_checkpoints(*given, Strategy())
 
 
 def test_the_command_line_goes_before_the_argument(
@@ -112,11 +112,11 @@ def test_the_command_line_goes_before_the_argument(
 ) -> None:
     given: Any = (RunDir(tmp_path), object.__new__(HorovodStrategy))
     monkeypatch.setenv("HVDTRAIN_RESUME", "must")
-    found = saved_fit(Checkpoints(), "never", *given)
+    found = fit_checkpoints(Checkpoints(), "never", *given)
     assert found is not None and found._resume == "must"
     monkeypatch.setenv("HVDTRAIN_RESUME", "yes")
     with pytest.raises(UsageError, match=r"resume='yes' \(or HVDTRAIN_RESUME\)"):
-        saved_fit(Checkpoints(), "auto", *given)
+        fit_checkpoints(Checkpoints(), "auto", *given)
 
 
 def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     clock = SimpleNamespace(monotonic=lambda: now)
     now = 0.0
     monkeypatch.setattr(resume, "time", clock)
-    monkeypatch.setattr(looks, "time", clock)
+    monkeypatch.setattr(periodic_check, "time", clock)
     strategy = object.__new__(HorovodStrategy)
-    saved = SavedFit(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path), strategy)
+    saved = FitCheckpoints(Checkpoints(every_minutes=1), "auto", RunDir(tmp_path), strategy)
     saved._preemption = preemption.Preemption(LoneRank(0))
     at = []
     for saved.steps in range(1, 2000):
         now += 0.1
-        assert not saved.is_told_to_end()
+        assert not saved.should_stop()
         if saved.is_due():
             at.append(now)
             saved._saved_at = now  # As `save` does.
@@ -142,19 +142,19 @@ def test_checkpoints_by_the_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_a_file_tells_the_job_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now, file = 0.0, tmp_path / "preempted"
-    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(periodic_check, "time", SimpleNamespace(monotonic=lambda: now))
     strategy = object.__new__(HorovodStrategy)
     schedule = Checkpoints(preemption_file=str(file))
-    saved = SavedFit(schedule, "auto", RunDir(tmp_path), strategy)
-    saved._preemption._looks = looks.Looks("preempted", LoneRank(0))
+    saved = FitCheckpoints(schedule, "auto", RunDir(tmp_path), strategy)
+    saved._preemption._check = periodic_check.PeriodicCheck("preempted", LoneRank(0))
     ended = []
     for saved.steps in range(1, 100):
         now += 0.1
         if saved.steps == 50:
             file.touch()
-        ended += [saved.steps] if saved.is_told_to_end() else []
+        ended += [saved.steps] if saved.should_stop() else []
     assert 50 <= ended[0] <= 62, "steps of 0.1 s, looked at once a second"
-    assert not saved.is_told_to_end() and saved.is_told_to_end(now=True)
+    assert not saved.should_stop() and saved.should_stop(now=True)
     assert f"was asked to stop (by the file '{file}'), and stopped after" in str(saved.preempted())
     file.unlink()
     assert "was asked to stop, and stopped after" in str(saved.preempted())
@@ -179,9 +179,9 @@ class SlowDisk:
 def saving(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What begins a fit on a disk, and saves after a step, whose number is the weight."""
 
-    def begin(disk: SlowDisk, schedule: Checkpoints | None = None) -> tuple[SavedFit, Any]:
+    def begin(disk: SlowDisk, schedule: Checkpoints | None = None) -> tuple[FitCheckpoints, Any]:
         strategy = object.__new__(HorovodStrategy)
-        saved = SavedFit(schedule or Checkpoints(1), "auto", RunDir(tmp_path), strategy)
+        saved = FitCheckpoints(schedule or Checkpoints(1), "auto", RunDir(tmp_path), strategy)
         monkeypatch.setattr(resume, "save", disk.save)
         monkeypatch.setattr(resume, "ALL_RANKS", LoneRank(0))
         monkeypatch.setattr(resume, "on_first", lambda do, name: do())

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
-from hvdtrain.data import OwnSource, Part, make_source, split
+from hvdtrain.data import Part, ShardedSource, make_source, split
 from hvdtrain.errors import ReplicaError
 from hvdtrain.trainer.shares import epoch_shares
 
@@ -38,7 +38,7 @@ def own_parts(lengths, batch, steps=None, kind=lambda x: x):
             seed=0,
             steps_per_epoch=steps,
         )
-        sources.append(OwnSource(own, steps))
+        sources.append(ShardedSource(own, steps))
     return sources
 
 

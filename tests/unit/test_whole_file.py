@@ -18,7 +18,7 @@ from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.state_layout import pieces_of
 from hvdtrain.runtime import init
 from hvdtrain.strategies.horovod import HorovodStrategy
-from hvdtrain.trainer.choice import make_strategy
+from hvdtrain.trainer.strategy_choice import make_strategy
 
 RANKS = 4
 
@@ -63,7 +63,7 @@ def rank_of(
     layout = LAYOUTS[name]
     strategy = make_strategy("horovod", layout, sharded)
     assert isinstance(strategy, HorovodStrategy)
-    strategy.stand(position_in(layout.mesh, ranks, ranks.subset))
+    strategy.set_position(position_in(layout.mesh, ranks, ranks.subset))
     keras.utils.set_random_seed(3)
     made = strategy.build(model)
     optimizer = keras.optimizers.Adam(0.25, name="adam", gradient_accumulation_steps=passes)

@@ -12,7 +12,7 @@ import tensorflow as tf
 from hvdtrain.collectives.threads import run_ranks, thread_ranks
 from hvdtrain.errors import UsageError
 from hvdtrain.keras.elastic import KerasState
-from hvdtrain.keras_internals.optimizer_state import share_loaded
+from hvdtrain.keras_internals.optimizer_state import broadcast_loaded_state
 from hvdtrain.parallel import ShardedOptimizer
 
 
@@ -31,7 +31,7 @@ def store_of(plain: Any, dtype: str = "float32") -> dict[str, np.ndarray]:
 
 def share(optimizers: list[Any]) -> None:
     job = [getattr(o, "inner_optimizer", o).process_set for o in optimizers]
-    found = run_ranks(job, lambda ranks: share_loaded(optimizers[ranks.rank()]))
+    found = run_ranks(job, lambda ranks: broadcast_loaded_state(optimizers[ranks.rank()]))
     assert found == [None, None]
 
 

@@ -1,7 +1,7 @@
 """Launchers, which start the processes of a launch: one file per launcher, registered here.
 
 Another package adds a launcher as an entry point in the group `hvdtrain.launchers` (docs/adding-a-launcher.md). Its
-name is the value for --launcher; it refers to a function `prepare(plan, site) -> Prepared`, loaded on first use.
+name is the value for --launcher; it refers to a function `prepare(plan, site) -> LaunchCommand`, loaded on first use.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from hvdtrain.errors import UsageError, did_you_mean
-from hvdtrain.launch.launch_command import Prepared, Site
+from hvdtrain.launch.launch_command import LaunchCommand, Site
 from hvdtrain.launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Prepare = Callable[[LaunchPlan, Site], Prepared]
+Prepare = Callable[[LaunchPlan, Site], LaunchCommand]
 
 LAUNCHERS = {
     "horovodrun": "hvdtrain.launch.launchers.horovodrun",

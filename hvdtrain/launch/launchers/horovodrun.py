@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.environment import HASH_SEED
-from hvdtrain.launch.launch_command import Prepared, Site, forward, rank_settings
+from hvdtrain.launch.launch_command import LaunchCommand, Site, forwarding_variable, rank_settings
 from hvdtrain.launch.option_types import Option, options_of
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.plan_validation import mpi_words
@@ -37,23 +37,23 @@ COOLDOWN = (10, 300)
 """Blacklist cooldown in seconds. Horovod's default is never to reuse a host that failed."""
 
 
-def prepare(plan: LaunchPlan, site: Site) -> Prepared:
+def prepare(plan: LaunchPlan, site: Site) -> LaunchCommand:
     """Prepare the command `horovodrun OPTIONS python -m hvdtrain.worker SCRIPT...`."""
     elsewhere = plan.elastic or any(host.name not in site.names for host in plan.hosts)
     if elsewhere and plan.controller == "mpi":
         plan = _with_prefix(plan, site.mpi_prefix)
-    lacks = []
+    notes = []
     if plan.elastic and not plan.network_interfaces:
-        lacks.append(_WAITS)
+        notes.append(_WAITS)
     if elsewhere and plan.controller == "gloo":
-        lacks.append(_SHOWS)
-    return Prepared(
+        notes.append(_SHOWS)
+    return LaunchCommand(
         words=(site.horovodrun, *horovodrun_options(plan), *rank_command(plan.program)),
         settings=_of_mpi(plan, site) | rank_settings(plan, site.environ),
         stand_in=_STAND_IN,
         # Ranks set the hash seed themselves if it is not set, at the cost of starting Python twice.
-        for_stand_in={HASH_SEED: site.environ.get(HASH_SEED, "0"), **forward(plan)},
-        lacks=tuple(lacks),
+        for_stand_in={HASH_SEED: site.environ.get(HASH_SEED, "0"), **forwarding_variable(plan)},
+        notes=tuple(notes),
         elastic=plan.elastic,
     )
 

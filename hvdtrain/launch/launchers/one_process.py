@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.devices import tpu_here, visible_gpus
 from hvdtrain.launch.env_forwarding import EnvVar
-from hvdtrain.launch.launch_command import Prepared, Site, values_of
+from hvdtrain.launch.launch_command import LaunchCommand, Site, values_of
 from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.process_names import ALONE
-from hvdtrain.rank_variables import is_place
+from hvdtrain.rank_variables import is_rank_variable
 from hvdtrain.strategy_names import CENTRAL_STORAGE, REPLICAS, STRATEGY, TPU, replicas_of
 
 
@@ -32,15 +32,15 @@ class OneProcessPlan:
     replicas: int | None = None
 
 
-def prepare(plan: OneProcessPlan, site: Site) -> Prepared:
+def prepare(plan: OneProcessPlan, site: Site) -> LaunchCommand:
     """Prepare `env NAME=VALUE... python -m hvdtrain.worker SCRIPT`, unsetting variables that would make it a rank."""
     settings = {
-        **dict.fromkeys(sorted(filter(is_place, site.environ))),
+        **dict.fromkeys(sorted(filter(is_rank_variable, site.environ))),
         STRATEGY: plan.strategy,
         **({} if plan.replicas is None else {REPLICAS: str(plan.replicas)}),
         **values_of(plan.env),
     }
-    return Prepared(tuple(rank_command(plan.program)), settings, process_names=ALONE)
+    return LaunchCommand(tuple(rank_command(plan.program)), settings, process_names=ALONE)
 
 
 def check_here(strategy: str, replicas: int | None, environ: Mapping[str, str]) -> None:

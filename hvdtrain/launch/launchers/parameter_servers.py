@@ -10,9 +10,9 @@ from pathlib import Path
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.env_forwarding import EnvVar
 from hvdtrain.launch.hosts import Host
-from hvdtrain.launch.launch_command import Prepared, Site, values_of
+from hvdtrain.launch.launch_command import LaunchCommand, Site, values_of
 from hvdtrain.launch.launchers.horovodrun import start_timeout
-from hvdtrain.launch.parameter_server_roles import cast, place
+from hvdtrain.launch.parameter_server_roles import all_roles, assign_hosts
 from hvdtrain.launch.plan_validation import check_servers
 from hvdtrain.launch.rank_program import Program, rank_command
 from hvdtrain.launch.running.process_names import ProcessNames
@@ -51,14 +51,14 @@ class ServerPlan:
     def __post_init__(self) -> None:
         check_servers(PARAMETER_SERVER, self.workers, self.servers)
         if self.hosts:
-            place(cast(self.workers, self.servers), self.hosts)
+            assign_hosts(all_roles(self.workers, self.servers), self.hosts)
 
     @property
     def process_names(self) -> ProcessNames:
-        return ProcessNames(tuple(role.name for role in cast(self.workers, self.servers)))
+        return ProcessNames(tuple(role.name for role in all_roles(self.workers, self.servers)))
 
 
-def prepare(plan: ServerPlan, site: Site) -> Prepared:
+def prepare(plan: ServerPlan, site: Site) -> LaunchCommand:
     """Prepare `[env NAME=VALUE...] python -m hvdtrain.start.run_parameter_servers OPTIONS -- COMMAND`."""
     options: list[tuple[str, object]] = [
         ("--workers", plan.workers),
@@ -69,7 +69,7 @@ def prepare(plan: ServerPlan, site: Site) -> Prepared:
         ("--start-timeout", start_timeout(plan.start_timeout, len(plan.hosts))),
         *(("--env", one.name) for one in plan.env),
     ]
-    return Prepared(
+    return LaunchCommand(
         words=(
             *(sys.executable, "-P", "-m", "hvdtrain.start.run_parameter_servers"),
             *(word for name, value in options if value is not None for word in (name, str(value))),

@@ -13,7 +13,7 @@ from dataclasses import replace
 from hvdtrain.errors import UsageError
 from hvdtrain.launch.hosts import Host
 from hvdtrain.launch.installed_horovod import Controller
-from hvdtrain.launch.launch_command import Prepared, Site, forward, rank_settings
+from hvdtrain.launch.launch_command import LaunchCommand, Site, forwarding_variable, rank_settings
 from hvdtrain.launch.launchers.horovodrun import horovodrun_options
 from hvdtrain.launch.plan import LaunchPlan
 from hvdtrain.launch.rank_program import rank_command
@@ -26,7 +26,7 @@ may still be being prepared."""
 _PYTHON_OF_IMAGE = "python3"
 
 
-def prepare(plan: LaunchPlan, site: Site) -> Prepared:
+def prepare(plan: LaunchPlan, site: Site) -> LaunchCommand:
     """Prepare `python -m hvdtrain.start.run_srun HOROVODRUN-OPTIONS srun SRUN-OPTIONS COMMAND`.
 
     `hvdtrain.start.run_srun` accepts horovodrun's options, with the same meaning. It also serves the rendezvous for
@@ -35,14 +35,14 @@ def prepare(plan: LaunchPlan, site: Site) -> Prepared:
     assert site.allocation is not None
     if site.image is not None:
         plan = replace(plan, program=replace(plan.program, python=_PYTHON_OF_IMAGE))
-    return Prepared(
+    return LaunchCommand(
         words=(
             *(sys.executable, "-P", "-m", "hvdtrain.start.run_srun"),
             *horovodrun_options(plan),
             *srun_argv(plan, site.allocation),
             *_task_command(plan, site),
         ),
-        settings={**rank_settings(plan, site.environ), **forward(plan)},
+        settings={**rank_settings(plan, site.environ), **forwarding_variable(plan)},
         process_names=RANKS_OF_SRUN,
     )
 

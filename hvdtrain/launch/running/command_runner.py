@@ -13,8 +13,8 @@ from io import FileIO
 from types import FrameType
 from typing import Any, Protocol
 
-from hvdtrain.environment import GRACE_SECONDS, LAUNCH_ID, NEWS, ORDERS
-from hvdtrain.launch.running.ending import FAILURE_SECONDS, PASSING_SECONDS, TERM_SECONDS
+from hvdtrain.environment import CONTROL_PIPE, GRACE_SECONDS, LAUNCH_ID, STATUS_PIPE
+from hvdtrain.launch.running.ending import FAILURE_SECONDS, FORWARDING_SECONDS, TERM_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.output_parser import Stream
 from hvdtrain.launch.running.processes import (
@@ -118,8 +118,8 @@ def run_process(
     os.set_blocking(ordering, False)
     marks = {
         LAUNCH_ID: launch_id,
-        NEWS: str(writing),
-        ORDERS: str(taking),
+        STATUS_PIPE: str(writing),
+        CONTROL_PIPE: str(taking),
         GRACE_SECONDS: str(grace),
     }
     with (
@@ -222,7 +222,7 @@ class _Watch:
             self.run.stopping(received[0])
             self._send(received[0])
         if self._asked_at is not None:
-            return now - self._asked_at > self.grace + PASSING_SECONDS
+            return now - self._asked_at > self.grace + FORWARDING_SECONDS
         if self._hung_at is None and self.run.is_hung(self.process.pid):
             self._hung_at = now
             self._send(signal.SIGUSR2)

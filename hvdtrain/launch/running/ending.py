@@ -5,9 +5,9 @@ Sequence for a run that is interrupted (Ctrl-C), whose scripts handle no signals
     when                                  who                what it does
     at once                               `hvdtrain run`     forwards the signal to the launch command
     at once                               its supervisor     ends the launcher, and the launch on all other hosts
-    DEAF_SECONDS                          its supervisor     repeats that
-    PASSING_SECONDS                       `hvdtrain run`     sends SIGTERM to what is left on this host
-    PASSING_SECONDS + TERM_SECONDS        `hvdtrain run`     sends SIGKILL to it; the run ends within RUN_SECONDS
+    REPEAT_SECONDS                          its supervisor     repeats that
+    FORWARDING_SECONDS                       `hvdtrain run`     sends SIGTERM to what is left on this host
+    FORWARDING_SECONDS + TERM_SECONDS        `hvdtrain run`     sends SIGKILL to it; the run ends within RUN_SECONDS
     TERM_SECONDS, on other hosts          the agent there    sends SIGKILL to what is left there
     END_SECONDS                           its supervisor     stops waiting for agents
 
@@ -22,10 +22,10 @@ SLACK_SECONDS = 1.5
 TERM_SECONDS = 2.5
 """Time from SIGTERM to SIGKILL."""
 
-PASSING_SECONDS = 2.0
+FORWARDING_SECONDS = 2.0
 """Time beyond the grace period for a launcher to forward a signal and end its ranks."""
 
-RUN_SECONDS = PASSING_SECONDS + TERM_SECONDS
+RUN_SECONDS = FORWARDING_SECONDS + TERM_SECONDS
 """Time within which a run ends if its scripts handle no signals."""
 
 COMMAND_SECONDS = RUN_SECONDS + SLACK_SECONDS
@@ -37,7 +37,7 @@ END_SECONDS = TERM_SECONDS + SLACK_SECONDS
 FAILURE_SECONDS = 3.0
 """Time for the launcher to end the job by itself after a rank reported a failure."""
 
-DEAF_SECONDS = 2.0
+REPEAT_SECONDS = 2.0
 """Time after which a supervisor repeats a signal. mpirun ignores the first while it starts its ranks, and Horovod's
 helpers over Gloo may miss a rank that has just started."""
 

@@ -54,7 +54,7 @@ _WARNED = "\nSIGUSR1: this job will end soon; notifying all workers"
 
 
 @dataclass(frozen=True)
-class View:
+class OutputOptions:
     """Which output of a run the user sees, and where the rest is kept.
 
     Attributes:
@@ -73,7 +73,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Patience:
+class RunLimits:
     """How long to wait for a run, and whether to restart it.
 
     Attributes:
@@ -89,8 +89,8 @@ class Patience:
 
 def run_launch(
     argv: Sequence[str],
-    view: View,
-    patience: Patience,
+    view: OutputOptions,
+    patience: RunLimits,
     *,
     environ: Mapping[str, str] | None = None,
     elastic: bool = False,
@@ -149,8 +149,8 @@ def _require_limits() -> None:
 
 def _run_once(
     argv: Sequence[str],
-    view: View,
-    patience: Patience,
+    view: OutputOptions,
+    patience: RunLimits,
     environ: Mapping[str, str],
     elastic: bool,
     process_names: ProcessNames,

@@ -35,7 +35,7 @@ NOT_FOUND = 127
 
 
 @dataclass(frozen=True)
-class Ran:
+class CompletedCommand:
     """Result of a command.
 
     Attributes:
@@ -76,7 +76,7 @@ class Ran:
 
 def run(
     argv: Sequence[str], *, limit: float, environ: Mapping[str, str], stdin: str = ""
-) -> Ran | None:
+) -> CompletedCommand | None:
     """Run `argv` for at most `limit` seconds. Returns None if there is no such program.
 
     Launchers start processes in sessions of their own, so everything that the command starts is found, and ended, by a
@@ -95,11 +95,11 @@ def run(
 
 def ask(
     argv: Sequence[str], *, limit: float = ANSWER_SECONDS, environ: Mapping[str, str] | None = None
-) -> Ran:
+) -> CompletedCommand:
     """Run a short query. The exit code is 127 if there is no such program. A job or daemon that it starts is kept."""
     environ = os.environ if environ is None else environ
     said = _run(argv, environ, limit, "", _KEPT_OF_ANSWER, lambda: None)
-    return said or Ran(NOT_FOUND, "", f"{argv[0]} is not installed", time.time(), 0.0)
+    return said or CompletedCommand(NOT_FOUND, "", f"{argv[0]} is not installed", time.time(), 0.0)
 
 
 def _run(
@@ -109,7 +109,7 @@ def _run(
     stdin: str,
     kept: int,
     end_rest: Callable[[], object],
-) -> Ran | None:
+) -> CompletedCommand | None:
     started, begin = time.time(), time.monotonic()
     try:
         # An in-memory file, as a pipe would need a thread to fill it.
@@ -121,7 +121,7 @@ def _run(
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError | PermissionError):
             return None
         # Out of processes or memory, or the environment is too large.
-        return Ran(EXIT_FAILURE, "", str(error), started, 0.0)
+        return CompletedCommand(EXIT_FAILURE, "", str(error), started, 0.0)
     written = {"stdout": _Kept(kept), "stderr": _Kept(kept)}
     with contextlib.closing(Pipes()) as pipes:
         pipes.add_output(process, "stdout", "stderr")
@@ -142,7 +142,7 @@ def _run(
             written[name].add(data)
     stdout, stderr = (one.text for one in written.values())
     returncode = process.returncode if in_time else None
-    return Ran(returncode, stdout, stderr, started, time.monotonic() - begin)
+    return CompletedCommand(returncode, stdout, stderr, started, time.monotonic() - begin)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hvdtrain.keras_internals.compiled_losses import compiled_losses
 from hvdtrain.parallel.pipeline.stages import Stage
 
 
-class Made(NamedTuple):
+class ForwardResult(NamedTuple):
     """What the forward pass of a micro-batch keeps for the computation of its loss; a structure of tensors.
 
     Attributes:
@@ -53,7 +53,7 @@ def are_late(model: keras.Model, outputs: Sequence[Any], batch: Sequence[Any]) -
 
 
 class LateLosses:
-    """The losses of the last stage in two phases: `count` in the forward pass, `loss` after `settle`.
+    """The losses of the last stage in two phases: `count` in the forward pass, `loss` after `reduce_divisors`.
 
     Args:
         stage: Last stage, with a compiled model.
@@ -71,7 +71,7 @@ class LateLosses:
         self._counted: list[tf.Tensor] = []
         self._totals: list[tf.Tensor] | None = None
 
-    def count(self, outputs: Any, y: Any, weight: Any) -> Made:
+    def count(self, outputs: Any, y: Any, weight: Any) -> ForwardResult:
         """Return what the losses of a micro-batch need later; `outputs` carry their masks."""
         flat = keras.tree.flatten(outputs)
         masks = [
@@ -82,14 +82,14 @@ class LateLosses:
         self._counted, self._totals = [], None
         graph_internals.compiled_loss(self._model, y, outputs, weight, track=False)
         # TensorFlow gives no gradient for an argument that a function returns unchanged.
-        return Made(
+        return ForwardResult(
             [tf.identity(tensor) for tensor in flat],
             [tf.identity(mask) for mask in masks],
-            graph_internals.own_losses(self._model),
+            graph_internals.added_losses(self._model),
             tf.stack(self._counted) if self._counted else tf.zeros([0]),
         )
 
-    def settle(self, made: Sequence[Made]) -> tf.Tensor:
+    def reduce_divisors(self, made: Sequence[ForwardResult]) -> tf.Tensor:
         """Return the divisor of each loss for the global batch, of shape (losses,). A collective of the stage's ranks.
 
         Args:
@@ -98,7 +98,7 @@ class LateLosses:
         mine = tf.add_n([one.counts for one in made])
         return self._ranks.allreduce(mine, "hvdtrain_pipeline_divisors") if mine.shape[0] else mine
 
-    def loss(self, made: Made, totals: tf.Tensor, y: Any, weight: Any) -> tuple[Any, Any]:
+    def loss(self, made: ForwardResult, totals: tf.Tensor, y: Any, weight: Any) -> tuple[Any, Any]:
         """Return the model's outputs, in its own structure and with masks, and the loss of a micro-batch."""
         masks = iter(made.masks)
         flat = [tf.identity(tensor) for tensor in made.outputs]

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdtrain.collectives.sparse import Run
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.parallel.pipeline.micro_batch import MicroBatch
-from hvdtrain.parallel.pipeline.normalized_losses import LateLosses, Made
+from hvdtrain.parallel.pipeline.normalized_losses import ForwardResult, LateLosses
 from hvdtrain.parallel.pipeline.stage_messages import tensors_of
 from hvdtrain.parallel.pipeline.stages import Stage
 from hvdtrain.strategies.step_metrics import StepMetrics
@@ -56,11 +56,15 @@ class Passes:
         """Like `test`, but the last stage returns the model's outputs instead of logs."""
         return self._call(self._predict_pass, received, part)
 
-    def late_train(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
+    def late_train(
+        self, made: ForwardResult, totals: tf.Tensor, part: MicroBatch
+    ) -> tuple[Any, list[Any]]:
         """Return the loss of a micro-batch from the result `made` of its forward pass, and the running logs."""
         return self._call_late(self._late_train_pass, made, totals, part)
 
-    def late_test(self, made: Made, totals: tf.Tensor, part: MicroBatch) -> tuple[Any, list[Any]]:
+    def late_test(
+        self, made: ForwardResult, totals: tf.Tensor, part: MicroBatch
+    ) -> tuple[Any, list[Any]]:
         """Like `late_train`, without a loss to differentiate."""
         return self._call_late(self._late_test_pass, made, totals, part)
 
@@ -94,7 +98,7 @@ class Passes:
         return function(received, own_x, y, weight, part.examples)
 
     def _call_late(
-        self, run: Callable[..., Any], made: Made, totals: tf.Tensor, part: MicroBatch
+        self, run: Callable[..., Any], made: ForwardResult, totals: tf.Tensor, part: MicroBatch
     ) -> Any:
         _, y, weight = part.data
         function = self._function((run.__name__, part.size), run)
@@ -117,13 +121,13 @@ class Passes:
         return sent, [], outputs
 
     def _late_train_pass(
-        self, made: Made, totals: tf.Tensor, y: Any, weight: Any, examples: int
+        self, made: ForwardResult, totals: tf.Tensor, y: Any, weight: Any, examples: int
     ) -> Any:
         loss, found = self._late_test_pass(made, totals, y, weight, examples)
         return self._stage.model.optimizer.scale_loss(loss), found
 
     def _late_test_pass(
-        self, made: Made, totals: tf.Tensor, y: Any, weight: Any, examples: int
+        self, made: ForwardResult, totals: tf.Tensor, y: Any, weight: Any, examples: int
     ) -> Any:
         assert self._late is not None
         outputs, loss = self._late.loss(made, totals, y, weight)
@@ -132,10 +136,10 @@ class Passes:
     def _losses(
         self, outputs: Any, y: Any, weight: Any, examples: int, training: bool
     ) -> tuple[list[Any], Any]:
-        """Return this stage's part of the loss ([] if there is none yet), and the last stage's logs or `Made`."""
+        """Return this stage's part of the loss ([] if none yet), and the last stage's logs or `ForwardResult`."""
         model = self._stage.model
         if not self._stage.is_last:
-            own = [tf.cast(loss, tf.float32) for loss in graph_internals.own_losses(model)]
+            own = [tf.cast(loss, tf.float32) for loss in graph_internals.added_losses(model)]
             losses = [tf.add_n(own)] if own else []
             graph_internals.track_loss(model, losses[0] if losses else 0.0, examples)
             return losses, []

@@ -24,12 +24,12 @@ from hvdtrain.data import Share
 from hvdtrain.errors import UsageError, warn_user
 from hvdtrain.keras_internals import graph as graph_internals
 from hvdtrain.keras_internals.compiled_losses import needs_whole_batch, own_losses
-from hvdtrain.keras_internals.deferred_variables import initialize, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize
 from hvdtrain.keras_internals.models import compile_like, metric_names
 from hvdtrain.parallel.layout import Layout
 from hvdtrain.parallel.pipeline.normalized_losses import are_late
 from hvdtrain.parallel.pipeline.stage_messages import Exchange
-from hvdtrain.parallel.pipeline.stage_steps import Measured, PipelineSteps
+from hvdtrain.parallel.pipeline.stage_steps import LastStageMetrics, PipelineSteps
 from hvdtrain.parallel.pipeline.stages import Stage, cut
 from hvdtrain.parallel.pipeline.transport import make_transport
 from hvdtrain.parallel.tensor.convert import Layers, split_model
@@ -61,7 +61,7 @@ class StageRunner(Runner):
         Raises:
             UsageError: The model cannot be cut or split as the layout says, or be recreated from its configuration.
         """
-        with waiting_variables():
+        with deferred_variables_of():
             whole = super().build(model)
         place = self.position
         self.stage = cut(whole, place.stage, place.mesh.pipeline, self._layout.stages)
@@ -117,7 +117,7 @@ class StageRunner(Runner):
 
     def steps(self, model: keras.Model, data: Any = None) -> PipelineSteps:
         place = self.position
-        measured = Measured() if data is None else self._agree_on_measured(model, data)
+        measured = LastStageMetrics() if data is None else self._agree_on_measured(model, data)
         ranks = [place.rank_of_stage(stage) for stage in range(place.mesh.pipeline)]
         neighbours = [ranks[s] for s in (place.stage - 1, place.stage + 1) if 0 <= s < len(ranks)]
         pairs = {rank: place.pair_set(rank) for rank in neighbours}
@@ -173,7 +173,7 @@ class StageRunner(Runner):
         outputs = graph_internals.like_outputs(whole, whole.outputs)
         return [_any_batch(outputs), _any_batch(y), _any_batch(weight)]
 
-    def _agree_on_measured(self, model: keras.Model, data: Any) -> Measured:
+    def _agree_on_measured(self, model: keras.Model, data: Any) -> LastStageMetrics:
         """Return what only the last stage knows about the losses and metrics. A collective of all ranks."""
         mine: dict[str, Any] = {"names": metric_names(model)}
         divided = self.position.mesh.data * self._layout.micro_batches > 1
@@ -190,7 +190,7 @@ class StageRunner(Runner):
         )
         if divided and warning is not None and self.position.everyone.rank() == 0:
             warn_user(warning)
-        return Measured(tuple(last["names"]), bool(last["late"]))
+        return LastStageMetrics(tuple(last["names"]), bool(last["late"]))
 
 
 def _any_batch(data: Any) -> Any:

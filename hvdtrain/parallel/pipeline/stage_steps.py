@@ -20,7 +20,7 @@ from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.idle_ranks import take_over
 from hvdtrain.collectives.metric_merging import LAST, RULES
 from hvdtrain.collectives.metrics import read_state, state_variables, write_state
-from hvdtrain.collectives.sparse import add_slices, runs_of_all
+from hvdtrain.collectives.sparse import add_slices, common_index_ranges
 from hvdtrain.collectives.step_context import Step, in_step
 from hvdtrain.data import Share
 from hvdtrain.errors import warn_user
@@ -47,7 +47,7 @@ from hvdtrain.strategies.strategy import Logs
 
 
 @dataclass(frozen=True)
-class Measured:
+class LastStageMetrics:
     """What all stages know about the losses and metrics of the last one.
 
     Attributes:
@@ -62,7 +62,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class _Open:
-    """A forward pass that waits for its backward pass; `found` is the last stage's logs, or `Made`."""
+    """A forward pass that waits for its backward pass; `found` is the last stage's logs, or `ForwardResult`."""
 
     tape: tf.GradientTape
     sources: list[Any]
@@ -88,7 +88,7 @@ class PipelineSteps:
         exchange: Exchange,
         ranks: Communicator,
         count: int,
-        measured: Measured,
+        measured: LastStageMetrics,
     ) -> None:
         self._stage = stage
         self._exchange = exchange
@@ -123,7 +123,7 @@ class PipelineSteps:
         with self._weighing(share):
             found = self._forward(parts, self._passes.test)
             if self._late is not None:
-                totals = self._late.settle(found)
+                totals = self._late.reduce_divisors(found)
                 for part, made in zip(parts, found, strict=True):
                     self._share.assign(part.weight)
                     self._passes.late_test(made, totals, part)
@@ -176,7 +176,9 @@ class PipelineSteps:
                     waiting[number] = self._train_forward(number, parts[number])
                     continue
                 if self._late is not None and totals is None:
-                    totals = self._late.settle([opened.found for opened in waiting.values()])
+                    totals = self._late.reduce_divisors(
+                        [opened.found for opened in waiting.values()]
+                    )
                 opened = waiting.pop(number)
                 if self._late is not None:
                     opened = self._with_late_loss(opened, totals, parts[number])
@@ -246,7 +248,7 @@ class PipelineSteps:
     def _apply(self, gradients: list[Any]) -> None:
         """Update the weights; sparse gradients with the same rows on all ranks are summed without a gather."""
         sparse = {p: g for p, g in enumerate(gradients) if isinstance(g, tf.IndexedSlices)}
-        runs = runs_of_all(sparse, self._ranks)
+        runs = common_index_ranges(sparse, self._ranks)
         variables = self._stage.model.trainable_variables
         once = frozenset(id(tf_variable(variables[place])) for place in runs)
         with in_step(replace(self._step, once=once)):

@@ -8,7 +8,7 @@ import keras
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
 from hvdtrain.keras_internals.graph import give_mask, mask_of
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import copy_to_parts, gather_parts
@@ -21,7 +21,7 @@ class _HeadsParallel(SplitLayer):
     """Mixin that splits an attention layer with projections `_query_dense` and so on."""
 
     def build(self, query_shape: Any, value_shape: Any, key_shape: Any = None) -> None:
-        with waiting_variables(least=0) as waiting:
+        with deferred_variables_of(least=0) as waiting:
             super().build(query_shape, value_shape, key_shape)  # type: ignore[misc]
         split_and_initialize(self, waiting)
 
@@ -39,11 +39,11 @@ class _HeadsParallel(SplitLayer):
                 self._cut_projection(projection, name)
         output = layer._output_dense
         output.__class__ = RowParallelEinsumDense
-        output.join(self.group)
+        output.set_group(self.group)
         output.split()
         dropout = layer._dropout_layer
         dropout.__class__ = PartDropout
-        dropout.join(self.group)
+        dropout.set_group(self.group)
         # Scores have the shape (batch dimensions, heads, query dimensions, key dimensions).
         dropout.split_axis = self._scores_axis
 
@@ -119,7 +119,7 @@ class HeadsParallelAttention(_HeadsParallel, keras.layers.MultiHeadAttention):
 
     def __init__(self, num_heads: int, key_dim: int, *, group: Communicator, **kwargs: Any) -> None:
         super().__init__(num_heads, key_dim, **kwargs)
-        self.join(group)
+        self.set_group(group)
 
 
 class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAttention):
@@ -143,7 +143,7 @@ class HeadsParallelGroupedAttention(_HeadsParallel, keras.layers.GroupQueryAtten
         **kwargs: Any,
     ) -> None:
         super().__init__(head_dim, num_query_heads, num_key_value_heads, **kwargs)
-        self.join(group)
+        self.set_group(group)
 
 
 adopt_names(HeadsParallelAttention, keras.layers.MultiHeadAttention)

@@ -11,7 +11,7 @@ import keras
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.collectives.mesh import Position
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import initialize, keep_part, waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of, initialize, keep_part
 from hvdtrain.keras_internals.models import children, is_built
 from hvdtrain.keras_internals.optimizers import optimizer_slots
 from hvdtrain.keras_internals.shards import shard_of
@@ -64,7 +64,7 @@ def convert(
         UsageError: The model is not built, a pattern matches no layer, a layer cannot be split that way, or a size
             is not a multiple of the number of ranks.
     """
-    with waiting_variables() as waiting:
+    with deferred_variables_of() as waiting:
         made = model if isinstance(model, keras.Model) else model()
     if position.tensor_set.size() > 1:
         if not is_built(made):
@@ -102,7 +102,7 @@ def split_model(model: keras.Model, plan: Mapping[str, str], group: Communicator
     for identity, way in ways.items():
         layer = layers.by_id[identity]
         layer.__class__ = KINDS[type(layer)][way]
-        layer.join(group)
+        layer.set_group(group)
         layer.split()
         if isinstance(layer, ColumnParallelDense):
             layer.gather_output = identity not in flow.open_columns
@@ -113,7 +113,7 @@ def split_model(model: keras.Model, plan: Mapping[str, str], group: Communicator
         layer = layers.by_id.get(identity)  # None for an operation of keras.ops.
         if layer is not None and type(layer) is keras.layers.Dropout:
             layer.__class__ = PartDropout
-            layer.join(group)
+            layer.set_group(group)
     split_optimizer(getattr(model, "optimizer", None), whole_shapes)
 
 

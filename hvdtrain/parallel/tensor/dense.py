@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from hvdtrain.collectives.communicator import Communicator
-from hvdtrain.keras_internals.deferred_variables import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import (
     copy_to_parts,
@@ -41,7 +41,7 @@ class ColumnParallelDense(SplitLayer, keras.layers.Dense):
         self.gather_output = gather_output
 
     def build(self, input_shape: Any) -> None:
-        with waiting_variables(least=0) as waiting:
+        with deferred_variables_of(least=0) as waiting:
             super().build(input_shape)
         split_and_initialize(self, waiting)
 
@@ -88,7 +88,7 @@ class RowParallelDense(SplitLayer, keras.layers.Dense):
 
     def build(self, input_shape: Any) -> None:
         parts = self.group.size() if self.input_is_split else 1
-        with waiting_variables(least=0) as waiting:
+        with deferred_variables_of(least=0) as waiting:
             super().build((*input_shape[:-1], input_shape[-1] * parts))
         split_and_initialize(self, waiting)
         self.accept_input()

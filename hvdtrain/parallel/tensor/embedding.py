@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from hvdtrain.collectives.communicator import Communicator
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.deferred_variables import waiting_variables
+from hvdtrain.keras_internals.deferred_variables import deferred_variables_of
 from hvdtrain.keras_internals.overlay import adopt_names
 from hvdtrain.parallel.group_collectives import gather_parts, sum_parts
 from hvdtrain.parallel.tensor.split import SplitLayer, split_and_initialize
@@ -29,7 +29,7 @@ class _ParallelEmbedding(SplitLayer, keras.layers.Embedding):
     def build(self, input_shape: Any = None) -> None:
         if self.built:
             return
-        with waiting_variables(least=0) as waiting:
+        with deferred_variables_of(least=0) as waiting:
             super().build(input_shape)
         split_and_initialize(self, waiting)
 

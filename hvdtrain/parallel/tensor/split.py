@@ -38,7 +38,7 @@ class SplitLayer:
         assert self._collective is not None
         return self._collective
 
-    def join(self, group: Communicator) -> None:
+    def set_group(self, group: Communicator) -> None:
         """Set the group of ranks that split this layer."""
         object.__setattr__(self, "group", group)
         self.supports_jit = False

@@ -46,7 +46,7 @@ class ShardedReducer(OptimizerReducer):
         shape = tuple(int(size) for size in variable.shape)
         if self.is_local(variable):
             return Partition(shape, 0, 1)
-        ranks = self._how(variable, False).process_set
+        ranks = self._options_for(variable, False).process_set
         return Partition(shape, ranks.rank(), ranks.size())
 
     def __call__(
@@ -69,7 +69,7 @@ class ShardedReducer(OptimizerReducer):
             if self.is_local(variable):
                 parts.append(self._keep_local(flat, self.reduction.process_set.size()))
                 continue
-            how = self._how(variable, weighted)
+            how = self._options_for(variable, weighted)
             part = how.process_set.reducescatter(
                 flat, f"{prefix}_{position}", how.op, how.postscale_factor
             )
@@ -87,7 +87,7 @@ class ShardedReducer(OptimizerReducer):
         if self.is_local(variable):
             reduced = self._keep_local(slices, self.reduction.process_set.size())
         else:
-            reduced = reduce_sparse(slices, name, self._how(variable, weighted), variable)
+            reduced = reduce_sparse(slices, name, self._options_for(variable, weighted), variable)
         return elements_of(reduced, self.partition(variable))
 
     def clip(self, gradients: list[Any], limit: float, together: bool) -> list[Any]:
@@ -98,7 +98,7 @@ class ShardedReducer(OptimizerReducer):
             further = [] if position is None else position.parts(variable)
             if self.is_local(variable) and not together:
                 return further
-            return [self._how(variable, False).process_set, *further]
+            return [self._options_for(variable, False).process_set, *further]
 
         rest = [] if position is None else [position.pipeline_set]
         name = f"{self._prefix(())}_norm"
@@ -121,7 +121,7 @@ class ShardedReducer(OptimizerReducer):
             if partition.count == 1:
                 found.append(part)
                 continue
-            ranks = self._how(variable, False).process_set
+            ranks = self._options_for(variable, False).process_set
             flat = ranks.allgather(part, f"{prefix}_{name}")
             flat.set_shape([partition.elements])
             found.append(flat)

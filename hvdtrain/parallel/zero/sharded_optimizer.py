@@ -218,17 +218,20 @@ class _Sharded(_Distributed):
             piece.write(np.asarray(value))
 
     def load_whole_values(self, values: Sequence[Any]) -> None:
-        """Load whole arrays from a file, and keep them until `share_loaded`, as only one rank may have loaded them."""
+        """Load whole arrays from a file; keep them until `broadcast_loaded_state`.
+
+        Only one rank may have loaded them.
+        """
         values = [np.asarray(value) for value in values]
         self.set_whole_values(values)
         object.__setattr__(self, "hvdtrain_loaded", values)
 
-    def share_loaded(self) -> None:
+    def broadcast_loaded_state(self) -> None:
         """Broadcast the state that rank 0 has loaded from a file since the last call. A collective."""
         loaded = self.hvdtrain_loaded
         object.__setattr__(self, "hvdtrain_loaded", None)
         ranks = self.process_set
-        if not ranks.are_all():
+        if not ranks.is_global():
             return  # Also for a divided model, whose ranks load their own state.
         did = ranks.broadcast(loaded is not None, 0, "hvdtrain_zero_loaded")
         if not did:

@@ -28,7 +28,7 @@ News = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Reach:
+class SshSettings:
     """How to reach other hosts.
 
     Attributes:
@@ -45,7 +45,7 @@ class Reach:
     seconds: float
 
 
-def agent_argv(host: str, launch_id: str, reach: Reach) -> list[str]:
+def agent_argv(host: str, launch_id: str, reach: SshSettings) -> list[str]:
     """Return the ssh command that runs a host's agent."""
     settings = [f"{name}={value}" for name, value in reach.path_variables.items()]
     # With exec, not below a shell, so that the end of the connection reaches it even if it is stopped.
@@ -196,7 +196,7 @@ def greet(
     greetings: Mapping[str, Greeting],
     own: HostReport,
     *,
-    reach: Reach,
+    reach: SshSettings,
     give_up: Callable[[], bool] = lambda: False,
 ) -> Answers:
     """Greet every host and wait for all answers, for at most `reach.seconds` or until `give_up()` is true.

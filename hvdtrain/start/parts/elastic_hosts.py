@@ -26,7 +26,7 @@ from hvdtrain.launch.host_report import (
 )
 from hvdtrain.launch.hosts import is_host_name
 from hvdtrain.launch.running.line_splitter import Lines
-from hvdtrain.start.parts.agents import Agents, News, Reach, agent_argv, greet
+from hvdtrain.start.parts.agents import Agents, News, SshSettings, agent_argv, greet
 from hvdtrain.start.parts.horovod_patches import network
 from hvdtrain.start.parts.host_agent import Greeting, own_report
 from hvdtrain.start.parts.rendezvous import say
@@ -51,7 +51,7 @@ class Discovery(Protocol):
 class ElasticAgents(Agents):
     """Proxy for the agents in the supervisor's process: forwards orders to `ElasticHosts`, and the news from there."""
 
-    def __init__(self, launch_id: str, reach: Reach) -> None:
+    def __init__(self, launch_id: str, reach: SshSettings) -> None:
         super().__init__({}, {})
         self.launch_id = launch_id
         self.reach = reach

@@ -27,7 +27,7 @@ from hvdtrain.launch.host_report import (
 from hvdtrain.launch.installed_horovod import installed_controllers
 from hvdtrain.launch.secrets import looks_secret
 from hvdtrain.launch.ssh import path_variables
-from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
+from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
 from hvdtrain.start.parts.elastic_hosts import ElasticAgents, ElasticHosts, FitHosts
 from hvdtrain.start.parts.horovod_patches import (
     ELASTIC_SECONDS,
@@ -105,8 +105,8 @@ def _is_elastic(arguments: argparse.Namespace) -> bool:
     return bool(arguments.host_discovery_script or arguments.min_num_proc)
 
 
-def _reach(arguments: argparse.Namespace) -> Reach:
-    return Reach(
+def _reach(arguments: argparse.Namespace) -> SshSettings:
+    return SshSettings(
         python=arguments.command[0] if arguments.command else sys.executable,
         path_variables=path_variables(os.environ),
         port=arguments.ssh_port,
@@ -140,7 +140,7 @@ def _travels(asked: Collection[str], name: str) -> bool:
 
 
 def _prepare(
-    arguments: argparse.Namespace, agents: Agents, reach: Reach, asked: Collection[str]
+    arguments: argparse.Namespace, agents: Agents, reach: SshSettings, asked: Collection[str]
 ) -> list[str]:
     """Query the other hosts, and complete the arguments accordingly. Returns the problems."""
     own = own_report()

@@ -30,9 +30,9 @@ from hvdtrain.launch.running.rank_monitor import (
 )
 from hvdtrain.launch.running.stopped_programs import StoppedPrograms
 from hvdtrain.launch.running.watchdog import STILL_SECONDS
-from hvdtrain.rank_variables import without_place
+from hvdtrain.rank_variables import without_rank_variables
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.host_ranks import HostRanks
+from hvdtrain.start.parts.host_ranks import HostProcesses
 from hvdtrain.start.parts.rank_watch import RankWatch
 from hvdtrain.worker.rank_environment import available_cores
 from hvdtrain.worker.secret_files import deliver, withdraw
@@ -77,7 +77,7 @@ class Agent:
         # An agent on the launcher's own host inherits the launch ID, and the launcher then ends what is left.
         self._is_alone = os.environ.get(LAUNCH_ID) != launch_id
         self._pipes = Pipes()
-        self._processes = HostRanks(self._pipes, _tell)
+        self._processes = HostProcesses(self._pipes, _tell)
         self._watch = RankWatch(launch_id)
         self._starters: set[int] = set()
         self._ranks = 0
@@ -174,7 +174,7 @@ class Agent:
                 problem=f"no working folder {greeting.folder} there ({error.strerror}): every host needs it"
             )
             return
-        environ = without_place({**os.environ, **greeting.environ})
+        environ = without_rank_variables({**os.environ, **greeting.environ})
         os.environ.clear()
         os.environ.update(environ)
         self._gpus = visible_gpus(os.environ) if greeting.processes else ()

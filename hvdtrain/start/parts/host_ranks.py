@@ -37,7 +37,7 @@ class _Process:
 
 
 @dataclass
-class HostRanks:
+class HostProcesses:
     """Processes by number. The kernel kills them if this process is killed.
 
     Attributes:

@@ -27,13 +27,19 @@ from hvdtrain.launch.addresses import is_this_machine
 from hvdtrain.launch.env_forwarding import into_tasks, travelling, without_value
 from hvdtrain.launch.host_report import THIS_HOST, HostReport
 from hvdtrain.launch.hosts import Host, parse_hosts
-from hvdtrain.launch.parameter_server_roles import CHIEF, Role, cast, place, role_environment
+from hvdtrain.launch.parameter_server_roles import (
+    CHIEF,
+    Role,
+    all_roles,
+    assign_hosts,
+    role_environment,
+)
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.watchdog import stopped_seconds
 from hvdtrain.launch.ssh import path_variables
 from hvdtrain.signals import ending_signals
 from hvdtrain.standard_streams import write_all
-from hvdtrain.start.parts.agents import Agents, Reach, agent_argv, greet, missing_program
+from hvdtrain.start.parts.agents import Agents, SshSettings, agent_argv, greet, missing_program
 from hvdtrain.start.parts.host_agent import Greeting
 from hvdtrain.start.parts.host_ranks import STOPPED
 from hvdtrain.start.parts.output_tags import LONGEST_ATOM, mark_for, marked_lines, marked_news
@@ -97,7 +103,7 @@ class Layout:
 
 def layout_of(options: argparse.Namespace) -> Layout:
     """Return the hosts of all processes. The chief is on this machine, or else on the first node of the job."""
-    roles = cast(options.workers, options.ps)
+    roles = all_roles(options.workers, options.ps)
     hosts: tuple[Host, ...] = parse_hosts(options.hosts) if options.hosts else ()
     if not hosts:
         return Layout(roles, dict.fromkeys(roles, THIS_HOST), frozenset({THIS_HOST}))
@@ -109,7 +115,7 @@ def layout_of(options: argparse.Namespace) -> Layout:
     else:
         here = frozenset(name for name in names if is_this_machine(name)) | {THIS_HOST}
         chief = next((name for name in names if name in here), THIS_HOST)
-    return Layout(roles, {CHIEF: chief, **place(roles, hosts)}, here)
+    return Layout(roles, {CHIEF: chief, **assign_hosts(roles, hosts)}, here)
 
 
 @dataclass
@@ -321,8 +327,8 @@ def _agent_commands(
     return commands
 
 
-def _reach(options: argparse.Namespace) -> Reach:
-    return Reach(
+def _reach(options: argparse.Namespace) -> SshSettings:
+    return SshSettings(
         python=options.command[0],
         path_variables=path_variables(os.environ),
         port=options.ssh_port,

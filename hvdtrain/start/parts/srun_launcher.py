@@ -17,7 +17,7 @@ from horovod.runner import launch
 from horovod.runner.common.util.config_parser import set_env_from_args
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 
-from hvdtrain.environment import HASH_SEED, NEWS
+from hvdtrain.environment import HASH_SEED, STATUS_PIPE
 from hvdtrain.errors import EngineError, UsageError
 from hvdtrain.launch.addresses import address_towards
 from hvdtrain.launch.env_forwarding import forwarded, into_tasks, without_value
@@ -58,8 +58,8 @@ def launch_tasks(arguments: Sequence[str]) -> int:
         environment |= _start_rendezvous(options)
     else:
         environment = OPEN_MPI | environment
-    if NEWS in os.environ and options.hosts:  # Another launcher may pass no hosts.
-        write_all(int(os.environ[NEWS]), json.dumps(awaited_tasks(options)).encode() + b"\n")
+    if STATUS_PIPE in os.environ and options.hosts:  # Another launcher may pass no hosts.
+        write_all(int(os.environ[STATUS_PIPE]), json.dumps(awaited_tasks(options)).encode() + b"\n")
     return _run(options.command, environment)
 
 

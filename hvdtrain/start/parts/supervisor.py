@@ -15,8 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from hvdtrain.environment import EXIT_FAILURE, EXIT_SIGNAL_BASE, GRACE_SECONDS, NEWS, ORDERS
-from hvdtrain.launch.running.ending import DEAF_SECONDS, ENDING_SECONDS
+from hvdtrain.environment import (
+    CONTROL_PIPE,
+    EXIT_FAILURE,
+    EXIT_SIGNAL_BASE,
+    GRACE_SECONDS,
+    STATUS_PIPE,
+)
+from hvdtrain.launch.running.ending import ENDING_SECONDS, REPEAT_SECONDS
 from hvdtrain.launch.running.line_splitter import Lines
 from hvdtrain.launch.running.outcome import how_it_ended
 from hvdtrain.launch.running.processes import name_of
@@ -90,8 +96,8 @@ class _AllRanks:
         self._elsewhere: dict[str, list[RankStatus]] = {}
         self._unanswered: set[str] = set()
         self._leaving: set[str] = set()
-        self._pipe = _pipe(NEWS)
-        self._orders, self._lines = _pipe(ORDERS), Lines()
+        self._pipe = _pipe(STATUS_PIPE)
+        self._orders, self._lines = _pipe(CONTROL_PIPE), Lines()
         self._beaten = float("-inf")
         for host in agents.hosts:
             self._tell(host=host, stopped=[])
@@ -247,7 +253,7 @@ class _End:
         if self._ended_at is not None:
             if now - self._ended_at > ENDING_SECONDS:
                 self._send(signal.SIGKILL)
-            elif now - self._ended_at > DEAF_SECONDS and not self._repeated:
+            elif now - self._ended_at > REPEAT_SECONDS and not self._repeated:
                 self._repeated = True
                 if self.is_mpirun():
                     self._send(self._signal)
@@ -320,7 +326,7 @@ def _be_the_launcher(
     try:
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
-        for name in (NEWS, ORDERS):
+        for name in (STATUS_PIPE, CONTROL_PIPE):
             if (descriptor := _pipe(name)) is not None:
                 os.close(descriptor)
             os.environ.pop(name, None)

@@ -71,7 +71,7 @@ class Pending:
         return self.result
 
 
-class ServerSteps:
+class AsyncSteps:
     """The steps of one model.
 
     Args:

@@ -21,7 +21,7 @@ from hvdtrain.keras_internals.optimizers import is_distributed
 from hvdtrain.keras_internals.remote_variables import look_up_rows
 from hvdtrain.runtime import Rank
 from hvdtrain.strategies.gather import gather_predictions
-from hvdtrain.strategies.parameter_server.async_steps import Pending, ServerSteps
+from hvdtrain.strategies.parameter_server.async_steps import AsyncSteps, Pending
 from hvdtrain.strategies.parameter_server.connection import Watch, connect, server_errors
 from hvdtrain.strategies.parameter_server.variable_placement import MIN_PART_BYTES, move_to_servers
 from hvdtrain.strategies.strategy import Strategy
@@ -97,24 +97,24 @@ class ParameterServer(Strategy):
         super().reset_metrics(model)
         check_additive(model.metrics)
 
-    def prepare(self, model: keras.Model, data: Any, what: str) -> ServerSteps:
+    def prepare(self, model: keras.Model, data: Any, what: str) -> AsyncSteps:
         _check(model)
         build_model(model, data)
         return self._steps(model)
 
-    def prepare_prediction(self, model: keras.Model, inputs: Any) -> ServerSteps:
+    def prepare_prediction(self, model: keras.Model, inputs: Any) -> AsyncSteps:
         _check(model)
         symbolic_call(model, inputs)
         return self._steps(model)
 
-    def _steps(self, model: keras.Model) -> ServerSteps:
+    def _steps(self, model: keras.Model) -> AsyncSteps:
         assert self._config is not None and self._watch is not None
         self.build_optimizer(model)
         with server_errors(self._config):
             move_to_servers(model, model.optimizer, len(self._config.servers), self._min_part_bytes)
             look_up_rows(model)
             limit = self._in_flight * self.workers
-            return ServerSteps(model, self._coordinator, self._watch, self._config, limit)
+            return AsyncSteps(model, self._coordinator, self._watch, self._config, limit)
 
     def gather(self, outputs: Iterable[tuple[Share, Pending]]) -> Any:
         assert self._config is not None

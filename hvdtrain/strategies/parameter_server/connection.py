@@ -52,7 +52,7 @@ class _Connected(parameter_server_strategy_v2.ParameterServerStrategyV2):
         self._cluster_resolver = resolver
 
 
-class _Repeating(tf.distribute.coordinator.ClusterCoordinator):
+class _RetryingCoordinator(tf.distribute.coordinator.ClusterCoordinator):
     """TensorFlow's coordinator, for Python functions that call concrete functions.
 
     A worker's thread calls the function, and again if the worker dies. A concrete function, the only kind that
@@ -78,7 +78,7 @@ def connect(config: TfConfig) -> tf.distribute.coordinator.ClusterCoordinator:
     threading.excepthook = without_lost_servers(threading.excepthook, config)
     with kept_variables():
         strategy = _Connected(_resolver(config.cluster))
-    coordinator = _Repeating(strategy)
+    coordinator = _RetryingCoordinator(strategy)
     _keep_for_ever(coordinator, context.context())
     return coordinator
 

@@ -18,8 +18,14 @@ from keras_io_kit import BATCH, EVEN, EXAMPLES, Example, by_drop_in, by_trainer,
 
 import hvdtrain
 
-ROOMS = (keras_io_vision, keras_io_text, keras_io_generative, keras_io_structured, keras_io_steps)
-MODELS = [example for room in ROOMS for example in room.MODELS]
+SUBMODULES = (
+    keras_io_vision,
+    keras_io_text,
+    keras_io_generative,
+    keras_io_structured,
+    keras_io_steps,
+)
+MODELS = [example for room in SUBMODULES for example in room.MODELS]
 
 
 def case_plain() -> dict[str, Any]:
