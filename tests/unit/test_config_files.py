@@ -178,6 +178,7 @@ def test_a_pipe_is_read_to_its_end_and_not_waited_for(
         2,
         "Error: cannot read the configuration pipe: nothing was written to this pipe for 0.5 seconds\n",
     )
+    monkeypatch.setattr(user_files, "PIPE_SECONDS", 20)
     # The shell's <(command), which takes its time and writes more than a pipe holds.
     slow = f"(echo np: 3; sleep 0.2; seq -f '# %.0f' 20000) > {pipe}"
     with subprocess.Popen(["sh", "-c", slow]):
