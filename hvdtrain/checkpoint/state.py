@@ -4,7 +4,8 @@ It is kept twice. Once as one process would have it: variables go through `paral
 that they have in every layout, with gradients that wait added up and statistics averaged. Any number of ranks in any
 layout can go on from that. Beside it stands what each rank has of its own, as it is, since a sum would not be the same
 to the bit: seeds, statistics that are averaged only when the epoch ends, gradients that wait, metrics in the middle of
-an epoch. Ranks that are arranged as before go on from that; for others the metrics are merged when they resume.
+an epoch, and what ranks that train alone for some steps have made of the weights. Ranks that are arranged as before go
+on from that; for others the metrics are merged when they resume.
 
 Not in it: the counters of TensorFlow's own stateful random operations (tf.random.normal), which cannot be read.
 """
@@ -22,7 +23,11 @@ import tensorflow as tf
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
 from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
 from hvdtrain.collectives.metrics import state_variables, without_sums
-from hvdtrain.collectives.statistics import fold_rank_into_seeds, statistics_variables
+from hvdtrain.collectives.statistics import (
+    average_statistics,
+    fold_rank_into_seeds,
+    statistics_variables,
+)
 from hvdtrain.errors import UsageError
 from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
 from hvdtrain.keras_internals.variables import (
@@ -36,6 +41,7 @@ from hvdtrain.keras_internals.variables import (
     value_where_it_lies,
 )
 from hvdtrain.parallel.gather_scatter import Entry, Piece, State, agree, gather, scatter
+from hvdtrain.parallel.state_layout import round_pieces
 from hvdtrain.parallel.whole_file import DividedState, whole_variables
 from hvdtrain.strategies.horovod import HorovodStrategy
 
@@ -77,6 +83,7 @@ class TrainingState:
         self._model = model
         self._strategy = strategy
         self._ranks = strategy.position.everyone
+        self._rounds = strategy.runner.rounds
         self._parts: _Parts | None = None
         self._memory: State = {}
 
@@ -105,10 +112,11 @@ class TrainingState:
                 declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in parts.metrics
             ],
             "merged_with": list(self._strategy.position.data_set.ranks),
+            "round": None if self._rounds is None else self._rounds.state(),
         }
 
     def variables(self) -> State:
-        """Return the variables on rank 0, after `own`. A collective.
+        """Return the variables on rank 0, after `own`; of ranks that train alone now, rank 0's. A collective.
 
         The next call takes the memory of the arrays.
         """
@@ -116,7 +124,8 @@ class TrainingState:
         assert parts is not None
         kept = [v.value() for v in parts.statistics]
         if kept:
-            self._strategy.end_epoch(self._model)
+            here, local = self._strategy.position, local_variables(self._model)
+            average_statistics(self._model, local, here.data_set)
         arrays = gather(parts.pieces, self._ranks, parts.entries, self._memory)
         for variable, value in zip(parts.statistics, kept, strict=True):
             variable.assign(value)
@@ -144,6 +153,8 @@ class TrainingState:
         if alike:
             own = everyone[self._ranks.rank()]
             _assign(own_variables(self._model), own["variables"])
+            if self._rounds is not None:
+                self._rounds.give(own["round"])
             return own
         self._give_others(everyone)
         return everyone[0]
@@ -152,6 +163,8 @@ class TrainingState:
         """Give ranks that were arranged otherwise what one process would have of what each had of its own."""
         model, index = self._model, self._strategy.part.index
         fold_rank_into_seeds(model, index)
+        if self._rounds is not None:
+            self._rounds.give_others([own["round"] for own in everyone])
         _assign(untracked_variables(model), everyone[0]["untracked"])
         variables = state_variables(model.metrics)
         shapes = [tuple(v.shape) for v in variables]
@@ -178,7 +191,10 @@ class TrainingState:
         )
 
     def _pieces(self) -> list[Piece]:
-        return DividedState(self._strategy.position).pieces(self._model)
+        pieces = DividedState(self._strategy.position).pieces(self._model)
+        if self._rounds is None:
+            return pieces
+        return [*pieces, *round_pieces(self._rounds.shared, self._ranks.rank() == 0)]
 
 
 def _merged_metrics(own: Own, everyone: Sequence[Own]) -> list[np.ndarray]:

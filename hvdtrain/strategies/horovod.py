@@ -30,6 +30,7 @@ from hvdtrain.keras_internals.variables import (
     local_variables,
     replicated_variables,
     trained_variables,
+    without,
 )
 from hvdtrain.runtime import Rank, init
 from hvdtrain.strategies.rank_steps import RankSteps
@@ -45,7 +46,7 @@ class HorovodStrategy(Strategy):
         mesh: the ranks; None: each of them has the whole model.
         runner: makes the part that builds and runs the model, at this rank's position.
         state: makes the part that saves and loads.
-        wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state.
+        wrap: makes a plain Keras optimizer one that reduces its gradients, or that also shards its state, or neither.
 
     Attributes:
         position: of this rank, once it has started.
@@ -100,10 +101,10 @@ class HorovodStrategy(Strategy):
             ranks = self.position.data_set
             reduction = Reduction(process_set=ranks, weighted=weighted, position=self.position)
             return self._wrap(optimizer, reduction)
-        if self.saves_together:
+        if self.saves_together or self._wrap is not distribute:
             raise UsageError(
-                "The optimizer is already distributed; Trainer(layout=...) and "
-                "shard_optimizer=True reduce each gradient in their own way: pass a plain "
+                "The optimizer is already distributed; Trainer(layout=...), "
+                "shard_optimizer=True and sync=... reduce gradients in their own way, or not at all: pass a plain "
                 "optimizer"
             )
         reducer = reducer_of(optimizer)
@@ -129,6 +130,7 @@ class HorovodStrategy(Strategy):
             steps.probe(share)
 
     def broadcast(self, model: keras.Model, without: Sequence[Any] = ()) -> None:
+        self.runner.end_round()
         broadcast_state(model, self.position, without)
 
     def check_step(self, model: keras.Model, when: str) -> None:
@@ -139,22 +141,26 @@ class HorovodStrategy(Strategy):
         self._compare(replicated_variables(model, local=local_variables(model)), when)
 
     def _compare(self, variables: Sequence[Any], when: str) -> None:
-        for ranks, held in self.position.by_holders(variables):
+        apart = [] if self.runner.rounds is None else self.runner.rounds.apart
+        for ranks, held in self.position.by_holders(without(variables, apart)):
             check_replicas(variables=held, when=when, process_set=ranks)
 
     def logs(self, model: keras.Model, step_logs: Logs, share: Share) -> Logs:
         return self.runner.logs(model, step_logs, share)
 
     def end_epoch(self, model: keras.Model) -> None:
+        self.runner.end_round()
         average_statistics(model, local_variables(model), self.position.data_set)
 
     def gather(self, outputs: Iterable[tuple[Share, Any]]) -> Any:
         return self.runner.gather(outputs)
 
     def save(self, model: keras.Model, path: Path) -> None:
+        self.runner.end_round()
         self.state.save(model, path)
 
     def load(self, model: keras.Model, path: Path) -> None:
+        self.runner.end_round()
         self.build_to_load(model)
         self.state.load(model, path)
 

@@ -1,4 +1,4 @@
-"""From what the user gave Trainer (strategy, layout, shard_optimizer) to a Strategy."""
+"""From what the user gave Trainer (strategy, layout, shard_optimizer, sync) to a Strategy."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UsageError
+from hvdtrain.strategies.round_plan import DiLoCo, LocalSGD
 from hvdtrain.strategies.strategy import Strategy
 from hvdtrain.strategy_names import HOROVOD, STRATEGIES, choose_strategy, strategy_of
 
 if TYPE_CHECKING:
     from hvdtrain.collectives.mesh import Mesh
     from hvdtrain.parallel.layout import Layout
+    from hvdtrain.strategies.rounds import Sync
 
 # Loaded when they are chosen, as strategies are.
 RUNNERS = {
@@ -27,6 +29,7 @@ def make_strategy(
     wanted: str | Strategy | None,
     layout: Layout | Mesh | None = None,
     shard_optimizer: bool = False,
+    sync: Sync | None = None,
 ) -> Strategy:
     """Return the strategy that `wanted` names; None: what HVDTRAIN_STRATEGY says, else Horovod's.
 
@@ -34,12 +37,14 @@ def make_strategy(
         wanted: a name or a Strategy.
         layout: a Layout, or a Mesh alone, of a model that is divided over Horovod's ranks.
         shard_optimizer: divide the optimizer's state over the ranks (Horovod's alone).
+        sync: let the ranks train alone for some steps (Horovod's alone); not with the two above.
 
     Raises:
-        UsageError: no such strategy, or one that knows no layout.
+        UsageError: no such strategy, or one that knows no layout or sync.
     """
+    _check_sync(sync, layout, shard_optimizer)
     if isinstance(wanted, Strategy):
-        _refuse_division(type(wanted).__name__, layout, shard_optimizer)
+        _refuse_division(type(wanted).__name__, layout, shard_optimizer, sync)
         return wanted
     if wanted is not None and not isinstance(wanted, str):
         raise UsageError(
@@ -48,16 +53,21 @@ def make_strategy(
     name = strategy_of(os.environ) if wanted is None else choose_strategy(wanted).name
     parts: dict[str, Any] = {}
     if name == HOROVOD:
-        parts = _parts(layout, shard_optimizer)
+        parts = _parts(layout, shard_optimizer, sync)
     else:
-        _refuse_division(name, layout, shard_optimizer)
+        _refuse_division(name, layout, shard_optimizer, sync)
     strategy: Strategy = _load(STRATEGIES[name].place)(**parts)
     return strategy
 
 
-def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any]:
+def _parts(
+    layout: Layout | Mesh | None, shard_optimizer: bool, sync: Sync | None
+) -> dict[str, Any]:
     """Return what Horovod's strategy is composed of, where that is not the default."""
     parts: dict[str, Any] = {}
+    if sync is not None:
+        parts["runner"] = partial(_load("hvdtrain.strategies.rounds:RoundRunner"), sync)
+        parts["wrap"] = _load("hvdtrain.strategies.rounds:trained_alone")
     if layout is not None or shard_optimizer:
         parts["state"] = _load("hvdtrain.parallel.whole_file:DividedState")
     if shard_optimizer:
@@ -71,7 +81,27 @@ def _parts(layout: Layout | Mesh | None, shard_optimizer: bool) -> dict[str, Any
     return parts
 
 
-def _refuse_division(name: str, layout: Layout | Mesh | None, shard_optimizer: bool) -> None:
+def _check_sync(sync: Any, layout: Layout | Mesh | None, shard_optimizer: bool) -> None:
+    if sync is None:
+        return
+    if not isinstance(sync, LocalSGD | DiLoCo):
+        raise UsageError(
+            f"sync={sync!r}: pass hvdtrain.LocalSGD(every=...) or hvdtrain.DiLoCo(every=...)"
+        )
+    if layout is not None or shard_optimizer:
+        raise UsageError(
+            "sync lets each rank train a whole model alone for some steps, and layout and shard_optimizer divide the "
+            "model or its optimizer over the ranks: leave out one of the two"
+        )
+
+
+def _refuse_division(
+    name: str, layout: Layout | Mesh | None, shard_optimizer: bool, sync: Sync | None
+) -> None:
+    if sync is not None:
+        raise UsageError(
+            f"sync works with strategy='horovod', but the strategy is {name}: leave out one of the two"
+        )
     for option, given in (("layout", layout is not None), ("shard_optimizer", shard_optimizer)):
         if given:
             raise UsageError(

@@ -233,6 +233,11 @@ class Loop:
         share: Share | None = None
         global_batches = need_global_batches(plan.callbacks, TRAIN_METHODS)
         saving = save_within_epochs(plan.callbacks)
+        if saving and self.config["sync"] is not None:
+            raise UsageError(
+                "sync: between two rounds no rank has the model, so that ModelCheckpoint and BackupAndRestore can save "
+                "only when an epoch ends: leave save_freq out, or use checkpoints=hvdtrain.Checkpoints(every_steps=...)"
+            )
         self.events.begin_steps()
         # Of data that the ranks divided themselves one may see an even step where another does not.
         together = 1 if isinstance(plan.train, OwnSource) else self.steps_per_execution

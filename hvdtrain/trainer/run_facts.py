@@ -23,6 +23,7 @@ CONFIG = (
     "precision",
     "seed",
     "steps_per_execution",
+    "sync",
     "warmup_epochs",
 )
 """What of the Trainer's arguments the course of a training depends on."""
