@@ -1,4 +1,4 @@
-"""Training to the same quality over a slow link: the bytes and the time of each `Trainer(sync=...)`.
+"""Training to the same quality over a slow link: bytes and time with `Trainer(sync=...)` and lossy compression.
 
 A network with two hidden layers learns scikit-learn's digits until its accuracy on images that it has not seen reaches
 the goal, asked after each epoch. Tracing is over when the clock begins: one step with a learning rate of 0 and one
@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.bench.measurement import Launch, report, run_measurement
 
-WAYS = ("dense", "local-sgd", "diloco", "diloco-int8")
+WAYS = ("dense", "power-sgd", "top-k", "local-sgd", "diloco", "diloco-int8")
 WIDTH, BATCH, MOST_EPOCHS = 512, 64, 60
 TRAINED = 22 * BATCH
 """Images, of 1797; the others are for validation."""
@@ -68,21 +68,31 @@ def train_digits(way: str, every: int, goal: float) -> dict[str, Any] | None:
     from sklearn.datasets import load_digits
 
     import hvdtrain
+    from hvdtrain.keras import Compression, DistributedOptimizer
 
     pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     x, y = (pixels[order] / 16.0).astype("float32"), labels[order]
     unseen = (x[TRAINED:], y[TRAINED:])
-    layers = [keras.layers.Dense(WIDTH, "relu"), keras.layers.Dense(WIDTH, "relu")]
-    sync = {
-        "dense": None,
+    compression = {
+        "power-sgd": Compression.power_sgd(rank=4),
+        "top-k": Compression.top_k(fraction=0.01),
+    }.get(way, Compression.none)
+    syncs: dict[str, hvdtrain.LocalSGD | hvdtrain.DiLoCo] = {
         "local-sgd": hvdtrain.LocalSGD(every),
         "diloco": hvdtrain.DiLoCo(every, outer_momentum=0.5),
         "diloco-int8": hvdtrain.DiLoCo(every, outer_momentum=0.5, exchange="int8"),
-    }[way]
+    }
+    sync = syncs.get(way)
+    optimizer = keras.optimizers.SGD(0.0, momentum=0.9)
+
+    def network() -> keras.Model:  # Made here, all ways begin with the same weights.
+        hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(2)]
+        return keras.Sequential([keras.layers.Input([64]), *hidden, keras.layers.Dense(10)])
+
     trainer = hvdtrain.Trainer(
-        lambda: keras.Sequential([keras.layers.Input([64]), *layers, keras.layers.Dense(10)]),
-        keras.optimizers.SGD(0.0, momentum=0.9),
+        network,
+        optimizer if sync else DistributedOptimizer(optimizer, compression=compression),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         ["accuracy"],
         global_batch_size=BATCH,

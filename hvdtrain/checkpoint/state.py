@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvdtrain.checkpoint.random_states import random_states, set_random_states
+from hvdtrain.collectives.error_feedback import Memory
 from hvdtrain.collectives.metric_merging import SUM, combine, declared_rule
 from hvdtrain.collectives.metrics import state_variables, without_sums
 from hvdtrain.collectives.statistics import (
@@ -29,7 +30,8 @@ from hvdtrain.collectives.statistics import (
     statistics_variables,
 )
 from hvdtrain.errors import UsageError
-from hvdtrain.keras_internals.optimizers import accumulators, optimizer_slots
+from hvdtrain.keras.optimizer import reducer_of
+from hvdtrain.keras_internals.optimizers import accumulators, is_distributed, optimizer_slots
 from hvdtrain.keras_internals.variables import (
     local_variables,
     row_states,
@@ -102,6 +104,7 @@ class TrainingState:
         """
         parts = self._parts = self._parts or self._find_parts()
         values = {id(v): value_where_it_lies(v) for v in parts.own}
+        optimizer = self._model.optimizer
         return {
             "variables": list(values.values()),
             "untracked": [values[id(v)] for v in parts.untracked],
@@ -112,6 +115,7 @@ class TrainingState:
                 declared_rule(v) or rules.get(id(tf_variable(v)), SUM) for v in parts.metrics
             ],
             "merged_with": list(self._strategy.position.data_set.ranks),
+            "weighted": is_distributed(optimizer) and reducer_of(optimizer).reduction.weighted,
             "round": None if self._rounds is None else self._rounds.state(),
         }
 
@@ -166,6 +170,7 @@ class TrainingState:
         if self._rounds is not None:
             self._rounds.give_others([own["round"] for own in everyone])
         _assign(untracked_variables(model), everyone[0]["untracked"])
+        self._give_errors(everyone)
         variables = state_variables(model.metrics)
         shapes = [tuple(v.shape) for v in variables]
         # Of a pipeline the last stage has the metrics.
@@ -176,6 +181,21 @@ class TrainingState:
                 if index:
                     without_sums(model.metrics, {id(tf_variable(v)): r for v, r in rules if r})
                 return
+
+    def _give_errors(self, everyone: Sequence[Own]) -> None:
+        """Give this rank its part of what others have not sent of their gradients: see error_feedback.py."""
+        memories = _memories(self._model)
+        if not memories:
+            return
+        places = {id(tf_variable(v)): n for n, v in enumerate(own_variables(self._model))}
+        weighted = reducer_of(self._model.optimizer).reduction.weighted
+        parts = 1 if everyone[0]["weighted"] else len(everyone)
+        parts *= self._ranks.size() if weighted else 1
+        for memory in memories:
+            errors = [own["variables"][places[id(memory.error)]] for own in everyone]
+            memory.error.assign(sum(errors) / parts)
+            for variable in memory.shared:
+                variable.assign(everyone[0]["variables"][places[id(variable)]])
 
     def _find_parts(self) -> _Parts:
         """A collective. After the first step all variables are there."""
@@ -216,6 +236,12 @@ def _assign(variables: Sequence[Any], values: Sequence[Any]) -> None:
         tf_variable(variable).assign(value)
 
 
+def _memories(model: keras.Model) -> list[Memory]:
+    """Return what a lossy compression remembers of the gradients."""
+    optimizer = model.optimizer
+    return list(reducer_of(optimizer).memories.values()) if is_distributed(optimizer) else []
+
+
 def own_variables(model: keras.Model) -> list[Any]:
     """Return the variables that may differ between ranks which hold the same of `model`."""
     local = local_variables(model)
@@ -235,6 +261,7 @@ def own_variables(model: keras.Model) -> list[Any]:
             *local,
             *slots,
             *accumulators(model.optimizer),
+            *(v for memory in _memories(model) for v in (memory.error, *memory.shared)),
             *state_variables(model.metrics),
         ]
     )

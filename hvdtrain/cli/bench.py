@@ -428,7 +428,7 @@ def checkpoints(
 def slow_link(
     context: click.Context, hosts: str, ways: tuple[str, ...], every: int, goal: float, controller: str
 ) -> None:  # fmt: skip
-    """Bytes and time to the same quality of Trainer(sync=...), between hosts.
+    """Bytes and time to the same quality with Trainer(sync=...) and lossy compression, between hosts.
 
     Trains on scikit-learn's digits until the accuracy is reached, with a cycle time of 20 ms. It does not slow the link
     down: use a slow one, or limit a fast one with tc.

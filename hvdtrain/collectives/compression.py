@@ -14,6 +14,7 @@ from horovod.tensorflow.compression import Compression as HorovodCompression
 from horovod.tensorflow.compression import Compressor
 
 from hvdtrain.collectives.communicator import Communicator
+from hvdtrain.collectives.error_feedback import PowerSGD, TopK
 
 BF16_MIN_ELEMENTS = 16 * 1024
 """Smaller tensors travel as float32: their time is latency, and alltoall is not fused by Horovod."""
@@ -40,9 +41,13 @@ class BF16Compressor(Compressor):
 
 
 class Compression(HorovodCompression):
-    """Compression algorithms: `none`, `fp16` (Horovod's) and `bf16`."""
+    """Compression algorithms: `none`, `fp16` (Horovod's) and `bf16`; `power_sgd(rank=4)` and `top_k(fraction=0.01)`
+    for DistributedOptimizer.
+    """
 
     bf16 = BF16Compressor
+    power_sgd = PowerSGD
+    top_k = TopK
 
 
 def bf16_sum(tensor: tf.Tensor, name: str, ranks: Communicator, factor: float = 1.0) -> tf.Tensor:

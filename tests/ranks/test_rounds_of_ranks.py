@@ -11,7 +11,7 @@ def test_rounds() -> None:
     for found in (first, second):
         assert found["as synchronous"] < 1e-6
         assert found["evaluated"] < 1e-5, "the model in the file is the one that was evaluated"
-        assert found["resumed"] == []
+        assert found["resumed"] == [] and found["compressed"] == [False]
         assert "sync: between two rounds no rank has the model" in found["refused"]
     assert first["history"] == second["history"]
     for one, other in zip(first["weights"], second["weights"], strict=True):

@@ -50,8 +50,13 @@ def case_all() -> dict[str, Any]:
         "history": history,
         "evaluated": np.abs(np.subtract(evaluated, [loss, accuracy])).max(),
         "resumed": checkpoints.ended_and_resumed(
-            "adam", 5, [6], sync=hvdtrain.DiLoCo(3, exchange="int8"), epochs=2
+            "adam", 5, [6], sync=hvdtrain.DiLoCo(3, exchange="int8"), epochs=1
         ),
+        # What it takes to be compressed: 1024 numbers. The guard compares the ranks after each epoch.
+        "compressed": [
+            *checkpoints.ended_and_resumed("power", 5, [6], epochs=1, units=256),
+            checkpoints.train(checkpoints.folder(), "largest", None, epochs=1, units=256) is None,
+        ],
         "refused": _refused(),
     }
 
